@@ -33,38 +33,20 @@ class A2C:
     optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
     learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    rms_decay: float = tunable(
-        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
-    )
-    epsilon: float = tunable(
-        default=1e-05, doc="number in the denominator of an update. Usual: 1e-5 to 0.1 (RMSProp), 1e-8 to 1e-5 (Adam).", above=0
-    )
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
+    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages; 1 gives the paper's n-step advantages. Usual: 1, or 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["batch", "none"] = field(
-        default="none", doc='whether advantages are standardized over the "batch" of an update. Usual: "none".'
-    )
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda: 0 bias, 1 variance (the paper's). Usual: 1, or 0.95.")
+    normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -219,4 +201,3 @@ def build(env: Environment, config: A2C) -> Agent:
         env=venv,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
-

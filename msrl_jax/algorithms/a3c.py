@@ -43,9 +43,7 @@ class A3C:
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
     entropy_coef: float = tunable(default=0.001, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
-    gae_lambda: float = tunable(
-        default=0.95, low=0, high=1, doc="from 0 (bias) to 1 (the paper's n-step advantages; variance). Usual: 1, or 0.95."
-    )
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda: 0 bias, 1 variance (the paper's). Usual: 1, or 0.95.")
     learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
@@ -57,9 +55,7 @@ class A3C:
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
-    normalize_advantage: Literal["worker", "none"] = field(
-        default="none", doc='whether advantages are standardized for each "worker", or not ("none"). Usual: "none".'
-    )
+    normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
 
     def check(self) -> None:
         """Raises ValueError unless `num_workers` divides `num_envs`."""
@@ -227,4 +223,3 @@ def build(env: Environment, config: A3C) -> Agent:
         env=venv,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
-

@@ -37,9 +37,7 @@ class BC:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    validation_fraction: float = field(
-        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
-    )
+    validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
 
     check = check_data
 

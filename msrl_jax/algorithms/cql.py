@@ -51,9 +51,7 @@ class CQL:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    validation_fraction: float = field(
-        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
-    )
+    validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     conservative_weight: float | None = tunable(
         default=None, low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
@@ -69,13 +67,9 @@ class CQL:
         doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
         "continuous actions. Usual: 4 to 10.",
     )
-    initial_temperature: float = tunable(
-        default=1.0, above=0, doc="initial entropy weight; continuous actions. Usual: 0.1 to 1."
-    )
+    initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
-    target_entropy: float | None = tunable(
-        default=None, doc="target entropy in nats; None takes minus the length of an action. Usual: None."
-    )
+    target_entropy: float | None = tunable(default=None, doc="in nats; None: minus the length of an action. Usual: None.")
     double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")
 
     def check(self) -> None:

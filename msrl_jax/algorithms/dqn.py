@@ -14,7 +14,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
 from msrl_jax.algorithms.networks.actions import check_discrete
@@ -44,9 +44,7 @@ class DQN:
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=1000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.00025, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -56,16 +54,10 @@ class DQN:
     beta: float | None = tunable(
         default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
-    exploration: Literal["annealed", "per_env"] = field(
-        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
-    )
-    exploration_steps: int = field(
-        default=10000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
-    )
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=10000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
     final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
-    )
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")

@@ -246,4 +246,3 @@ def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) 
     """
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)
-

@@ -59,12 +59,8 @@ class IMPALA:
     clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
     clip_c: float = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
     clip_pg_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a policy gradient. Usual: 1.")
-    normalize_advantage: Literal["batch", "none"] = field(
-        default="none", doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".'
-    )
-    replay_batches: int = field(
-        default=0, low=0, doc="batches kept for replay, with the newest; 0: none. Usual: 0, 10 to 1000."
-    )
+    normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
+    replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
 
     def check(self) -> None:
@@ -265,4 +261,3 @@ def build(env: Environment, config: IMPALA) -> Agent:
         env=venv,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
-

@@ -21,7 +21,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffled_times, split_keys
@@ -51,14 +51,10 @@ class IPPO:
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
-    target_kl: float | None = tunable(
-        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
-    )
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")

@@ -47,17 +47,13 @@ class MADDPG:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(
-        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9, 0.95 (the paper) for 25 steps, or 0.99."
-    )
+    discount: float = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -66,16 +62,10 @@ class MADDPG:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    temperature: float = tunable(
-        default=1.0, above=0, doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5."
-    )
-    output_penalty: float = tunable(
-        default=1e-3, low=0, doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3, or 0."
-    )
+    temperature: float = tunable(default=1.0, above=0, doc="of discrete actions' softmax. Usual: 1 (the paper) to 0.5.")
+    output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
-    share_parameters: bool = field(
-        default=False, doc="whether agents share one actor and one critic. Usual: False (the paper)."
-    )
+    share_parameters: bool = field(default=False, doc="whether agents share actor and critic. Usual: False (the paper).")
     agent_ids: bool = field(default=True, doc="whether a shared actor sees which agent it acts for. Usual: True.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:

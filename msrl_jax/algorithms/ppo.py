@@ -4,14 +4,14 @@ In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minib
 all environments, so a shuffle moves nothing along `E`, which may be split over devices.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import (
     Trajectory,
     check_minibatches,
@@ -36,46 +36,26 @@ class PPO:
     """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(
-        default=128, doc="steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048."
-    )
+    unroll_length: int = field(default=128, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 2048.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
     learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
-    target_kl: float | None = tunable(
-        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
-    )
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""

@@ -20,7 +20,7 @@ from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule
+from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
 from msrl_jax.algorithms.loops.updates import make_optimizer
@@ -45,17 +45,13 @@ class QMIX:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=26, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(
-        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps as in MPE (JaxMARL), or 0.99."
-    )
+    discount: float = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -65,16 +61,10 @@ class QMIX:
     beta: float | None = tunable(
         default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
-    exploration: Literal["annealed", "per_env"] = field(
-        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
-    )
-    exploration_steps: int = field(
-        default=100000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
-    )
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
     final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
-    )
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -90,9 +80,7 @@ class QMIX:
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
     hyper_size: int = field(default=64, doc="width of the hidden layers of the mixer's hypernetworks. Usual: 64.")
     burn_in: int = field(default=0, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
-    trace_length: int = field(
-        default=25, doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: an episode, or 16 to 80."
-    )
+    trace_length: int = field(default=25, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=True, doc="whether a shared network sees which agent it acts for. Usual: True.")
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, next_values, proximal_updates, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
@@ -32,52 +32,28 @@ from msrl_jax.fragments import fragment
 class RecurrentPPO:
     """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
 
-    num_envs: int = field(
-        default=32, doc="environments stepped in parallel, `E`; a multiple of `num_minibatches` per device. Usual: 16 to 4096."
-    )
-    unroll_length: int = field(
-        default=64, doc="steps of every environment per iteration, `T`; gradients flow back through all. Usual: 16 to 256."
-    )
+    num_envs: int = field(default=32, doc="environments, `E`, a multiple of `num_minibatches` per device. Usual: 16 to 4096.")
+    unroll_length: int = field(default=64, doc="steps per iteration, `T`; gradients flow back through all. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
-    target_kl: float | None = tunable(
-        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
-    )
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
-    )
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    core: Literal["gru", "lstm", "min_gru"] = field(
-        default="gru", doc='"gru", "lstm", or "min_gru", the fastest: its gates do not wait for a step before. Usual: "gru".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""
@@ -228,4 +204,3 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
         env_group=config.num_minibatches,
     )
-

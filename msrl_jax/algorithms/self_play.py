@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, split_keys
@@ -54,14 +54,10 @@ class SelfPlay:
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per step. Usual: 1, or 0.99 to 0.999.")
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="none", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "none".'
-    )
+    normalize_advantage: Normalization = field(default="none", doc='how to standardize advantages. Usual: "none".')
     clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
-    target_kl: float | None = tunable(
-        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
-    )
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1).")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
@@ -77,9 +73,7 @@ class SelfPlay:
         doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
         '"uniform", or "payoff" for games in which policies beat each other in circles.',
     )
-    num_opponents: int = field(
-        default=8, doc="opponents drawn per iteration, `G`, for `num_envs / G` environments each. Usual: 4 to 32."
-    )
+    num_opponents: int = field(default=8, doc="opponents per iteration, `G`, with `num_envs / G` environments. Usual: 4 to 32.")
 
     def check(self) -> None:
         """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""

@@ -16,7 +16,7 @@ priorities and importance weights. A network without a recurrent state acts with
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ Update = Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[
 ChooseAction = Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], key, carry) -> (action [E, ...], carry)` outside of training, before `action_transform`; the best or
 most probable action if `key` is None."""
+Exploration = Literal["annealed", "per_env"]
 Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], keys [E], steps, carry) -> (action [E, ...], carry)`: acts after `steps` environment steps."""
 
