@@ -20,10 +20,18 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    annealed,
+    descend,
+    logical_axes,
+    make_optimizer,
+    training_environment,
+)
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten

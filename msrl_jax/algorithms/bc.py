@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
 from msrl_jax.algorithms.loops.off_policy import gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy

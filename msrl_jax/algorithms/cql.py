@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import greedy_target
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal

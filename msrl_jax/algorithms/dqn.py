@@ -6,20 +6,18 @@ This file has the loss; the loop and the update are in `loops/off_policy.py`. In
 
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
-from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
@@ -163,6 +161,47 @@ def build(env: Environment, config: DQN) -> Agent:
 
     rule = gradient_rule(config, optimizer, network.init, gradients, choose_action)
     return off_policy_agent(config, venv, buffer, rule, explore)
+
+
+def categorical_projection(
+    probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
+) -> jax.Array:
+    """Projects the distribution of `reward + discount * return` onto the atoms (C51; arXiv 1707.06887, algorithm 1).
+
+    The mass of a shifted atom goes to its two neighbors, more to the nearer one, or to the first or last atom if it is outside.
+    The masses `[N]` belong to atoms at equal distances from `v_min` to `v_max`; their sum stays.
+    """
+    chex.assert_rank((probability, reward, discount), (1, 0, 0))
+    num_atoms = probability.shape[-1]
+    atoms = jnp.linspace(v_min, v_max, num_atoms)
+    spacing = (v_max - v_min) / (num_atoms - 1)
+    landed = (jnp.clip(reward + discount * atoms, v_min, v_max) - v_min) / spacing
+    share = jnp.clip(1 - jnp.abs(landed[:, None] - jnp.arange(num_atoms)), 0, 1)
+    return probability @ share
+
+
+def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """The KL divergence of the predicted masses from the target; it has the gradient of the cross-entropy (arXiv 1707.06887).
+
+    From logits `[N]` and target masses `[N]`; 0 if the masses are equal.
+    """
+    chex.assert_rank(logits, 1)
+    chex.assert_equal_shape((logits, target))
+    known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
+    return (known - target * jax.nn.log_softmax(logits)).sum(-1)
+
+
+def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
+    """The quantile Huber loss (Dabney et al., 2018, arXiv 1710.10044, eq. 10), summed over quantiles, averaged over samples.
+
+    The quantiles `[N]` are predictions at the midpoints `(i + 1/2) / N`; the targets `[M]` are samples. The Huber loss is
+    linear above `delta` and divided by it.
+    """
+    chex.assert_rank((quantile, target), 1)
+    midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
+    error = target[None, :] - quantile[:, None]
+    weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
+    return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 
 ApexDQN = variant(

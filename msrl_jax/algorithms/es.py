@@ -17,9 +17,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, logical_axes
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, counting_environment, descend, logical_axes
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment, NormalizeObservation

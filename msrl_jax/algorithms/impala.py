@@ -13,10 +13,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    annealed,
+    descend,
+    logical_axes,
+    make_optimizer,
+    training_environment,
+)
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, evaluate, values
 from msrl_jax.algorithms.networks.distributions import choose

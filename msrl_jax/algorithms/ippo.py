@@ -20,17 +20,15 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffled_times, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, dense, forget
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffled_members, truncated_values
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale

@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value

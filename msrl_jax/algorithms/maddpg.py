@@ -21,15 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import agents_buffer
+from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor

@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import (
     Trajectory,
@@ -20,7 +20,6 @@ from msrl_jax.algorithms.loops.trajectory import (
     shuffled_times,
     split_keys,
 )
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, values
 from msrl_jax.algorithms.networks.distributions import choose

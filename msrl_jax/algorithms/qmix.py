@@ -16,16 +16,19 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import sequence_priority
-from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.loops.sequences import (
+    recurrent_q_network,
+    replay_successors,
+    replay_values,
+    sequence_priority,
+    sequence_target,
+)
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.registry import variant

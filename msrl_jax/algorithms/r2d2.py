@@ -15,15 +15,19 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
+from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
-from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.loops.sequences import (
+    recurrent_q_network,
+    replay_successors,
+    replay_values,
+    sequence_priority,
+    sequence_target,
+)
 from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal

@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
-from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, next_values, proximal_updates, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
+from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffled_members, truncated_values
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform

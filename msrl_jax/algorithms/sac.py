@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, off_policy_agent, uniform_actions
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value

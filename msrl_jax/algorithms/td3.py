@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent, Progress, annealed, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import (
     Batch,
     Learner,
@@ -26,8 +26,6 @@ from msrl_jax.algorithms.loops.off_policy import (
     polyak_update,
     uniform_actions,
 )
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.registry import is_constant, variant

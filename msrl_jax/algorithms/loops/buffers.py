@@ -1,4 +1,4 @@
-"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set.
+"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set; its actions.
 
 Ball et al. (2023, arXiv 2302.02948) take half of every batch from each source. In the shape descriptions, `B` is the batch size
 and `G` the number of shards of the buffers. Each shard holds `B / G` rows of a batch: first rows of the run, then rows of the
@@ -13,13 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax import data, replay
 from msrl_jax.data import Dataset
-from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
+from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type
+from msrl_jax.envs.spaces import is_integers
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
 
 
@@ -184,3 +186,47 @@ def load_data(source: str | Dataset, env: Environment) -> Dataset:
     """Reads a data set for an environment, with a policy's actions; raises ValueError if it cannot be read, or does not fit."""
     dataset = data.check_spaces(data.load(source), env)
     return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
+
+
+_FOR_INTEGERS = (
+    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap "
+    "the environment to take a Discrete space of their combinations"
+)
+
+
+def check_discrete(name: str, space: Space) -> Discrete:
+    """The space if its actions are discrete; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
+    if isinstance(space, Discrete):
+        return space
+    if is_integers(space):
+        raise TypeError(f"{name} values each of a finite number of actions, got {space}; {_FOR_INTEGERS}")
+    raise TypeError(
+        f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
+        "space, or for a Box of floats use sac or td3 or ddpg or ppo"
+    )
+
+
+def check_bounded(name: str, space: Space) -> Box:
+    """Checks that actions are bounded vectors of floats, and returns the space; messages have the name of the algorithm.
+
+    Raises:
+      TypeError: if it is not a `Box` of floats.
+      ValueError: if a bound is infinite.
+    """
+    if isinstance(space, Discrete):
+        raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
+    if is_integers(space):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; {_FOR_INTEGERS}")
+    if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise ValueError(
+            f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
+            f"finite low and high, or use ppo (of several agents, ippo)"
+        )
+    return space
+
+
+def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
+    """The space if its actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    return space if isinstance(space, Discrete) else check_bounded(name, space)

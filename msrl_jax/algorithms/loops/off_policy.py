@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.loops.updates import annealed, descend
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform

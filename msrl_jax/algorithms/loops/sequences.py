@@ -6,14 +6,13 @@ number of actions and `H` the size of the recurrent state. Teams of agents have 
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.memory import truncated_values
-from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
 from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network, truncated_values
 from msrl_jax.algorithms.returns.estimators import n_step_return
 from msrl_jax.envs import Discrete, Space
 from msrl_jax.replay import Transition
@@ -79,3 +78,28 @@ def sequence_target(
         window.reward, next_value, window.terminated, window.truncated, discount=discount, num_steps=num_steps
     )[: len(next_value) - num_steps + 1]
     return target if epsilon is None else rescale(target, epsilon)
+
+
+def rescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593)."""
+    # Equal to the root minus 1, without the cancellation.
+    return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
+
+
+def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """The inverse of `rescale`."""
+    size = jnp.abs(value)
+    # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
+    root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
+    above = 2 * size / (root + 1 + 2 * epsilon)
+    return jnp.sign(value) * above * (above + 2)
+
+
+def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
+    """One error `[...]` for a sequence of errors `[L, ...]` of either sign, for its priority (Kapturowski et al., 2019).
+
+    It is `eta max |td_error| + (1 - eta) mean |td_error|`; see https://openreview.net/forum?id=r1lyTjAqYX.
+    """
+    chex.assert_type(td_error, float)
+    size = jnp.abs(td_error)
+    return eta * size.max(0) + (1 - eta) * size.mean(0)

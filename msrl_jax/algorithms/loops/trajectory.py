@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.loops.updates import descend
+from msrl_jax.algorithms.agent import descend
 from msrl_jax.fragments import fragment
 
 

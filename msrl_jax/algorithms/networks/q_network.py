@@ -1,8 +1,10 @@
-"""Networks for action values, or for distributions of returns."""
+"""Networks for action values, or for distributions of returns, and the choice of a target."""
 
 import math
 
+import chex
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense
@@ -43,3 +45,14 @@ def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, nu
     *first, last = torso.hidden_sizes if dueling else (*torso.hidden_sizes, None)
     module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last)
     return Network(module.init, module.apply)
+
+
+def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
+    """The target network's outputs for the action with the largest value (van Hasselt et al., 2016, arXiv 1509.06461).
+
+    The values `next_value` `[A]` that choose the action are the target network's for Q-learning, the online network's for
+    double Q-learning. `next_target` `[A, ...]` has the target network's values, atoms or quantiles of each action.
+    """
+    chex.assert_rank(next_value, 1)
+    chex.assert_equal_shape_prefix((next_value, next_target), 1)
+    return next_target[jnp.argmax(next_value)]
