@@ -4,6 +4,7 @@ Every iteration makes one update from the unrolls of all environments. In the sh
 and `E` is `num_envs`.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,14 +22,12 @@ from msrl_jax.algorithms.agent import (
     training_environment,
 )
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic, evaluate, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
+from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -72,102 +71,45 @@ class A2CState(NamedTuple):
 
 
 def advantage_loss(
-    params: Any,
-    network: ActorCritic,
-    trajectory: Trajectory,
-    last_obs: jax.Array,
-    bootstrap_value: jax.Array,
-    *,
-    discount: float,
-    gae_lambda: float,
-    entropy_coef: float,
-    value_coef: float,
-    normalize: bool,
+    config: Any, network: ActorCritic, params: Any, t: Trajectory, last_obs: jax.Array, bootstrap_value: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`.
 
     `bootstrap_value` `[T, E]` holds the values of the true successors, used where an episode was truncated.
     """
-    t = trajectory
     log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))
-    next_value = next_values(now, last_value, bootstrap_value, t.truncated)
-    advantage = gae(
-        t.reward, now, next_value, t.terminated, t.truncated, t.present, discount=discount, gae_lambda=gae_lambda
-    )
-    target = now + advantage
-    if normalize:
-        advantage = standardize(advantage, t.present)
+    advantage, target = estimate(config, t, now, last_value, bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),
         "value_loss": mean(value_loss(value, target), t.present),
         "entropy": mean(entropy, t.present),
     }
-    return stats["policy_loss"] + value_coef * stats["value_loss"] - entropy_coef * stats["entropy"], stats
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats
 
 
 def build(env: Environment, config: A2C) -> Agent:
     """The agent of `A2C.build`."""
     venv = training_environment(env, config)
     network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
+    optimizer = make_optimizer(config.optimizer, config.max_grad_norm, config.epsilon, config.rms_decay)
 
     def init(key: jax.Array) -> A2CState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key, obs)
-        return A2CState(
-            params=params,
-            opt_state=optimizer.init(params),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-        )
+        return A2CState(params, optimizer.init(params), jax.random.split(actor_key, config.num_envs), env_state, obs)
 
     axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+    draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, config.unroll_length)
 
     @fragment(role="learner")
     def gradients(params, trajectory, last_obs, bootstrap_value):
-        def loss(params):
-            return advantage_loss(
-                params,
-                network,
-                trajectory,
-                last_obs,
-                bootstrap_value,
-                discount=config.discount,
-                gae_lambda=config.gae_lambda,
-                entropy_coef=config.entropy_coef,
-                value_coef=config.value_coef,
-                normalize=config.normalize_advantage == "batch",
-            )
-
-        return jax.grad(loss, has_aux=True)(params)
+        loss = functools.partial(advantage_loss, config, network)
+        return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value)
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate):
@@ -196,16 +138,12 @@ def build(env: Environment, config: A2C) -> Agent:
         params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
         return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
 
-    def choose_action(state: A2CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
     return Agent(
         init=init,
         iteration=iteration,
-        act=choose_action,
         axes=axes,
         steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=1,
         env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
+        **outside_training(network, venv.action_space),
     )

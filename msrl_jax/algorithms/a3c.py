@@ -12,6 +12,8 @@ acting parameters; gradients are still taken at the worker's own copy. In the sh
 and `E` is `num_envs`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,12 +33,10 @@ from msrl_jax.algorithms.agent import (
     training_environment,
 )
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, split_keys
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
-from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -95,10 +95,7 @@ def build(env: Environment, config: A3C) -> Agent:
     """The agent of `A3C.build`."""
     venv = training_environment(env, config)
     network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
+    optimizer = make_optimizer(config.optimizer, config.max_grad_norm, config.epsilon, config.rms_decay)
     num_workers = config.num_workers
 
     def init(key: jax.Array) -> A3CState:
@@ -134,45 +131,17 @@ def build(env: Environment, config: A3C) -> Agent:
         """Merges `[W, n, ...]` into `[W * n, ...]`."""
         return x.reshape(-1, *x.shape[2:])
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
+    def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of parameters and observations `[E, ...]` in which every worker has its own parameters."""
+        return lambda params, obs: jax.tree.map(merge, jax.vmap(function)(params, by_worker(obs)))
 
-    @fragment(role="actor")
-    def act(worker_params, obs, keys):
-        policy = jax.tree.map(merge, jax.vmap(network.policy)(worker_params, by_worker(obs)))
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(worker_params, final_obs):
-        value = merge(jax.vmap(network.value)(worker_params, by_worker(flatten(final_obs))))
-        return unflatten(value, config.unroll_length)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+    workers = network._replace(policy=of_workers(network.policy), value=of_workers(network.value))
+    draw_keys, act, env_step, bootstrap, pop_episodes = actor(workers, venv, config.unroll_length)
 
     @fragment(role="learner")
     def gradients(worker_params, trajectory, last_obs, bootstrap_value):
-        def loss(params, trajectory, last_obs, bootstrap_value):
-            return advantage_loss(
-                params,
-                network,
-                trajectory,
-                last_obs,
-                bootstrap_value,
-                discount=config.discount,
-                gae_lambda=config.gae_lambda,
-                entropy_coef=config.entropy_coef,
-                value_coef=config.value_coef,
-                normalize=config.normalize_advantage == "worker",
-            )
-
         trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
+        loss = functools.partial(advantage_loss, config, network)
         gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
         return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
 
@@ -218,16 +187,12 @@ def build(env: Environment, config: A3C) -> Agent:
         after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
         return after, {**metrics, **summarize(stats), **episodes}
 
-    def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
     return Agent(
         init=init,
         iteration=iteration,
-        act=choose_action,
         axes=axes,
         steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=num_workers,
         env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
+        **outside_training(network, venv.action_space),
     )

@@ -91,6 +91,12 @@ def training_environment(env: Environment, config: Any) -> VectorEnvironment:
     return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed
 
 
+def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:
+    """Splits the keys of environments `[E]`: those of the next unroll `[E]`, and of the steps of this one `[T, E]`."""
+    keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
+    return keys[0], keys[1:]
+
+
 def make_optimizer(
     name: Literal["adam", "rmsprop"], max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
 ) -> optax.GradientTransformation:

@@ -24,15 +24,13 @@ from msrl_jax.algorithms.agent import (
     training_environment,
 )
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, evaluate, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
@@ -109,45 +107,17 @@ def build(env: Environment, config: IMPALA) -> Agent:
     """The agent of `IMPALA.build`."""
     venv = training_environment(env, config)
     network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
+    optimizer = make_optimizer(config.optimizer, config.max_grad_norm, config.epsilon, config.rms_decay)
 
     def begin(key: jax.Array) -> IMPALAState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key, obs)
-        return IMPALAState(
-            params=params,
-            opt_state=optimizer.init(params),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-        )
+        return IMPALAState(params, optimizer.init(params), jax.random.split(actor_key, config.num_envs), env_state, obs)
 
     axes = logical_axes(IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+    draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, config.unroll_length)
 
     def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
         def step(carry, keys):
@@ -197,20 +167,12 @@ def build(env: Environment, config: IMPALA) -> Agent:
             log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
             now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
             last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+            next_value = next_values(now, last_value, bootstrap_value, t.truncated)
             target, advantage = vtrace(
-                log_ratio,
-                t.reward,
-                now,
-                next_values(now, last_value, bootstrap_value, t.truncated),
-                t.terminated,
-                t.truncated,
-                t.present,
-                discount=config.discount,
-                lambda_=config.vtrace_lambda,
-                clip_rho=config.clip_rho,
-                clip_c=config.clip_c,
-                clip_pg_rho=config.clip_pg_rho,
-            )
+                log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
+                discount=config.discount, lambda_=config.vtrace_lambda,
+                clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
+            )  # fmt: skip
             if config.normalize_advantage == "batch":
                 advantage = standardize(advantage, t.present)
             stats = {
@@ -256,16 +218,12 @@ def build(env: Environment, config: IMPALA) -> Agent:
         params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
         return after._replace(params=params, opt_state=opt_state), {**metrics, **episodes}
 
-    def choose_action(state: IMPALAState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
     return Agent(
         init=init,
         iteration=iteration,
-        act=choose_action,
         axes=axes,
         steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=config.num_updates,
         env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
+        **outside_training(network, venv.action_space),
     )

@@ -20,15 +20,15 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer, split_keys
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffled_times, split_keys
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, dense, forget
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffled_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
@@ -219,9 +219,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         def loss(params):
             (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
             return ppo_loss(
-                policy, value, action=b.action, log_prob=b.log_prob, advantage=advantage, old_value=b.old_value,
-                target=b.target, clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=b.present,
+                config, policy, value, action=b.action, log_prob=b.log_prob, advantage=advantage, old_value=b.old_value,
+                target=b.target, counts=b.present,
             )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
@@ -234,13 +233,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
             batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
         return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
 
-    def shuffle(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The next key, and what every minibatch holds: time steps, or a member of every group."""
-        sizes = {"num_epochs": config.num_epochs, "num_minibatches": config.num_minibatches}
-        if recurrent:
-            return shuffled_members(key, num_envs=config.num_envs, **sizes)
-        return shuffled_times(key, unroll_length=config.unroll_length, **sizes)
-
     @fragment(role="learner")
     def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):
         t = experience
@@ -249,7 +241,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
         batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffle(key)
+        key, minibatches = shuffle_members(key, config) if recurrent else shuffle_times(key, config)
         agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
         train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
         params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)

@@ -12,21 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    check_minibatches,
-    next_values,
-    proximal_updates,
-    shuffled_times,
-    split_keys,
-)
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso
-from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -80,7 +71,6 @@ def build(env: Environment, config: PPO) -> Agent:
     """The agent of `PPO.build`."""
     venv = training_environment(env, config)
     network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
 
     def init(key: jax.Array) -> PPOState:
@@ -88,50 +78,19 @@ def build(env: Environment, config: PPO) -> Agent:
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key, obs)
         return PPOState(
-            params=params,
-            opt_state=optimizer.init(params),
-            key=learner_key,
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
+            params, optimizer.init(params), learner_key, jax.random.split(actor_key, config.num_envs), env_state, obs
         )
 
     axes = logical_axes(
         PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
     )
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+    draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, config.unroll_length)
 
     @fragment(role="learner")
     def estimate_advantages(params, t, last_obs, bootstrap_value):
         value = values(network, params, t.obs)
-        next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
-        advantage = gae(
-            t.reward, value, next_value, t.terminated, t.truncated, t.present,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
-        target = value + advantage
-        if config.normalize_advantage == "batch":
-            advantage = standardize(advantage, t.present)
+        advantage, target = estimate(config, t, value, network.value(params, last_obs), bootstrap_value)
         return t, advantage, value, target
 
     @fragment(role="learner")
@@ -143,10 +102,8 @@ def build(env: Environment, config: PPO) -> Agent:
         def loss(params):
             policy, value = network.apply(params, minibatch.obs)
             return ppo_loss(
-                policy, value,
-                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
-                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
+                config, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
+                old_value=old_value, target=target, counts=minibatch.present,
             )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
@@ -157,9 +114,7 @@ def build(env: Environment, config: PPO) -> Agent:
     def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
         batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffled_times(
-            key, unroll_length=config.unroll_length, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
-        )
+        key, minibatches = shuffle_times(key, config)
         params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
         return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 
@@ -180,16 +135,12 @@ def build(env: Environment, config: PPO) -> Agent:
         )
         return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
-    def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
     return Agent(
         init=init,
         iteration=iteration,
-        act=choose_action,
         axes=axes,
         steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
+        **outside_training(network, venv.action_space),
     )

@@ -14,13 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, next_values, proximal_updates, split_keys
+from msrl_jax.algorithms.loops.trajectory import (
+    Trajectory,
+    check_minibatches,
+    estimate,
+    proximal_updates,
+    stepping,
+)
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffled_members, truncated_values
-from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
@@ -104,18 +110,12 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
     )  # fmt: skip
 
     @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
     def act(params, obs, is_first, carry, keys):
         (policy, value), carry = network.step(params, obs, forget(is_first, carry))
         action = policy.sample(keys)
         return action, policy.log_prob(action), value, carry
 
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
+    draw_keys, env_step, pop_episodes = stepping(venv, config.unroll_length)
 
     # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
     @fragment(role="actor")
@@ -123,19 +123,9 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
         return truncated_values(value, (final_obs, carries), truncated)
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
     @fragment(role="learner")
     def estimate_advantages(t, value, bootstrap_value):
-        next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
-        advantage = gae(
-            t.reward, value, next_value, t.terminated, t.truncated, t.present,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
-        target = value + advantage
-        if config.normalize_advantage == "batch":
-            advantage = standardize(advantage, t.present)
-        return advantage, target
+        return estimate(config, t, value, bootstrap_value[-1], bootstrap_value)
 
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
@@ -147,10 +137,8 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         def loss(params):
             (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
             return ppo_loss(
-                policy, value,
-                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
-                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
+                config, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
+                old_value=old_value, target=target, counts=minibatch.present,
             )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
@@ -162,9 +150,7 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         trajectory, _, value = experience
         batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffled_members(
-            key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
-        )
+        key, minibatches = shuffle_members(key, config)
         params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
         return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
-from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.networks.distributions import check_policy_space
 from msrl_jax.algorithms.registry import get, make
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents

@@ -355,10 +355,11 @@ def truncated_values(value: Callable[[Any], jax.Array], final: Any, truncated: j
     return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
 
 
-def shuffled_members(key: jax.Array, *, num_envs: int, num_epochs: int, num_minibatches: int) -> tuple[jax.Array, jax.Array]:
+def shuffle_members(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     """Shuffles environments within groups of `M`: the next key, and who is in each minibatch, for `pick`. `[U, E / M]`."""
-    key, *epoch_keys = jax.random.split(key, num_epochs + 1)
-    order = jnp.broadcast_to(jnp.arange(num_minibatches)[:, None], (num_minibatches, num_envs // num_minibatches))
+    key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
+    size = config.num_minibatches
+    order = jnp.broadcast_to(jnp.arange(size)[:, None], (size, config.num_envs // size))
     return key, jnp.concatenate([jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys])
 
 
