@@ -73,10 +73,7 @@ class A2CState(NamedTuple):
 def advantage_loss(
     config: Any, network: ActorCritic, params: Any, t: Trajectory, last_obs: jax.Array, bootstrap_value: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`.
-
-    `bootstrap_value` `[T, E]` holds the values of the true successors, used where an episode was truncated.
-    """
+    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))

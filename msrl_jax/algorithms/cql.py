@@ -210,21 +210,13 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
 
 
 def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
-    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4).
-
-    It is positive, since it is the negative log-likelihood of the action under a softmax of the values.
-    """
+    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4)."""
     chex.assert_type(action, int)
     chex.assert_shape(action, q.shape[:-1])
     return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
 
 
 def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
-    """Estimates the logarithm of the integral of `exp(q)` over all actions (Kumar et al., 2020, arXiv 2006.04779, appendix F).
-
-    From values and log-densities `[..., N]` of drawn actions, through which no gradient flows. The mean of `exp(q) / density`
-    estimates the integral without bias (importance sampling). The logarithm of the mean is biased: it is too low by about half
-    the relative variance of the mean.
-    """
+    """Estimates the logarithm of the integral of `exp(q)` over all actions from drawn ones `[..., N]` (2006.04779, app. F)."""
     chex.assert_is_broadcastable(log_prob.shape, q.shape)
     return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])

@@ -166,11 +166,7 @@ def build(env: Environment, config: DQN) -> Agent:
 def categorical_projection(
     probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
 ) -> jax.Array:
-    """Projects the distribution of `reward + discount * return` onto the atoms (C51; arXiv 1707.06887, algorithm 1).
-
-    The mass of a shifted atom goes to its two neighbors, more to the nearer one, or to the first or last atom if it is outside.
-    The masses `[N]` belong to atoms at equal distances from `v_min` to `v_max`; their sum stays.
-    """
+    """Projects the masses `[N]` of `reward + discount * return` onto the atoms from `v_min` to `v_max` (arXiv 1707.06887)."""
     chex.assert_rank((probability, reward, discount), (1, 0, 0))
     num_atoms = probability.shape[-1]
     atoms = jnp.linspace(v_min, v_max, num_atoms)
@@ -181,10 +177,7 @@ def categorical_projection(
 
 
 def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The KL divergence of the predicted masses from the target; it has the gradient of the cross-entropy (arXiv 1707.06887).
-
-    From logits `[N]` and target masses `[N]`; 0 if the masses are equal.
-    """
+    """The KL divergence of the masses of logits `[N]` from the target's; it has the gradient of the cross-entropy."""
     chex.assert_rank(logits, 1)
     chex.assert_equal_shape((logits, target))
     known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
@@ -192,11 +185,7 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
-    """The quantile Huber loss (Dabney et al., 2018, arXiv 1710.10044, eq. 10), summed over quantiles, averaged over samples.
-
-    The quantiles `[N]` are predictions at the midpoints `(i + 1/2) / N`; the targets `[M]` are samples. The Huber loss is
-    linear above `delta` and divided by it.
-    """
+    """The quantile Huber loss of quantiles `[N]` at midpoints `(i + 1/2) / N`, for samples `[M]` (arXiv 1710.10044, eq. 10)."""
     chex.assert_rank((quantile, target), 1)
     midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
     error = target[None, :] - quantile[:, None]

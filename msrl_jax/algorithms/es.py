@@ -227,10 +227,7 @@ def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
 
 
 def centered_ranks(fitness: jax.Array) -> jax.Array:
-    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2], so that outliers and the scale do not matter.
-
-    Equal returns get the mean of their ranks; nan counts as the lowest.
-    """
+    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2]; equal ones get the mean rank, nan the lowest."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
     first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
@@ -238,10 +235,6 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
-    """The gradient `[D]` of the expected utility of a population with respect to its center, from antithetic pairs.
-
-    `1 / (E * noise_scale) * sum_i utility[i] * eps[i]`, with `eps[2j] = noise[j]` and `eps[2j + 1] = -noise[j]`
-    (Salimans et al., 2017, algorithm 1, with mirrored sampling), of utilities `[E]` and standard normal noise `[E / 2, D]`.
-    """
+    """The gradient `[D]` of the expected utility with respect to the center, from antithetic pairs of noise `[E / 2, D]`."""
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)

@@ -296,10 +296,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
 
 
 def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
-    """The `RecurrentNetwork` of one agent, or of all: from observations to distributions over actions and values `[...]`.
-
-    With a central critic, its inputs are pairs of observations and global states `[..., S]`.
-    """
+    """The network of one agent, or of all; with a central critic, inputs are pairs of observations and states `[..., S]`."""
     identify = config.share_parameters and num_agents > 1
     space, actions = venv.observation_space, venv.action_space
     if identify and config.agent_ids:

@@ -108,19 +108,12 @@ def build(env: Environment, config: IQL) -> Agent:
 
 
 def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
-    """The asymmetric squared error, which an expectile minimizes (Kostrikov et al., 2021, arXiv 2110.06169, eq. 4).
-
-    Errors above 0 (of predictions that are too low) have the weight `expectile`, others `1 - expectile`: 0.5 gives the mean,
-    and the limit 1 the maximum.
-    """
+    """The asymmetric squared error: weight `expectile` above 0, else `1 - expectile` (arXiv 2110.06169, eq. 4)."""
     chex.assert_type(error, float)
     return jnp.where(error > 0, expectile, 1 - expectile) * jnp.square(error)
 
 
 def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
-    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, at most `max_weight`.
-
-    See arXiv 2110.06169, eq. 7, and 1910.00177. No gradient flows through the advantage.
-    """
+    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, up to `max_weight` (2110.06169, eq. 7)."""
     chex.assert_type(advantage, float)
     return jnp.minimum(jnp.exp(inverse_temperature * jax.lax.stop_gradient(advantage)), max_weight)

@@ -115,10 +115,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
         return straight_through(only_legal(output, obs) + noise, config.temperature)
 
     def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
-        """The values of every agent `[B, A]`, in states `[B, S]`, of the joint actions `[B, A, A, D]` that its critic sees.
-
-        An absent agent, `present` `[B, A]`, takes no action, whatever it does.
-        """
+        """The values `[B, A]` in states `[B, S]` of joint actions `[B, A, A, D]`; absent agents take none, whatever they do."""
         joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
         if not shared:
             return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
@@ -183,9 +180,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
-    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (Jang et al., 2017, arXiv 1611.01144).
-
-    The logits of a policy plus Gumbel noise draw from the policy; -inf forbids an action.
-    """
+    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (arXiv 1611.01144)."""
     soft = jax.nn.softmax(logits / temperature)
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))

@@ -168,11 +168,7 @@ def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
-    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`.
-
-    The spaces are those of one agent; the config says whether agents `share_parameters`, and whether a shared network also sees
-    `agent_ids`.
-    """
+    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`."""
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
@@ -212,12 +208,7 @@ def sum_mixer() -> Network:
 
 
 def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
-    """Makes the mixer of QMIX (Rashid et al., 2018, arXiv 1803.11485, section 4.1).
-
-    It maps values `[..., A]` and states `[..., S]` to `[...]`, and never falls if one of the values rises, so the best joint
-    action is the best action of every agent. Its layers are `elu` and linear. Hypernetworks of two layers compute their
-    weights, of which absolute values are taken, and their biases, which may have any sign, from the global state.
-    """
+    """The mixer of QMIX, of values `[..., A]` and states `[..., S]`, which never falls if a value rises (1803.11485, 4.1)."""
     module = _Monotonic(num_agents, mixing_size, hyper_size)
     init = lambda key: module.init(key, jnp.zeros((1, num_agents)), jnp.zeros((1, state_size)))  # noqa: E731
     return Network(init, module.apply)

@@ -93,10 +93,8 @@ def build(env: Environment, config: SAC) -> Agent:
         return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
     def policy_value(critic, distribution, obs, temperature, keys):
-        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete.
-
-        Of the two critics, the lower value counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
-        """
+        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
+        # Of the two critics, the lower value counts, against overestimation (arXiv 1802.09477, eq. 10).
         if isinstance(distribution, Categorical):
             q = critics.apply(critic, obs).min(0)
             return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
@@ -144,10 +142,7 @@ def build(env: Environment, config: SAC) -> Agent:
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The soft value of actions drawn from a policy, from values and log-probabilities `[...]` (arXiv 1812.05905, eq. 3).
-
-    Its negative is the loss of the actor (eq. 7) if the action is reparameterized.
-    """
+    """The soft value of actions drawn from a policy (arXiv 1812.05905, eq. 3); its negative is the actor's loss (eq. 7)."""
     chex.assert_equal_shape((q, log_prob))
     chex.assert_rank(temperature, 0)
     return q - temperature * log_prob
@@ -156,11 +151,7 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
 def expected_soft_value(
     q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The soft value of a discrete policy (Christodoulou, 2019, arXiv 1910.07207, eq. 10), and the expected log-probability.
-
-    The first is the expectation of `soft_value`, the second the negative entropy, `[...]` each, from values `[..., N]` and
-    log-probabilities `[..., N]`; the log-probability of an action that is not `legal` is -inf.
-    """
+    """The soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
     chex.assert_equal_shape((q, log_probs))
     chex.assert_rank(temperature, 0)
     probs = jnp.exp(log_probs)
@@ -170,9 +161,6 @@ def expected_soft_value(
 
 
 def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
-    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18).
-
-    No gradient flows through the log-probabilities `[...]` of actions drawn from the policy.
-    """
+    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18)."""
     chex.assert_rank(log_temperature, 0)
     return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)

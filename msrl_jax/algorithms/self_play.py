@@ -121,11 +121,7 @@ class Players(NamedTuple):
 
 
 def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
-    """Makes a team of both players, of whom one learns.
-
-    Opponent `e % G` plays in environment `e`, and the learner has its first seat if `e // G` is even. So groups of `G` adjacent
-    environments have all opponents; if none is split, opponents move nothing between devices.
-    """
+    """Makes a team of both players: opponent `e % G` plays in environment `e`, on the second seat if `e // G` is even."""
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(IPPO) if hasattr(config, f.name)}
     learner = with_traced(IPPO(), common).build_team(venv, 1)
     groups = config.num_envs // config.num_opponents

@@ -203,10 +203,7 @@ def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Team
 
 
 def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> Team:
-    """A team that takes uniformly random legal actions, also outside of training, and learns nothing.
-
-    Outside of training, it counts its steps in a carry, so that it also acts at random without a key.
-    """
+    """A team of uniformly random legal actions, also outside of training, where its carry counts steps to draw keys."""
     space = check_policy_space(venv.action_space)
 
     @fragment(role="actor")

@@ -46,10 +46,7 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
 
 
 def n_step_buffer(env: Environment, config: Any) -> Replay:
-    """Makes the replay buffer of n-step transitions; it mixes in the data set of the config, if there is one.
-
-    Raises ValueError if sizes do not fit each other or the devices, observations the codec, or the data the environment.
-    """
+    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if there is one."""
     windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
@@ -72,10 +69,7 @@ def agents_buffer(view: TeamView, config: Any) -> Replay:
 
 
 def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> Replay:
-    """Makes the replay buffer of windows of steps, each with the carry of the acting network.
-
-    `obs`, `action` and `carry` are shapes and dtypes of one environment. Raises ValueError as `n_step_buffer` does.
-    """
+    """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
     length = config.burn_in + config.trace_length + config.n_step - 1
     buffer = _buffer(
         obs, action, config, config.batch_size, config.shards, carry,
@@ -136,10 +130,7 @@ def _buffer(
 
 
 def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
-    """Makes a buffer that draws every batch from `own`, the run's experience, and `data`, whose state is `held`.
-
-    Rows of the data have weight 1 and no valid index, and `update` ignores their errors. `Replay.data` is `held`.
-    """
+    """Makes a buffer that draws every batch from `own` and from `data`, `held`, whose rows have weight 1 and no valid index."""
 
     def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:
         parts = (x.reshape(own.shards, -1, *x.shape[1:]) for x in (own_rows, data_rows))
@@ -166,10 +157,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
 
 
 def split_batch(config: Any) -> tuple[int, int, int]:
-    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind.
-
-    In every shard, `data_fraction` of the rows are data, rounded.
-    """
+    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind."""
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
     rows = config.batch_size // shards
     given = round(config.data_fraction * rows)
@@ -207,12 +195,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
 
 
 def check_bounded(name: str, space: Space) -> Box:
-    """Checks that actions are bounded vectors of floats, and returns the space; messages have the name of the algorithm.
-
-    Raises:
-      TypeError: if it is not a `Box` of floats.
-      ValueError: if a bound is infinite.
-    """
+    """The space if actions are vectors of floats; raises TypeError if they are not, ValueError if a bound is infinite."""
     if isinstance(space, Discrete):
         raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
     if is_integers(space):

@@ -19,10 +19,7 @@ from msrl_jax.replay import Transition
 
 
 def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
-    """Recurrent action values `[..., A]`: a linear head on a recurrent layer, or two streams of one dense layer if `dueling`.
-
-    The config is that of `recurrent_network`, which raises ValueError too; streams are as wide as the last dense layer.
-    """
+    """Recurrent action values `[..., A]`: a linear head, or two streams as wide as the last dense layer if `dueling`."""
 
     def make_heads(torso: Torso) -> Network:
         if dueling and not torso.hidden_sizes:
@@ -34,11 +31,7 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Values along windows `[S, B, ...]`, from the stored carry of the first step.
-
-    The first `burn_in` steps only refresh the carry, without a gradient. Returns the values `[T, B, A]` of the others, and the
-    carries after them `[T, B, H]`.
-    """
+    """Values `[T, B, A]` and carries `[T, B, H]` along windows `[S, B, ...]`, after `burn_in` steps that refresh the carry."""
     ends = window.terminated | window.truncated
     # The stored carry is already zero if the step is the first of an episode.
     is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -54,10 +47,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
 def replay_successors(
     network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
 ) -> jax.Array:
-    """Values `[T, B, A]` of the true successors of steps whose values and carries are known; of terminated ones, any numbers.
-
-    Where an episode is truncated, the true successor is not the next step.
-    """
+    """Values `[T, B, A]` of the true successors of steps; where an episode is truncated, that is not the next step."""
     value = lambda final: network.step(params, *final)[0]  # noqa: E731
     last = truncated_values(value, (window.next_obs, carries), window.truncated)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
@@ -67,11 +57,7 @@ def replay_successors(
 def sequence_target(
     next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
 ) -> jax.Array:
-    """Targets with `num_steps` rewards along windows, squeezed by `rescale` if an `epsilon` is given.
-
-    `next_value` `[T, B]` is the target network's value of the best action in the successor of each step. Returns the targets of
-    all but the last `num_steps - 1` steps.
-    """
+    """Targets of all but the last `num_steps - 1` steps, squeezed by `rescale` if there is an `epsilon`."""
     if epsilon is not None:
         next_value = unrescale(next_value, epsilon)
     target = n_step_return(
@@ -96,10 +82,7 @@ def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
-    """One error `[...]` for a sequence of errors `[L, ...]` of either sign, for its priority (Kapturowski et al., 2019).
-
-    It is `eta max |td_error| + (1 - eta) mean |td_error|`; see https://openreview.net/forum?id=r1lyTjAqYX.
-    """
+    """The priority of a sequence of errors `[L, ...]`: `eta max |error| + (1 - eta) mean |error|` (R2D2)."""
     chex.assert_type(td_error, float)
     size = jnp.abs(td_error)
     return eta * size.max(0) + (1 - eta) * size.mean(0)

@@ -67,11 +67,7 @@ def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Ca
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
-    """The values `[T, E]` of the true successors of all steps; those of terminated steps have no meaning.
-
-    They are the values `[T, E]` one step later and `last_value` `[E]`; where an episode was truncated `[T, E]`, the values of
-    the last observations before a reset, `bootstrap_value` `[T, E]`.
-    """
+    """The values `[T, E]` of the true successors: one step later, or the bootstrap value where an episode was truncated."""
     chex.assert_equal_shape([value, bootstrap_value, truncated])
     chex.assert_equal_shape([value[0], last_value])
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))

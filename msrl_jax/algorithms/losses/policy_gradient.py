@@ -101,10 +101,7 @@ def ppo_loss(
     target: jax.Array,
     counts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped surrogate, value loss and entropy bonus of a minibatch `[...]` (arXiv 1707.06347, eq. 9).
-
-    `log_prob` and `old_value` are from before the update. Returns the loss and its parts: means over the examples that count.
-    """
+    """Clipped surrogate, value loss and entropy bonus of a minibatch `[...]`, and its parts (arXiv 1707.06347, eq. 9)."""
     log_ratio = policy.log_prob(action) - log_prob
     value_losses = value_loss(value, target)
     if config.clip_value is not None:

@@ -66,12 +66,7 @@ class ActorCritic(NamedTuple):
 
 
 def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
-    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads.
-
-    The policy is a `Categorical` for a `Discrete` action space, with only the legal actions if observations have masks, and for
-    a `Box` of integers. It is a `Normal` for a `Box` of floats, before `action_transform`; the log-scale starts at 0 and does
-    not depend on the observation. Raises TypeError or ValueError if the space does not fit.
-    """
+    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
     module = _Module(torso, None if shared_torso else torso.clone(), check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))

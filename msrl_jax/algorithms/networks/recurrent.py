@@ -71,10 +71,7 @@ class Core(NamedTuple):
 
 
 def recurrent_core(name: str, size: int) -> Core:
-    """Makes a recurrent layer "gru", "lstm" or "min_gru" with a carry of a size `H`.
-
-    Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
-    """
+    """Makes a recurrent layer "gru", "lstm" or "min_gru"; recurrent matrices start orthogonal, the others LeCun normal."""
     return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
 
 
@@ -277,12 +274,7 @@ class RecurrentNetwork(NamedTuple):
 
 
 def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer, and heads; without a layer the heads are on the torso, and carries empty.
-
-    `make_heads` makes the heads, such as an `ActorCritic` or a `Network`, on a torso, which after a recurrent layer has none of
-    its own. The config has the layers of `make_torso`, the kind `core` of the recurrent layer, or "none", and its
-    `memory_size`, `H`. Raises as `make_torso` does.
-    """
+    """Makes a network of a torso, a recurrent layer and heads; with the core "none" carries are empty."""
     torso = make_torso(observation_space, config)
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
