@@ -11,16 +11,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    annealed,
-    descend,
-    logical_axes,
-    make_optimizer,
-    training_environment,
-)
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
@@ -29,6 +20,16 @@ from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+
+
+class A2CState(NamedTuple):
+    """The state of a run."""
+
+    params: Any  # of the `ActorCritic`
+    opt_state: optax.OptState
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 @config("a2c")
@@ -57,17 +58,61 @@ class A2C:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
 
+        def init(key: jax.Array) -> A2CState:
+            params_key, env_key, actor_key = jax.random.split(key, 3)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return A2CState(params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs)
 
-class A2CState(NamedTuple):
-    """The state of a run."""
+        axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
-    params: Any  # of the `ActorCritic`
-    opt_state: optax.OptState
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
-    env_state: Any
-    obs: jax.Array  # for the next actions, [E, ...]
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
+
+        @fragment(role="learner")
+        def gradients(params, trajectory, last_obs, bootstrap_value):
+            loss = functools.partial(advantage_loss, self, network)
+            return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value)
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+            return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
+
+        def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
+            return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=1,
+            env=venv,
+            **outside_training(network, venv.action_space),
+        )
 
 
 def advantage_loss(
@@ -85,62 +130,3 @@ def advantage_loss(
     }
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats
-
-
-def build(env: Environment, config: A2C) -> Agent:
-    """The agent of `A2C.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    optimizer = make_optimizer(config.optimizer, config.max_grad_norm, config.epsilon, config.rms_decay)
-
-    def init(key: jax.Array) -> A2CState:
-        params_key, env_key, actor_key = jax.random.split(key, 3)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return A2CState(params, optimizer.init(params), jax.random.split(actor_key, config.num_envs), env_state, obs)
-
-    axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
-
-    draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, config.unroll_length)
-
-    @fragment(role="learner")
-    def gradients(params, trajectory, last_obs, bootstrap_value):
-        loss = functools.partial(advantage_loss, config, network)
-        return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value)
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
-
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
-        params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-        return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
-
-    def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
-        return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=1,
-        env=venv,
-        **outside_training(network, venv.action_space),
-    )

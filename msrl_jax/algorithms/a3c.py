@@ -22,22 +22,25 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    annealed,
-    descend,
-    logical_axes,
-    make_optimizer,
-    training_environment,
-)
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+
+
+class A3CState(NamedTuple):
+    """The state of a run."""
+
+    params: Any  # the server's
+    opt_state: optax.OptState  # of the server's optimizer, which all workers share
+    worker_params: Any  # the parameters that each worker fetched last, [W, ...]
+    fetched: jax.Array  # number of the server's updates at each worker's last fetch, modulo 2**32, uint32 [W]
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 @config("a3c")
@@ -76,123 +79,95 @@ class A3C:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+        num_workers = self.num_workers
 
+        def init(key: jax.Array) -> A3CState:
+            params_key, env_key, actor_key = jax.random.split(key, 3)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return A3CState(
+                params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
+                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs,
+            )  # fmt: skip
 
-class A3CState(NamedTuple):
-    """The state of a run."""
+        axes = logical_axes(
+            A3CState, params=P(), opt_state=P(), worker_params=P("worker"), fetched=P("worker"), actor_keys=P("env"),
+            env_state=venv.axes, obs=P("env"),
+        )  # fmt: skip
 
-    params: Any  # the server's
-    opt_state: optax.OptState  # of the server's optimizer, which all workers share
-    worker_params: Any  # the parameters that each worker fetched last, [W, ...]
-    fetched: jax.Array  # number of the server's updates at each worker's last fetch, modulo 2**32, uint32 [W]
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
-    env_state: Any
-    obs: jax.Array  # for the next actions, [E, ...]
+        def by_worker(tree: Any, axis: int = 0) -> Any:
+            """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
+            return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :]), tree)
 
+        def merge(x: jax.Array) -> jax.Array:
+            """Merges `[W, n, ...]` into `[W * n, ...]`."""
+            return x.reshape(-1, *x.shape[2:])
 
-def build(env: Environment, config: A3C) -> Agent:
-    """The agent of `A3C.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    optimizer = make_optimizer(config.optimizer, config.max_grad_norm, config.epsilon, config.rms_decay)
-    num_workers = config.num_workers
+        def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
+            """A function of parameters and observations `[E, ...]` in which every worker has its own parameters."""
+            return lambda params, obs: jax.tree.map(merge, jax.vmap(function)(params, by_worker(obs)))
 
-    def init(key: jax.Array) -> A3CState:
-        params_key, env_key, actor_key = jax.random.split(key, 3)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return A3CState(
-            params=params,
-            opt_state=optimizer.init(params),
-            worker_params=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
-            fetched=jnp.zeros(num_workers, jnp.uint32),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
+        workers = network._replace(policy=of_workers(network.policy), value=of_workers(network.value))
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(workers, venv, self.unroll_length)
+
+        @fragment(role="learner")
+        def gradients(worker_params, trajectory, last_obs, bootstrap_value):
+            trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
+            loss = functools.partial(advantage_loss, self, network)
+            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
+            return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
+
+        @fragment(role="server")
+        def apply_updates(params, opt_state, progress, fetched, grads):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+
+            def update(carry, worker):
+                params, opt_state = carry
+                grads, count, fetched = worker
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                params = descend(params, updates, learning_rate)
+                age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
+                return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
+
+            counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
+            (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
+                update, (params, opt_state), (grads, counts, fetched)
+            )
+            metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+            return params, opt_state, worker_params, fetched, metrics
+
+        @fragment(role="learner")
+        def summarize(stats):
+            return jax.tree.map(jnp.mean, stats)
+
+        def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.worker_params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.worker_params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
+            params, opt_state, worker_params, fetched, metrics = apply_updates(
+                state.params, state.opt_state, progress, state.fetched, grads
+            )
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
+            return after, {**metrics, **summarize(stats), **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=num_workers,
+            env=venv,
+            **outside_training(network, venv.action_space),
         )
-
-    axes = logical_axes(
-        A3CState,
-        params=P(),
-        opt_state=P(),
-        worker_params=P("worker"),
-        fetched=P("worker"),
-        actor_keys=P("env"),
-        env_state=venv.axes,
-        obs=P("env"),
-    )
-
-    def by_worker(tree: Any, axis: int = 0) -> Any:
-        """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
-        return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :]), tree)
-
-    def merge(x: jax.Array) -> jax.Array:
-        """Merges `[W, n, ...]` into `[W * n, ...]`."""
-        return x.reshape(-1, *x.shape[2:])
-
-    def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of parameters and observations `[E, ...]` in which every worker has its own parameters."""
-        return lambda params, obs: jax.tree.map(merge, jax.vmap(function)(params, by_worker(obs)))
-
-    workers = network._replace(policy=of_workers(network.policy), value=of_workers(network.value))
-    draw_keys, act, env_step, bootstrap, pop_episodes = actor(workers, venv, config.unroll_length)
-
-    @fragment(role="learner")
-    def gradients(worker_params, trajectory, last_obs, bootstrap_value):
-        trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
-        loss = functools.partial(advantage_loss, config, network)
-        gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
-        return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
-
-    @fragment(role="server")
-    def apply_updates(params, opt_state, progress, fetched, grads):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-
-        def update(carry, worker):
-            params, opt_state = carry
-            grads, count, fetched = worker
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = descend(params, updates, learning_rate)
-            age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
-            return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
-
-        counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
-        (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
-            update, (params, opt_state), (grads, counts, fetched)
-        )
-        metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
-        return params, opt_state, worker_params, fetched, metrics
-
-    @fragment(role="learner")
-    def summarize(stats):
-        return jax.tree.map(jnp.mean, stats)
-
-    def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.worker_params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.worker_params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
-        params, opt_state, worker_params, fetched, metrics = apply_updates(
-            state.params, state.opt_state, progress, state.fetched, grads
-        )
-        after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
-        return after, {**metrics, **summarize(stats), **episodes}
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=num_workers,
-        env=venv,
-        **outside_training(network, venv.action_space),
-    )

@@ -85,7 +85,7 @@ def counting_environment(env: Environment, num_envs: int, *, normalize_observati
     return envs.NormalizeObservation(vector) if normalize_observations else vector
 
 
-def training_environment(env: Environment, config: Any) -> VectorEnvironment:
+def training_env(env: Environment, config: Any) -> VectorEnvironment:
     """The vector environment of an on-policy algorithm, with episode statistics (of raw rewards) and what it normalizes."""
     observed = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
     return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed

@@ -50,19 +50,13 @@ class CQL:
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     conservative_weight: float | None = tunable(
-        default=None, low=0,
-        doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
-        "Usual: 0.1 to 10.",
+        default=None, low=0, doc="weight of the penalty; None: 0.5, or 5 for continuous actions. Usual: 0.1 to 10."
     )
     target_gap: float | None = tunable(
-        default=None,
-        doc="target of the gap that the penalty lowers, whose weight is then learned (the paper's Lagrange variant); for "
-        "continuous actions. Usual: None, or 5 to 10.",
+        default=None, doc="gap that a learned weight aims at (Lagrange); continuous actions. Usual: None, or 5 to 10."
     )
     num_samples: int = field(
-        default=4,
-        doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
-        "continuous actions. Usual: 4 to 10.",
+        default=4, doc="continuous actions drawn at random, from the policy now, and a step later, `S` each. Usual: 4 to 10."
     )
     initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
@@ -77,17 +71,12 @@ class CQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
-
-
-def build(env: Environment, config: CQL) -> Agent:
-    """The agent of `CQL.build`."""
-    action_space = check_discrete_or_bounded("cql", env.action_space)
-    if isinstance(action_space, Discrete):
-        rule = discrete_rule(env, action_space, config)
-    else:
-        rule = continuous_rule(env, action_space, config)
-    return offline_agent(env, config, rule, read_data(env, config, discount=config.discount))
+        action_space = check_discrete_or_bounded("cql", env.action_space)
+        if isinstance(action_space, Discrete):
+            rule = discrete_rule(env, action_space, self)
+        else:
+            rule = continuous_rule(env, action_space, self)
+        return offline_agent(env, self, rule, read_data(env, self, discount=self.discount))
 
 
 def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:

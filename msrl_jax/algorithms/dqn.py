@@ -101,66 +101,61 @@ class DQN:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        action_space = check_discrete("DQN", env.action_space)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        buffer = n_step_buffer(env, self)
+        num_outputs = 1 if self.distribution == "none" else self.num_atoms
+        torso = make_torso(venv.observation_space, self)
+        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs)
+        v_min, v_max = self.support if self.distribution == "c51" else (0.0, 0.0)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
 
+        def expected(outputs: jax.Array) -> jax.Array:
+            """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
+            if self.distribution == "c51":
+                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms)
+            return outputs.mean(-1)
 
-def build(env: Environment, config: DQN) -> Agent:
-    """The agent of `DQN.build`."""
-    action_space = check_discrete("DQN", env.action_space)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    buffer = n_step_buffer(env, config)
-    num_outputs = 1 if config.distribution == "none" else config.num_atoms
-    torso = make_torso(venv.observation_space, config)
-    network = q_network(torso, action_space, dueling=config.dueling, num_atoms=num_outputs)
-    v_min, v_max = config.support if config.distribution == "c51" else (0.0, 0.0)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
+        def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
+            """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N]`."""
+            if self.distribution == "c51":
+                masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
+                loss = categorical_loss(outputs, masses)
+                return loss, loss
+            target = reward + discount * next_outputs
+            error = target.mean() - outputs.mean()
+            if self.distribution == "qr":
+                return quantile_huber_loss(outputs, target), error
+            if self.huber_delta is None:
+                return optax.l2_loss(outputs.mean(), target.mean()), error
+            return optax.huber_loss(outputs.mean(), target.mean(), delta=self.huber_delta), error
 
-    def expected(outputs: jax.Array) -> jax.Array:
-        """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
-        if config.distribution == "c51":
-            return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, config.num_atoms)
-        return outputs.mean(-1)
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            experience: NStep = batch.experience
+            next_target = network.apply(target_params, experience.next_obs)
+            next_online = network.apply(params, experience.next_obs) if self.double else next_target
+            next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
 
-    def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
-        """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target network's `[N]`."""
-        if config.distribution == "c51":
-            masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
-            loss = categorical_loss(outputs, masses)
-            return loss, loss
-        target = reward + discount * next_outputs
-        error = target.mean() - outputs.mean()
-        if config.distribution == "qr":
-            return quantile_huber_loss(outputs, target), error
-        if config.huber_delta is None:
-            return optax.l2_loss(outputs.mean(), target.mean()), error
-        return optax.huber_loss(outputs.mean(), target.mean(), delta=config.huber_delta), error
+            def loss(params):
+                outputs = network.apply(params, experience.obs)
+                taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
+                losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
+                return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        experience: NStep = batch.experience
-        next_target = network.apply(target_params, experience.next_obs)
-        next_online = network.apply(params, experience.next_obs) if config.double else next_target
-        next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
+            return jax.grad(loss, has_aux=True)(params)
 
-        def loss(params):
-            outputs = network.apply(params, experience.obs)
-            taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-            losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
-            return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
 
-        return jax.grad(loss, has_aux=True)(params)
+        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            return randomly(greedy, keys, steps, obs), carry
 
-    randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
-
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps, obs), carry
-
-    rule = gradient_rule(config, optimizer, network.init, gradients, choose_action)
-    return off_policy_agent(config, venv, buffer, rule, explore)
+        rule = gradient_rule(self, optimizer, network.init, gradients, choose_action)
+        return off_policy_agent(self, venv, buffer, rule, explore)
 
 
 def categorical_projection(

@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
@@ -19,6 +19,17 @@ from msrl_jax.algorithms.networks.layers import flatten, make_torso
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+
+
+class PPOState(NamedTuple):
+    """The state of a run."""
+
+    params: Any  # of the `ActorCritic`
+    opt_state: optax.OptState
+    key: jax.Array  # the learner's, which shuffles, []
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 @config("ppo")
@@ -53,94 +64,78 @@ class PPO:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
 
+        def init(key: jax.Array) -> PPOState:
+            params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return PPOState(
+                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs
+            )
 
-class PPOState(NamedTuple):
-    """The state of a run."""
-
-    params: Any  # of the `ActorCritic`
-    opt_state: optax.OptState
-    key: jax.Array  # the learner's, which shuffles, []
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
-    env_state: Any
-    obs: jax.Array  # for the next actions, [E, ...]
-
-
-def build(env: Environment, config: PPO) -> Agent:
-    """The agent of `PPO.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-
-    def init(key: jax.Array) -> PPOState:
-        params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return PPOState(
-            params, optimizer.init(params), learner_key, jax.random.split(actor_key, config.num_envs), env_state, obs
+        axes = logical_axes(
+            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
         )
 
-    axes = logical_axes(
-        PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
-    )
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
-    draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, config.unroll_length)
+        @fragment(role="learner")
+        def estimate_advantages(params, t, last_obs, bootstrap_value):
+            value = values(network, params, t.obs)
+            advantage, target = estimate(self, t, value, network.value(params, last_obs), bootstrap_value)
+            return t, advantage, value, target
 
-    @fragment(role="learner")
-    def estimate_advantages(params, t, last_obs, bootstrap_value):
-        value = values(network, params, t.obs)
-        advantage, target = estimate(config, t, value, network.value(params, last_obs), bootstrap_value)
-        return t, advantage, value, target
+        @fragment(role="learner")
+        def gradients(params, batch, times):
+            minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+            if self.normalize_advantage == "minibatch":
+                advantage = standardize(advantage, minibatch.present)
 
-    @fragment(role="learner")
-    def gradients(params, batch, times):
-        minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
-        if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage, minibatch.present)
+            def loss(params):
+                policy, value = network.apply(params, minibatch.obs)
+                return ppo_loss(
+                    self, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
+                    old_value=old_value, target=target, counts=minibatch.present,
+                )  # fmt: skip
 
-        def loss(params):
-            policy, value = network.apply(params, minibatch.obs)
-            return ppo_loss(
-                config, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
-                old_value=old_value, target=target, counts=minibatch.present,
-            )  # fmt: skip
+            return jax.grad(loss, has_aux=True)(params)
 
-        return jax.grad(loss, has_aux=True)(params)
+        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
 
-    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
+            batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_times(key, self)
+            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
+            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
-        batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffle_times(key, config)
-        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+        def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
 
-    def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, key, metrics = learn(
+                state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
+            )
+            return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, key, metrics = learn(
-            state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            env=venv,
+            **outside_training(network, venv.action_space),
         )
-        return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=config.num_epochs * config.num_minibatches,
-        env=venv,
-        **outside_training(network, venv.action_space),
-    )

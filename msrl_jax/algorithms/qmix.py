@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Agent, make_optimizer
@@ -22,13 +21,7 @@ from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_
 from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import (
-    recurrent_q_network,
-    replay_successors,
-    replay_values,
-    sequence_priority,
-    sequence_target,
-)
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.registry import variant
@@ -93,73 +86,67 @@ class QMIX:
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
         """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        return make_team(venv, num_agents, self)
+        action_space = check_discrete(type(self).__name__, venv.action_space)
+        view = TeamView(venv, num_agents, central=self.mixer == "monotonic")
+        network = agent_values(view.observation_space, action_space, num_agents, self)
+        mixer = sum_mixer()
+        if self.mixer == "monotonic":
+            sizes = {"mixing_size": self.mixing_size, "hyper_size": self.hyper_size}
+            mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
+        carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
+        buffer = sequence_buffer(view.observation_type, action, self, carry)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+
+        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
+            network_key, mixer_key = jax.random.split(key)
+            return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
+
+        def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
+            """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
+            return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            window: Transition = batch.experience
+            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            target_agents = target_params["agents"]
+            next_values = successors(
+                network, target_agents, after, *replay_values(network, target_agents, window, self.burn_in)
+            )
+
+            def loss(params):
+                values, carries = replay_values(network, params["agents"], window, self.burn_in)
+                chooser = successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
+                best = only_legal(chooser, after.next_obs.obs).argmax(-1)
+                next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
+                target = sequence_target(next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=None)
+                taken = mix(params, _of_actions(values, after.action), after.obs)[: self.trace_length]
+                return sequence_loss(batch.weight, taken, target, self.huber_delta, 0.9)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+            values, carry = network.step(params["agents"], obs, carry)
+            return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
+
+        # Every agent explores by itself.
+        everyone = self.num_envs * num_agents
+        randomly = epsilon_greedy(self, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
+
+        def explore(
+            params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry
+        ) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+            rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
+            return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
+
+        initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if self.core != "none" else None
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+        return off_policy_team(self, view, buffer, rule, explore)
 
 
 VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
-
-
-def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
-    """The team of `QMIX.build_team`."""
-    action_space = check_discrete(type(config).__name__, venv.action_space)
-    view = TeamView(venv, num_agents, central=config.mixer == "monotonic")
-    network = agent_values(view.observation_space, action_space, num_agents, config)
-    mixer = sum_mixer()
-    if config.mixer == "monotonic":
-        sizes = {"mixing_size": config.mixing_size, "hyper_size": config.hyper_size}
-        mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
-    carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
-    buffer = sequence_buffer(view.observation_type, action, config, carry)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-
-    def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-        network_key, mixer_key = jax.random.split(key)
-        return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
-
-    def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
-        """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
-        return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
-
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        window: Transition = batch.experience
-        after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        target_agents = target_params["agents"]
-        next_values = replay_successors(
-            network, target_agents, after, *replay_values(network, target_agents, window, config.burn_in)
-        )
-
-        def loss(params):
-            values, carries = replay_values(network, params["agents"], window, config.burn_in)
-            chooser = replay_successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
-            best = only_legal(chooser, after.next_obs.obs).argmax(-1)
-            next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
-            target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
-            taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]
-            delta = config.huber_delta
-            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
-            stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-        values, carry = network.step(params["agents"], obs, carry)
-        return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
-
-    # Every agent explores by itself.
-    everyone = config.num_envs * num_agents
-    randomly = epsilon_greedy(config, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
-
-    def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-        rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
-        return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
-
-    initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if config.core != "none" else None
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-    return off_policy_team(config, view, buffer, rule, explore)
 
 
 def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:

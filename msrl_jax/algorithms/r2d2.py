@@ -12,21 +12,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import (
-    recurrent_q_network,
-    replay_successors,
-    replay_values,
-    sequence_priority,
-    sequence_target,
-)
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
@@ -81,60 +73,50 @@ class R2D2:
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     rescale_epsilon: float | None = tunable(
-        default=None, above=0,
-        doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593), or None: "
-        "itself. Usual: None, or 1e-3.",
+        default=None, above=0, doc="of the squeezed returns that the network learns (1805.11593). Usual: None, or 1e-3."
     )
     eta: float = tunable(default=0.9, low=0, high=1, doc="weight of the largest error in a priority, not the mean. Usual: 0.9.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        action_space = check_discrete("R2D2", env.action_space)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        network = recurrent_q_network(venv.observation_space, action_space, self, dueling=self.dueling)
+        carry = jax.eval_shape(lambda: network.initial_carry(()))
+        obs, action = observation_type(env), action_type(action_space)
+        buffer = sequence_buffer(obs, action, self, carry, may_be_absent=is_on_host(env))
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
 
-
-def build(env: Environment, config: R2D2) -> Agent:
-    """The agent of `R2D2.build`."""
-    action_space = check_discrete("R2D2", env.action_space)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
-    carry = jax.eval_shape(lambda: network.initial_carry(()))
-    obs, action = observation_type(env), action_type(action_space)
-    buffer = sequence_buffer(obs, action, config, carry, may_be_absent=is_on_host(env))
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        window: Transition = batch.experience
-        after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        next_target = replay_successors(
-            network, target_params, after, *replay_values(network, target_params, window, config.burn_in)
-        )
-
-        def loss(params):
-            values, carries = replay_values(network, params, window, config.burn_in)
-            chooser = replay_successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
-            next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
-            target = sequence_target(
-                next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=config.rescale_epsilon
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            window: Transition = batch.experience
+            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            next_target = successors(
+                network, target_params, after, *replay_values(network, target_params, window, self.burn_in)
             )
-            taken = jnp.take_along_axis(values, after.action[..., None], -1)[: config.trace_length, :, 0]
-            delta = config.huber_delta
-            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
-            stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, config.eta), stats)
 
-        return jax.grad(loss, has_aux=True)(params)
+            def loss(params):
+                values, carries = replay_values(network, params, window, self.burn_in)
+                chooser = successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
+                next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
+                target = sequence_target(
+                    next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=self.rescale_epsilon
+                )
+                taken = jnp.take_along_axis(values, after.action[..., None], -1)[: self.trace_length, :, 0]
+                return sequence_loss(batch.weight, taken, target, self.huber_delta, self.eta)
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        values, carry = network.step(params, obs, carry)
-        return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
+            return jax.grad(loss, has_aux=True)(params)
 
-    randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            values, carry = network.step(params, obs, carry)
+            return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
 
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps, obs), carry
+        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
-    init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-    return off_policy_agent(config, venv, buffer, rule, explore)
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            return randomly(greedy, keys, steps, obs), carry
+
+        init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+        return off_policy_agent(self, venv, buffer, rule, explore)

@@ -12,15 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    check_minibatches,
-    estimate,
-    proximal_updates,
-    stepping,
-)
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
@@ -30,6 +24,19 @@ from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
+
+
+class RecurrentPPOState(NamedTuple):
+    """The state of a run."""
+
+    params: Any  # of the `RecurrentNetwork`
+    opt_state: optax.OptState
+    key: jax.Array  # the learner's, which shuffles, []
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
+    is_first: jax.Array  # whether these observations are the first of an episode, bool [E]
+    carry: Carry  # the recurrent state of the actors, [E, H] each
 
 
 @config("recurrent_ppo")
@@ -65,126 +72,102 @@ class RecurrentPPO:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        venv = training_env(env, self)
+        heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
+        network = recurrent_network(venv.observation_space, heads, self)
+        to_env_action = action_transform(venv.action_space)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
 
-
-class RecurrentPPOState(NamedTuple):
-    """The state of a run."""
-
-    params: Any  # of the `RecurrentNetwork`
-    opt_state: optax.OptState
-    key: jax.Array  # the learner's, which shuffles, []
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
-    env_state: Any
-    obs: jax.Array  # for the next actions, [E, ...]
-    is_first: jax.Array  # whether these observations are the first of an episode, bool [E]
-    carry: Carry  # the recurrent state of the actors, [E, H] each
-
-
-def build(env: Environment, config: RecurrentPPO) -> Agent:
-    """The agent of `RecurrentPPO.build`."""
-    venv = training_environment(env, config)
-    heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
-    network = recurrent_network(venv.observation_space, heads, config)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-
-    def init(key: jax.Array) -> RecurrentPPOState:
-        params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key)
-        return RecurrentPPOState(
-            params=params,
-            opt_state=optimizer.init(params),
-            key=learner_key,
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-            is_first=jnp.ones(config.num_envs, bool),
-            carry=network.initial_carry((config.num_envs,)),
-        )
-
-    axes = logical_axes(
-        RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-        is_first=P("env"), carry=P("env"),
-    )  # fmt: skip
-
-    @fragment(role="actor")
-    def act(params, obs, is_first, carry, keys):
-        (policy, value), carry = network.step(params, obs, forget(is_first, carry))
-        action = policy.sample(keys)
-        return action, policy.log_prob(action), value, carry
-
-    draw_keys, env_step, pop_episodes = stepping(venv, config.unroll_length)
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs, carries, truncated):
-        value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated)
-
-    @fragment(role="learner")
-    def estimate_advantages(t, value, bootstrap_value):
-        return estimate(config, t, value, bootstrap_value[-1], bootstrap_value)
-
-    @fragment(role="learner")
-    def gradients(params, batch, carry, chosen):
-        minibatch, is_first, old_value, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
-        carry = tuple(pick(array[None], chosen)[0] for array in carry)
-        if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage, minibatch.present)
-
-        def loss(params):
-            (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
-            return ppo_loss(
-                config, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
-                old_value=old_value, target=target, counts=minibatch.present,
+        def init(key: jax.Array) -> RecurrentPPOState:
+            params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key)
+            return RecurrentPPOState(
+                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
+                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
-        return jax.grad(loss, has_aux=True)(params)
+        axes = logical_axes(
+            RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+            is_first=P("env"), carry=P("env"),
+        )  # fmt: skip
 
-    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
+        @fragment(role="actor")
+        def act(params, obs, is_first, carry, keys):
+            (policy, value), carry = network.step(params, obs, forget(is_first, carry))
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), value, carry
 
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
-        trajectory, _, value = experience
-        batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffle_members(key, config)
-        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+        draw_keys, env_step, pop_episodes = stepping(venv, self.unroll_length)
 
-    def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
-        def step(before, keys):
-            env_state, obs, is_first, carry = before
-            action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
-            env_state, t = env_step(env_state, action)
-            trajectory = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs, t.terminated | t.truncated, carry), ((trajectory, is_first, value), t.final_obs, carry)
+        # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
+            return truncated_values(value, (final_obs, carries), truncated)
 
-        actor_keys, keys = draw_keys(state.actor_keys)
-        start = state.env_state, state.obs, state.is_first, state.carry
-        (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-        bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, key, metrics = learn(
-            state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
+        @fragment(role="learner")
+        def estimate_advantages(t, value, bootstrap_value):
+            return estimate(self, t, value, bootstrap_value[-1], bootstrap_value)
+
+        @fragment(role="learner")
+        def gradients(params, batch, carry, chosen):
+            minibatch, is_first, old_value, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
+            carry = tuple(pick(array[None], chosen)[0] for array in carry)
+            if self.normalize_advantage == "minibatch":
+                advantage = standardize(advantage, minibatch.present)
+
+            def loss(params):
+                (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
+                return ppo_loss(
+                    self, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
+                    old_value=old_value, target=target, counts=minibatch.present,
+                )  # fmt: skip
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
+            trajectory, _, value = experience
+            batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_members(key, self)
+            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
+            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+
+        def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
+            def step(before, keys):
+                env_state, obs, is_first, carry = before
+                action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
+                env_state, t = env_step(env_state, action)
+                record = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), ((record, is_first, value), t.final_obs, carry)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            start = state.env_state, state.obs, state.is_first, state.carry
+            (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
+            bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, key, metrics = learn(
+                state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
+            )
+            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
+            return after, {**metrics, **episodes}
+
+        def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
+            (policy, _), carry = network.step(state.params, obs, carry)
+            return to_env_action(choose(policy, key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=choose_action,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            env=venv,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
+            env_group=self.num_minibatches,
         )
-        after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
-        return after, {**metrics, **episodes}
-
-    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
-        (policy, _), carry = network.step(state.params, obs, carry)
-        return to_env_action(choose(policy, key)), carry
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=config.num_epochs * config.num_minibatches,
-        env=venv,
-        initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
-        env_group=config.num_minibatches,
-    )

@@ -90,11 +90,6 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     return new
 
 
-def field_docs(config: type) -> dict[str, str]:
-    """The line of text of every field of a config."""
-    return {f.name: f.metadata["doc"] for f in dataclasses.fields(config)}
-
-
 def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
     """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
     traced = copy.copy(config)

@@ -41,6 +41,35 @@ _EXPLORATION = 0.1
 """Share of the pool's opponents that are drawn uniformly, so that all pairs meet."""
 
 
+class Standings(NamedTuple):
+    """What is known of the games between past policies, and of the current one against them."""
+
+    payoff: jax.Array  # the mean return of one policy against another, [K, K]
+    weights: jax.Array  # the equilibrium of that game, [K]
+    total: jax.Array  # the sum of the current policy's returns against each, since the last policy entered, [K]
+    games: jax.Array  # their number, [K]
+
+
+class Pool(NamedTuple):
+    """The opponents."""
+
+    params: Any  # past parameters, [K, ...]
+    filled: jax.Array  # how many there are, int32 []
+    slot: jax.Array  # where the next ones go, int32 []
+    wait: jax.Array  # iterations until then, int32 []
+    drawn: jax.Array  # who plays in this iteration: a slot, or -1 for the current parameters, int32 [G]
+    key: jax.Array  # draws them
+    actor_keys: jax.Array  # one per environment, which samples the actions of the opponent, [E]
+    standings: Standings | tuple[()]  # () if opponents are drawn uniformly
+
+
+class Players(NamedTuple):
+    """What self-play keeps besides the parameters."""
+
+    learner: Any  # what the learner's team keeps
+    pool: Pool
+
+
 @config("self_play", many_agents=True)
 class SelfPlay:
     """PPO against its own past in games of two players, by one feed-forward network that sees what its seat sees."""
@@ -88,36 +117,14 @@ class SelfPlay:
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one game of two players; raises TypeError or ValueError if the game or a space does not fit."""
-        return build(env, self)
-
-
-class Standings(NamedTuple):
-    """What is known of the games between past policies, and of the current one against them."""
-
-    payoff: jax.Array  # the mean return of one policy against another, [K, K]
-    weights: jax.Array  # the equilibrium of that game, [K]
-    total: jax.Array  # the sum of the current policy's returns against each, since the last policy entered, [K]
-    games: jax.Array  # their number, [K]
-
-
-class Pool(NamedTuple):
-    """The opponents."""
-
-    params: Any  # past parameters, [K, ...]
-    filled: jax.Array  # how many there are, int32 []
-    slot: jax.Array  # where the next ones go, int32 []
-    wait: jax.Array  # iterations until then, int32 []
-    drawn: jax.Array  # who plays in this iteration: a slot, or -1 for the current parameters, int32 [G]
-    key: jax.Array  # draws them
-    actor_keys: jax.Array  # one per environment, which samples the actions of the opponent, [E]
-    standings: Standings | tuple[()]  # () if opponents are drawn uniformly
-
-
-class Players(NamedTuple):
-    """What self-play keeps besides the parameters."""
-
-    learner: Any  # what the learner's team keeps
-    pool: Pool
+        if len(env.agents) != 2:
+            raise ValueError(
+                f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; "
+                "use ippo or mappo"
+            )
+        venv = vectorize_agents(env, self.num_envs)
+        agent = teams_agent(venv, {"agents": two_players(venv, self)}, unroll_length=self.unroll_length)
+        return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
 
 def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
@@ -266,17 +273,6 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         probabilities=learner.probabilities and probabilities,
         env_group=config.num_opponents,
     )
-
-
-def build(env: MultiAgentEnvironment, config: SelfPlay) -> Agent:
-    """The agent of `SelfPlay.build`."""
-    if len(env.agents) != 2:
-        raise ValueError(
-            f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"
-        )
-    venv = vectorize_agents(env, config.num_envs)
-    agent = teams_agent(venv, {"agents": two_players(venv, config)}, unroll_length=config.unroll_length)
-    return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
 
 def no_games(size: int) -> Standings:

@@ -67,7 +67,15 @@ class Teams:
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""
-        return build(env, self)
+        entries, name = self.entries(), env_name(env)
+        if not entries:
+            raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
+        if all(entry.config is None for entry in entries):
+            raise ValueError(f"no team of {self.teams} learns; give one an algorithm")
+        members = members_of(tuple(env.agents), entries, name)
+        venv = vectorize_agents(env, self.num_envs, members)
+        teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), self) for entry in entries}
+        return teams_agent(venv, teams, unroll_length=self.unroll_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,19 +187,6 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def build(env: MultiAgentEnvironment, config: Teams) -> Agent:
-    """The agent of `Teams.build`."""
-    entries, name = config.entries(), env_name(env)
-    if not entries:
-        raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
-    if all(entry.config is None for entry in entries):
-        raise ValueError(f"no team of {config.teams} learns; give one an algorithm")
-    members = members_of(tuple(env.agents), entries, name)
-    venv = vectorize_agents(env, config.num_envs, members)
-    teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), config) for entry in entries}
-    return teams_agent(venv, teams, unroll_length=config.unroll_length)
-
-
 def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
     """Builds a team; errors name it."""
     if entry.config is None:
@@ -243,4 +238,3 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
         updates_per_iteration=0,
         agent_axes=P("env"),
     )
-

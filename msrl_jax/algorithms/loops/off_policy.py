@@ -74,7 +74,7 @@ class Rule:
     initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
 
 
-def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+def updater(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
     """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
 
     @fragment(role="server")
@@ -111,7 +111,7 @@ def gradient_rule(
     `init` is `(key, obs) -> params`, and `gradients` is `(params, target_params, batch) -> (gradients, (TD errors [B],
     statistics))`. `target` selects the parameters that have a target network; None if there are none.
     """
-    apply_update, period = make_apply_update(optimizer), getattr(config, "target_period", 1)
+    apply_update, period = updater(optimizer), getattr(config, "target_period", 1)
 
     def begin(key: jax.Array, obs: Any) -> Learner:
         params = init(key, obs)

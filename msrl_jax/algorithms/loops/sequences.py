@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
@@ -44,7 +45,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     return network.unroll(params, after, is_first[burn_in:], carry)
 
 
-def replay_successors(
+def successors(
     network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
 ) -> jax.Array:
     """Values `[T, B, A]` of the true successors of steps; where an episode is truncated, that is not the next step."""
@@ -86,3 +87,12 @@ def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
     chex.assert_type(td_error, float)
     size = jnp.abs(td_error)
     return eta * size.max(0) + (1 - eta) * size.mean(0)
+
+
+def sequence_loss(
+    weight: jax.Array, taken: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
+) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    """The mean loss of values `[L, B]` of actions taken, with weights `[B]`; and the priorities `[B]`, and statistics."""
+    losses = optax.l2_loss(taken, target) if huber_delta is None else optax.huber_loss(taken, target, delta=huber_delta)
+    stats = {"loss": losses.mean(), "value": taken.mean()}
+    return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, eta), stats)

@@ -8,7 +8,6 @@ import jax
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import (
-    Categorical,
     Distribution,
     check_policy_space,
     choose,
@@ -92,6 +91,6 @@ def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
         return to_env_action(choose(network.policy(state.params, obs), key))
 
     def probabilities(state: Any, obs: jax.Array) -> jax.Array:
-        return cast(Categorical, network.policy(state.params, obs)).probabilities()
+        return cast(Any, network.policy(state.params, obs)).probabilities()
 
     return {"act": act, "probabilities": None if has_scale(check_policy_space(space)) else probabilities}

@@ -26,7 +26,7 @@ def agent():
         alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
-    apply_update = off_policy.make_apply_update(optimizer)
+    apply_update = off_policy.updater(optimizer)
 
     def explore(params, obs, keys, steps, carry):
         noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
