@@ -81,9 +81,7 @@ class IPPO:
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none"; "gru" if they see little.'
-    )
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
@@ -207,10 +205,7 @@ class IPPO:
 
             def loss(params):
                 (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
-                return ppo_loss(
-                    self, policy, value, action=b.action, log_prob=b.log_prob, advantage=advantage, old_value=b.old_value,
-                    target=b.target, counts=b.present,
-                )  # fmt: skip
+                return ppo_loss(self, policy, value, b, advantage, b.old_value, b.target)
 
             return jax.grad(loss, has_aux=True)(params)
 

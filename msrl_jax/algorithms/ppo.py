@@ -96,10 +96,7 @@ class PPO:
 
             def loss(params):
                 policy, value = network.apply(params, minibatch.obs)
-                return ppo_loss(
-                    self, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
-                    old_value=old_value, target=target, counts=minibatch.present,
-                )  # fmt: skip
+                return ppo_loss(self, policy, value, minibatch, advantage, old_value, target)
 
             return jax.grad(loss, has_aux=True)(params)
 

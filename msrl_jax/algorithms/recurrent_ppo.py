@@ -119,10 +119,7 @@ class RecurrentPPO:
 
             def loss(params):
                 (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
-                return ppo_loss(
-                    self, policy, value, action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage,
-                    old_value=old_value, target=target, counts=minibatch.present,
-                )  # fmt: skip
+                return ppo_loss(self, policy, value, minibatch, advantage, old_value, target)
 
             return jax.grad(loss, has_aux=True)(params)
 

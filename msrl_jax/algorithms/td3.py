@@ -62,7 +62,7 @@ class TD3:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_bounded(self.name, env.action_space)
+        action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         actor = make_actor(venv.observation_space, size, self)

@@ -1,6 +1,7 @@
 """Several agents: one agent trains as alone, policies agree, absent agents do not count, and nothing crosses in vain."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -149,10 +150,10 @@ def test_absent_agents_count_for_nothing():
     def loss(keep, counts):
         value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
         action = jnp.asarray(np.arange(12)[keep] % 3)
-        arguments = {"action": action, "log_prob": log_prob - 1, "old_value": old_value, "target": target}
+        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, present=counts)
         advantage = standardize(advantage, counts)
         policy = Categorical(jnp.asarray(logits[keep]))
-        return ppo_loss(config, policy, value, advantage=advantage, counts=counts, **arguments)
+        return ppo_loss(config, policy, value, taken, advantage, old_value, target)
 
     total, stats = loss(slice(None), jnp.asarray(counts))
     want, want_stats = loss(counts, None)

@@ -76,7 +76,7 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
 def estimate(
     config: Any, t: Trajectory, value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The advantages of all steps, standardized if not by minibatch, and the targets of their values; as `next_values`."""
+    """Advantages, standardized unless that is for minibatches or not wanted, and targets of the values; see `next_values`."""
     next_value = next_values(value, last_value, bootstrap_value, t.truncated)
     advantage = gae(
         t.reward, value, next_value, t.terminated, t.truncated, t.present,

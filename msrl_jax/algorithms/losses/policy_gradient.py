@@ -90,19 +90,11 @@ def approximate_kl(log_ratio: jax.Array) -> jax.Array:
 
 
 def ppo_loss(
-    config: Any,
-    policy: Distribution,
-    value: jax.Array,
-    *,
-    action: jax.Array,
-    log_prob: jax.Array,
-    advantage: jax.Array,
-    old_value: jax.Array,
-    target: jax.Array,
-    counts: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped surrogate, value loss and entropy bonus of a minibatch `[...]`, and its parts (arXiv 1707.06347, eq. 9)."""
-    log_ratio = policy.log_prob(action) - log_prob
+    config: Any, policy: Distribution, value: jax.Array, taken: Any,
+    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """The loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` has `action`, `log_prob` and `present`."""
+    log_ratio = policy.log_prob(taken.action) - taken.log_prob
     value_losses = value_loss(value, target)
     if config.clip_value is not None:
         value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
@@ -113,6 +105,6 @@ def ppo_loss(
         "approx_kl": approximate_kl(log_ratio),
         "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
-    stats = {name: mean(x.astype(jnp.float32), counts) for name, x in stats.items()}
+    stats = {name: mean(x.astype(jnp.float32), taken.present) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

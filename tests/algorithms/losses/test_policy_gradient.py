@@ -1,5 +1,7 @@
 """Losses against float64 NumPy, and their gradients where clipping must stop them."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,8 +101,7 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
         PPO(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3),
         Categorical(as_float32(logits)),
         as_float32(value),
-        action=jnp.asarray(action),
-        log_prob=as_float32(log_prob),
+        SimpleNamespace(action=jnp.asarray(action), log_prob=as_float32(log_prob), present=None),
         advantage=as_float32(advantage),
         old_value=as_float32(old_value),
         target=as_float32(target),
