@@ -50,13 +50,19 @@ class CQL:
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     conservative_weight: float | None = tunable(
-        default=None, low=0, doc="weight of the penalty; None: 0.5, or 5 for continuous actions. Usual: 0.1 to 10."
+        default=None, low=0,
+        doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
+        "Usual: 0.1 to 10.",
     )
     target_gap: float | None = tunable(
-        default=None, doc="gap that a learned weight aims at (Lagrange); continuous actions. Usual: None, or 5 to 10."
+        default=None,
+        doc="target of the gap that the penalty lowers, whose weight is then learned (the paper's Lagrange variant); for "
+        "continuous actions. Usual: None, or 5 to 10.",
     )
     num_samples: int = field(
-        default=4, doc="continuous actions drawn at random, from the policy now, and a step later, `S` each. Usual: 4 to 10."
+        default=4,
+        doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
+        "continuous actions. Usual: 4 to 10.",
     )
     initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")

@@ -45,7 +45,9 @@ class ES:
 
     num_envs: int = field(default=256, doc="members, `E`, each with one environment; an even number. Usual: 64 to 10000.")
     unroll_length: int = field(
-        default=500, doc="steps of every member per iteration, `T`; its first episode counts. Usual: the longest episode."
+        default=500,
+        doc="steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps. Usual: the "
+        "longest episode.",
     )
     learning_rate: float = tunable(default=0.05, above=0, doc="step size of Adam. Usual: 0.01 to 0.05.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")

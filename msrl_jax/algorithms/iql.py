@@ -46,7 +46,9 @@ class IQL:
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     normalize_rewards: bool = field(
-        default=True, doc="divide by the range of returns over the length of the longest episode. Usual: True."
+        default=True,
+        doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so "
+        "that `inverse_temperature` does not depend on units. Usual: True.",
     )
     expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
     inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")

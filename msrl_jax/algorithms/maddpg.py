@@ -59,7 +59,7 @@ class MADDPG:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    temperature: float = tunable(default=1.0, above=0, doc="of discrete actions' softmax. Usual: 1 (the paper) to 0.5.")
+    temperature: float = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
     output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     share_parameters: bool = field(default=False, doc="whether agents share actor and critic. Usual: False (the paper).")
