@@ -4,71 +4,22 @@ Every iteration makes one update from the unrolls of all environments. In the sh
 and `E` is `num_envs`.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic, evaluate, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
+from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
-
-
-@config("a2c")
-class A2C:
-    """Advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
-
-    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
-    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    rms_decay: float = tunable(
-        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
-    )
-    epsilon: float = tunable(
-        default=1e-05, doc="number in the denominator of an update. Usual: 1e-5 to 0.1 (RMSProp), 1e-8 to 1e-5 (Adam).", above=0
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages; 1 gives the paper's n-step advantages. Usual: 1, or 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["batch", "none"] = field(
-        default="none", doc='whether advantages are standardized over the "batch" of an update. Usual: "none".'
-    )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
-
-    def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
 
 
 class A2CState(NamedTuple):
@@ -81,142 +32,101 @@ class A2CState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-def advantage_loss(
-    params: Any,
-    network: ActorCritic,
-    trajectory: Trajectory,
-    last_obs: jax.Array,
-    bootstrap_value: jax.Array,
-    *,
-    discount: float,
-    gae_lambda: float,
-    entropy_coef: float,
-    value_coef: float,
-    normalize: bool,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`.
+@config("a2c")
+class A2C:
+    """Advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
-    `bootstrap_value` `[T, E]` holds the values of the true successors, used where an episode was truncated.
-    """
-    t = trajectory
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
+    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda: 0 bias, 1 variance (the paper's). Usual: 1, or 0.95.")
+    normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+
+        def init(key: jax.Array) -> A2CState:
+            params_key, env_key, actor_key = jax.random.split(key, 3)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return A2CState(params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs)
+
+        axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
+
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
+
+        @fragment(role="learner")
+        def gradients(params, trajectory, last_obs, bootstrap_value):
+            loss = functools.partial(advantage_loss, self, network)
+            return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value)
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+            return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
+
+        def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
+            return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=1,
+            env=venv,
+            **outside_training(network, venv.action_space),
+        )
+
+
+def advantage_loss(
+    config: Any, network: ActorCritic, params: Any, t: Trajectory, last_obs: jax.Array, bootstrap_value: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))
-    next_value = next_values(now, last_value, bootstrap_value, t.truncated)
-    advantage = gae(
-        t.reward, now, next_value, t.terminated, t.truncated, t.present, discount=discount, gae_lambda=gae_lambda
-    )
-    target = now + advantage
-    if normalize:
-        advantage = standardize(advantage, t.present)
+    advantage, target = estimate(config, t, now, last_value, bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),
         "value_loss": mean(value_loss(value, target), t.present),
         "entropy": mean(entropy, t.present),
     }
-    return stats["policy_loss"] + value_coef * stats["value_loss"] - entropy_coef * stats["entropy"], stats
-
-
-def build(env: Environment, config: A2C) -> Agent:
-    """The agent of `A2C.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
-
-    def init(key: jax.Array) -> A2CState:
-        params_key, env_key, actor_key = jax.random.split(key, 3)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return A2CState(
-            params=params,
-            opt_state=optimizer.init(params),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-        )
-
-    axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-    @fragment(role="learner")
-    def gradients(params, trajectory, last_obs, bootstrap_value):
-        def loss(params):
-            return advantage_loss(
-                params,
-                network,
-                trajectory,
-                last_obs,
-                bootstrap_value,
-                discount=config.discount,
-                gae_lambda=config.gae_lambda,
-                entropy_coef=config.entropy_coef,
-                value_coef=config.value_coef,
-                normalize=config.normalize_advantage == "batch",
-            )
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
-
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
-        params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-        return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
-
-    def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
-        return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
-
-    def choose_action(state: A2CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=1,
-        env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
-    )
-
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats

@@ -12,6 +12,8 @@ acting parameters; gradients are still taken at the worker's own copy. In the sh
 and `E` is `num_envs`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,59 +22,13 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
-from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
-
-
-@config("a3c")
-class A3C:
-    """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
-
-    num_envs: int = field(default=64, doc="environments in parallel, `E`, a multiple of `num_workers`. Usual: 8 to 4096.")
-    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
-    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
-    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    entropy_coef: float = tunable(default=0.001, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
-    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
-    gae_lambda: float = tunable(
-        default=0.95, low=0, high=1, doc="from 0 (bias) to 1 (the paper's n-step advantages; variance). Usual: 1, or 0.95."
-    )
-    learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
-    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
-    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
-    normalize_advantage: Literal["worker", "none"] = field(
-        default="none", doc='whether advantages are standardized for each "worker", or not ("none"). Usual: "none".'
-    )
-
-    def check(self) -> None:
-        """Raises ValueError unless `num_workers` divides `num_envs`."""
-        if self.num_envs % self.num_workers:
-            above = -(-self.num_envs // self.num_workers) * self.num_workers
-            raise ValueError(
-                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
-                f"num_envs={above}, or a num_workers that divides it"
-            )
-
-    def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
 
 
 class A3CState(NamedTuple):
@@ -87,144 +43,131 @@ class A3CState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-def build(env: Environment, config: A3C) -> Agent:
-    """The agent of `A3C.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
-    num_workers = config.num_workers
+@config("a3c")
+class A3C:
+    """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
-    def init(key: jax.Array) -> A3CState:
-        params_key, env_key, actor_key = jax.random.split(key, 3)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return A3CState(
-            params=params,
-            opt_state=optimizer.init(params),
-            worker_params=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
-            fetched=jnp.zeros(num_workers, jnp.uint32),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-        )
+    num_envs: int = field(default=64, doc="environments in parallel, `E`, a multiple of `num_workers`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    entropy_coef: float = tunable(default=0.001, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda: 0 bias, 1 variance (the paper's). Usual: 1, or 0.95.")
+    learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
+    normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
 
-    axes = logical_axes(
-        A3CState,
-        params=P(),
-        opt_state=P(),
-        worker_params=P("worker"),
-        fetched=P("worker"),
-        actor_keys=P("env"),
-        env_state=venv.axes,
-        obs=P("env"),
-    )
-
-    def by_worker(tree: Any, axis: int = 0) -> Any:
-        """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
-        return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :]), tree)
-
-    def merge(x: jax.Array) -> jax.Array:
-        """Merges `[W, n, ...]` into `[W * n, ...]`."""
-        return x.reshape(-1, *x.shape[2:])
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(worker_params, obs, keys):
-        policy = jax.tree.map(merge, jax.vmap(network.policy)(worker_params, by_worker(obs)))
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(worker_params, final_obs):
-        value = merge(jax.vmap(network.value)(worker_params, by_worker(flatten(final_obs))))
-        return unflatten(value, config.unroll_length)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-    @fragment(role="learner")
-    def gradients(worker_params, trajectory, last_obs, bootstrap_value):
-        def loss(params, trajectory, last_obs, bootstrap_value):
-            return advantage_loss(
-                params,
-                network,
-                trajectory,
-                last_obs,
-                bootstrap_value,
-                discount=config.discount,
-                gae_lambda=config.gae_lambda,
-                entropy_coef=config.entropy_coef,
-                value_coef=config.value_coef,
-                normalize=config.normalize_advantage == "worker",
+    def check(self) -> None:
+        """Raises ValueError unless `num_workers` divides `num_envs`."""
+        if self.num_envs % self.num_workers:
+            above = -(-self.num_envs // self.num_workers) * self.num_workers
+            raise ValueError(
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
+                f"num_envs={above}, or a num_workers that divides it"
             )
 
-        trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
-        gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
-        return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+        num_workers = self.num_workers
 
-    @fragment(role="server")
-    def apply_updates(params, opt_state, progress, fetched, grads):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        def init(key: jax.Array) -> A3CState:
+            params_key, env_key, actor_key = jax.random.split(key, 3)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return A3CState(
+                params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
+                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs,
+            )  # fmt: skip
 
-        def update(carry, worker):
-            params, opt_state = carry
-            grads, count, fetched = worker
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = descend(params, updates, learning_rate)
-            age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
-            return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
+        axes = logical_axes(
+            A3CState, params=P(), opt_state=P(), worker_params=P("worker"), fetched=P("worker"), actor_keys=P("env"),
+            env_state=venv.axes, obs=P("env"),
+        )  # fmt: skip
 
-        counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
-        (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
-            update, (params, opt_state), (grads, counts, fetched)
+        def by_worker(tree: Any, axis: int = 0) -> Any:
+            """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
+            return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :]), tree)
+
+        def merge(x: jax.Array) -> jax.Array:
+            """Merges `[W, n, ...]` into `[W * n, ...]`."""
+            return x.reshape(-1, *x.shape[2:])
+
+        def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
+            """A function of parameters and observations `[E, ...]` in which every worker has its own parameters."""
+            return lambda params, obs: jax.tree.map(merge, jax.vmap(function)(params, by_worker(obs)))
+
+        workers = network._replace(policy=of_workers(network.policy), value=of_workers(network.value))
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(workers, venv, self.unroll_length)
+
+        @fragment(role="learner")
+        def gradients(worker_params, trajectory, last_obs, bootstrap_value):
+            trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
+            loss = functools.partial(advantage_loss, self, network)
+            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
+            return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
+
+        @fragment(role="server")
+        def apply_updates(params, opt_state, progress, fetched, grads):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+
+            def update(carry, worker):
+                params, opt_state = carry
+                grads, count, fetched = worker
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                params = descend(params, updates, learning_rate)
+                age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
+                return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
+
+            counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
+            (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
+                update, (params, opt_state), (grads, counts, fetched)
+            )
+            metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+            return params, opt_state, worker_params, fetched, metrics
+
+        @fragment(role="learner")
+        def summarize(stats):
+            return jax.tree.map(jnp.mean, stats)
+
+        def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.worker_params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.worker_params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
+            params, opt_state, worker_params, fetched, metrics = apply_updates(
+                state.params, state.opt_state, progress, state.fetched, grads
+            )
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
+            return after, {**metrics, **summarize(stats), **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=num_workers,
+            env=venv,
+            **outside_training(network, venv.action_space),
         )
-        metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
-        return params, opt_state, worker_params, fetched, metrics
-
-    @fragment(role="learner")
-    def summarize(stats):
-        return jax.tree.map(jnp.mean, stats)
-
-    def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.worker_params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.worker_params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
-        params, opt_state, worker_params, fetched, metrics = apply_updates(
-            state.params, state.opt_state, progress, state.fetched, grads
-        )
-        after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
-        return after, {**metrics, **summarize(stats), **episodes}
-
-    def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=num_workers,
-        env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
-    )
-

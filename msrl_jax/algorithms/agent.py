@@ -1,4 +1,4 @@
-"""An agent: an algorithm for one environment, as pure functions.
+"""An agent: an algorithm for one environment, as pure functions; and environments, optimizers and schedules of algorithms.
 
 In the shape descriptions of this package, `T` denotes the length of an unroll and `E` the number of environments.
 """
@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from msrl_jax import envs
 from msrl_jax.envs import Environment, VectorEnvironment
@@ -83,10 +85,38 @@ def counting_environment(env: Environment, num_envs: int, *, normalize_observati
     return envs.NormalizeObservation(vector) if normalize_observations else vector
 
 
-def training_environment(env: Environment, config: Any) -> VectorEnvironment:
+def training_env(env: Environment, config: Any) -> VectorEnvironment:
     """The vector environment of an on-policy algorithm, with episode statistics (of raw rewards) and what it normalizes."""
     observed = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
     return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed
+
+
+def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:
+    """Splits the keys of environments `[E]`: those of the next unroll `[E]`, and of the steps of this one `[T, E]`."""
+    keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
+    return keys[0], keys[1:]
+
+
+def make_optimizer(
+    name: Literal["adam", "rmsprop"], max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
+) -> optax.GradientTransformation:
+    """Makes an optimizer that clips gradients by their global norm first; `descend` takes its updates times a learning rate."""
+    rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)  # that of A3C (arXiv 1602.01783): not centered
+    scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, scale)
+
+
+def descend(params: Any, updates: Any, learning_rate: jax.Array) -> Any:
+    """Subtracts `learning_rate`, a traced number so that its schedule can use a `Counter`, times `updates` from `params`."""
+    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+
+
+def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
+    """A learning rate, which falls linearly to 0 over the run if it `falls`. `[]` float32."""
+    if not falls or progress.total is None:
+        return jnp.float32(rate)
+    return jnp.asarray(optax.linear_schedule(rate, 0.0, transition_steps=1)(progress.fraction))
 
 
 StateT = TypeVar("StateT")

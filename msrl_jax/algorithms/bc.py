@@ -8,15 +8,12 @@ from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.off_policy import gradient_rule
+from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
+from msrl_jax.algorithms.loops.off_policy import Carry, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
-from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -37,36 +34,29 @@ class BC:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    validation_fraction: float = field(
-        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
-    )
+    validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
 
     check = check_data
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        space = check_policy_space(env.action_space)
+        policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, self)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
 
+        @fragment(role="learner")
+        def gradients(params, target_params, batch):
+            experience = batch.experience
 
-def build(env: Environment, config: BC) -> Agent:
-    """The agent of `BC.build`."""
-    space = check_policy_space(env.action_space)
-    policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
+            def loss(params):
+                distribution = policy.apply(params, experience.obs)
+                losses = -log_likelihood(distribution, experience.action)
+                return losses.mean(), (losses, {"loss": losses.mean(), "entropy": distribution.entropy().mean()})
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch):
-        experience = batch.experience
+            return jax.grad(loss, has_aux=True)(params)
 
-        def loss(params):
-            distribution = policy.apply(params, experience.obs)
-            losses = -log_likelihood(distribution, experience.action)
-            return losses.mean(), (losses, {"loss": losses.mean(), "entropy": distribution.entropy().mean()})
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return choose(policy.apply(params, obs), key), carry
 
-        return jax.grad(loss, has_aux=True)(params)
-
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return choose(policy.apply(params, obs), key), carry
-
-    rule = gradient_rule(config, optimizer, policy.init, gradients, choose_action, target=None)
-    return offline_agent(env, config, rule, read_data(env, config))
+        rule = gradient_rule(self, optimizer, policy.init, gradients, choose_action, target=None)
+        return offline_agent(env, self, rule, read_data(env, self))

@@ -21,6 +21,7 @@ from jax.core import Tracer
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn"]
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
+Normalization = Literal["minibatch", "batch", "none"]
 
 T = TypeVar("T")
 

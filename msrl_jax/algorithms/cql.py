@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import greedy_target
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal
@@ -51,9 +48,7 @@ class CQL:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    validation_fraction: float = field(
-        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
-    )
+    validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     conservative_weight: float | None = tunable(
         default=None, low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
@@ -69,13 +64,9 @@ class CQL:
         doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
         "continuous actions. Usual: 4 to 10.",
     )
-    initial_temperature: float = tunable(
-        default=1.0, above=0, doc="initial entropy weight; continuous actions. Usual: 0.1 to 1."
-    )
+    initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
-    target_entropy: float | None = tunable(
-        default=None, doc="target entropy in nats; None takes minus the length of an action. Usual: None."
-    )
+    target_entropy: float | None = tunable(default=None, doc="in nats; None: minus the length of an action. Usual: None.")
     double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")
 
     def check(self) -> None:
@@ -86,17 +77,12 @@ class CQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
-
-
-def build(env: Environment, config: CQL) -> Agent:
-    """The agent of `CQL.build`."""
-    action_space = check_discrete_or_bounded("cql", env.action_space)
-    if isinstance(action_space, Discrete):
-        rule = discrete_rule(env, action_space, config)
-    else:
-        rule = continuous_rule(env, action_space, config)
-    return offline_agent(env, config, rule, read_data(env, config, discount=config.discount))
+        action_space = check_discrete_or_bounded("cql", env.action_space)
+        if isinstance(action_space, Discrete):
+            rule = discrete_rule(env, action_space, self)
+        else:
+            rule = continuous_rule(env, action_space, self)
+        return offline_agent(env, self, rule, read_data(env, self, discount=self.discount))
 
 
 def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:
@@ -219,21 +205,13 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
 
 
 def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
-    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4).
-
-    It is positive, since it is the negative log-likelihood of the action under a softmax of the values.
-    """
+    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4)."""
     chex.assert_type(action, int)
     chex.assert_shape(action, q.shape[:-1])
     return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
 
 
 def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
-    """Estimates the logarithm of the integral of `exp(q)` over all actions (Kumar et al., 2020, arXiv 2006.04779, appendix F).
-
-    From values and log-densities `[..., N]` of drawn actions, through which no gradient flows. The mean of `exp(q) / density`
-    estimates the integral without bias (importance sampling). The logarithm of the mean is biased: it is too low by about half
-    the relative variance of the mean.
-    """
+    """Estimates the logarithm of the integral of `exp(q)` over all actions from drawn ones `[..., N]` (2006.04779, app. F)."""
     chex.assert_is_broadcastable(log_prob.shape, q.shape)
     return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])

@@ -6,20 +6,18 @@ This file has the loss; the loop and the update are in `loops/off_policy.py`. In
 
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
-from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
@@ -44,9 +42,7 @@ class DQN:
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=1000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.00025, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -56,16 +52,10 @@ class DQN:
     beta: float | None = tunable(
         default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
-    exploration: Literal["annealed", "per_env"] = field(
-        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
-    )
-    exploration_steps: int = field(
-        default=10000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
-    )
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=10000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
     final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
-    )
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -111,66 +101,91 @@ class DQN:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        action_space = check_discrete("DQN", env.action_space)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        buffer = n_step_buffer(env, self)
+        num_outputs = 1 if self.distribution == "none" else self.num_atoms
+        torso = make_torso(venv.observation_space, self)
+        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs)
+        v_min, v_max = self.support if self.distribution == "c51" else (0.0, 0.0)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+
+        def expected(outputs: jax.Array) -> jax.Array:
+            """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
+            if self.distribution == "c51":
+                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms)
+            return outputs.mean(-1)
+
+        def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
+            """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N]`."""
+            if self.distribution == "c51":
+                masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
+                loss = categorical_loss(outputs, masses)
+                return loss, loss
+            target = reward + discount * next_outputs
+            error = target.mean() - outputs.mean()
+            if self.distribution == "qr":
+                return quantile_huber_loss(outputs, target), error
+            if self.huber_delta is None:
+                return optax.l2_loss(outputs.mean(), target.mean()), error
+            return optax.huber_loss(outputs.mean(), target.mean(), delta=self.huber_delta), error
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            experience: NStep = batch.experience
+            next_target = network.apply(target_params, experience.next_obs)
+            next_online = network.apply(params, experience.next_obs) if self.double else next_target
+            next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
+
+            def loss(params):
+                outputs = network.apply(params, experience.obs)
+                taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
+                losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
+                return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
+
+        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
+
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            return randomly(greedy, keys, steps, obs), carry
+
+        rule = gradient_rule(self, optimizer, network.init, gradients, choose_action)
+        return off_policy_agent(self, venv, buffer, rule, explore)
 
 
-def build(env: Environment, config: DQN) -> Agent:
-    """The agent of `DQN.build`."""
-    action_space = check_discrete("DQN", env.action_space)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    buffer = n_step_buffer(env, config)
-    num_outputs = 1 if config.distribution == "none" else config.num_atoms
-    torso = make_torso(venv.observation_space, config)
-    network = q_network(torso, action_space, dueling=config.dueling, num_atoms=num_outputs)
-    v_min, v_max = config.support if config.distribution == "c51" else (0.0, 0.0)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
+def categorical_projection(
+    probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
+) -> jax.Array:
+    """Projects the masses `[N]` of `reward + discount * return` onto the atoms from `v_min` to `v_max` (arXiv 1707.06887)."""
+    chex.assert_rank((probability, reward, discount), (1, 0, 0))
+    num_atoms = probability.shape[-1]
+    atoms = jnp.linspace(v_min, v_max, num_atoms)
+    spacing = (v_max - v_min) / (num_atoms - 1)
+    landed = (jnp.clip(reward + discount * atoms, v_min, v_max) - v_min) / spacing
+    share = jnp.clip(1 - jnp.abs(landed[:, None] - jnp.arange(num_atoms)), 0, 1)
+    return probability @ share
 
-    def expected(outputs: jax.Array) -> jax.Array:
-        """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
-        if config.distribution == "c51":
-            return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, config.num_atoms)
-        return outputs.mean(-1)
 
-    def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
-        """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target network's `[N]`."""
-        if config.distribution == "c51":
-            masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
-            loss = categorical_loss(outputs, masses)
-            return loss, loss
-        target = reward + discount * next_outputs
-        error = target.mean() - outputs.mean()
-        if config.distribution == "qr":
-            return quantile_huber_loss(outputs, target), error
-        if config.huber_delta is None:
-            return optax.l2_loss(outputs.mean(), target.mean()), error
-        return optax.huber_loss(outputs.mean(), target.mean(), delta=config.huber_delta), error
+def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """The KL divergence of the masses of logits `[N]` from the target's; it has the gradient of the cross-entropy."""
+    chex.assert_rank(logits, 1)
+    chex.assert_equal_shape((logits, target))
+    known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
+    return (known - target * jax.nn.log_softmax(logits)).sum(-1)
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        experience: NStep = batch.experience
-        next_target = network.apply(target_params, experience.next_obs)
-        next_online = network.apply(params, experience.next_obs) if config.double else next_target
-        next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
 
-        def loss(params):
-            outputs = network.apply(params, experience.obs)
-            taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-            losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
-            return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
-
-    randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
-
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps, obs), carry
-
-    rule = gradient_rule(config, optimizer, network.init, gradients, choose_action)
-    return off_policy_agent(config, venv, buffer, rule, explore)
+def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
+    """The quantile Huber loss of quantiles `[N]` at midpoints `(i + 1/2) / N`, for samples `[M]` (arXiv 1710.10044, eq. 10)."""
+    chex.assert_rank((quantile, target), 1)
+    midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
+    error = target[None, :] - quantile[:, None]
+    weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
+    return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 
 ApexDQN = variant(

@@ -17,15 +17,26 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, logical_axes
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, counting_environment, descend, logical_axes
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.fragments import fragment
+
+
+class ESState(NamedTuple):
+    """The state of a run."""
+
+    params: Any  # of the policy at the center of the population: a tree of `D` numbers
+    opt_state: optax.OptState
+    actor_keys: jax.Array  # one per member; the keys of even members give the seeds of the noise, [E]
+    env_key: jax.Array  # for the next reset of the environments
+    env_state: Any
+    obs: jax.Array  # after the last step, [E, ...]
+    midway: jax.Array  # whether an environment is in the middle of an episode, bool [E]
 
 
 @config("es")
@@ -57,161 +68,133 @@ class ES:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        if is_on_host(env):
+            raise TypeError(
+                f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
+                "episode ends; use ppo, a2c, impala, or an environment on devices"
+            )
+        venv = counting_environment(env, self.num_envs, normalize_observations=self.normalize_observations)
+        # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
+        starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space)
+        to_env_action = action_transform(venv.action_space)
+        optimizer = optax.scale_by_adam()
 
+        def init_params(key, obs):
+            params = network.init(key, obs)["params"]
+            return {name: part for name, part in params.items() if name.startswith("actor")}
 
-class ESState(NamedTuple):
-    """The state of a run."""
+        def choose(params, obs):
+            # The most probable action depends on neither the critic nor the scale, so the search leaves them out.
+            scale = jnp.zeros(math.prod(venv.action_space.shape))
+            return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
 
-    params: Any  # of the policy at the center of the population: a tree of `D` numbers
-    opt_state: optax.OptState
-    actor_keys: jax.Array  # one per member; the keys of even members give the seeds of the noise, [E]
-    env_key: jax.Array  # for the next reset of the environments
-    env_state: Any
-    obs: jax.Array  # after the last step, [E, ...]
-    midway: jax.Array  # whether an environment is in the middle of an episode, bool [E]
+        def init(key: jax.Array) -> ESState:
+            params_key, env_key, start_key, actor_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(start_key)
+            params = init_params(params_key, obs)
+            return ESState(
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_key, env_state, obs,
+                midway=jnp.zeros(self.num_envs, bool),
+            )  # fmt: skip
 
+        axes = logical_axes(
+            ESState, params=P(), opt_state=P(), actor_keys=P("env"), env_key=P(), env_state=venv.axes, obs=P("env"),
+            midway=P("env"),
+        )  # fmt: skip
 
-def build(env: Environment, config: ES) -> Agent:
-    """The agent of `ES.build`."""
-    if is_on_host(env):
-        raise TypeError(
-            f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
-            "episode ends; use ppo, a2c, impala, or an environment on devices"
+        @fragment(role="env")
+        def start(key, env_state, obs, midway):
+            key, start_key = jax.random.split(key)
+            new_state, raw_obs = starting.reset(start_key)
+            new = (new_state, venv.observe(env_state, raw_obs))
+
+            # Only environments in the middle of an episode restart; the others have reset themselves. Shared statistics stay.
+            def begin(axes, old, new):
+                return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
+
+            is_spec = lambda x: isinstance(x, P)  # noqa: E731
+            return key, *jax.tree.map(begin, (venv.axes, P("env")), (env_state, obs), new, is_leaf=is_spec)
+
+        @fragment(role="actor")
+        def draw_seeds(keys):
+            keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+            return keys[0], keys[1].reshape(-1, 2)[:, 0]
+
+        @fragment(role="actor")
+        def perturb(params, seeds):
+            center, unravel = ravel_pytree(params)
+            steps = self.noise_scale * draw_noise(seeds, center.size)
+            members = center + jnp.stack([steps, -steps], axis=1).reshape(-1, center.size)
+            return jax.vmap(unravel)(members)
+
+        @fragment(role="actor")
+        def act(population, obs):
+            return jax.vmap(choose)(population, obs)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            env_state, t = venv.step(env_state, action)
+            return env_state, t.obs, t.reward, t.terminated | t.truncated
+
+        @fragment(role="env")
+        def score(reward, ended):
+            return first_episode_return(reward, ended), ~ended[-1]
+
+        pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+        @fragment(role="learner")
+        def gradients(params, seeds, fitness):
+            center, unravel = ravel_pytree(params)
+            return unravel(-estimate_gradient(centered_ranks(fitness), draw_noise(seeds, center.size), self.noise_scale))
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            decayed = jax.tree.map(lambda g, p: g + self.weight_decay * p, grads, params)
+            updates, opt_state = optimizer.update(decayed, opt_state, params)
+            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, seeds, fitness):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            grads = gradients(params, seeds, fitness)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+            metrics = {
+                "fitness": fitness.mean(),
+                "fitness_max": fitness.max(),
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+            }
+            return params, opt_state, metrics
+
+        def iteration(state: ESState, progress: Progress) -> tuple[ESState, Metrics]:
+            env_key, env_state, obs = start(state.env_key, state.env_state, state.obs, state.midway)
+            actor_keys, seeds = draw_seeds(state.actor_keys)
+            population = perturb(state.params, seeds)
+
+            def step(carry, _):
+                env_state, obs, *outcome = env_step(carry[0], act(population, carry[1]))
+                return (env_state, obs), outcome
+
+            (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=self.unroll_length)
+            fitness, midway = score(*outcomes)
+            params, opt_state, metrics = learn(state.params, state.opt_state, progress, seeds, fitness)
+            env_state, episodes = pop_episodes(env_state)
+            return ESState(params, opt_state, actor_keys, env_key, env_state, obs, midway), {**metrics, **episodes}
+
+        def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+            del key
+            return choose(state.params, obs)
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=choose_action,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=1,
+            env=venv,
         )
-    venv = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
-    # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
-    starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = optax.scale_by_adam()
-
-    def init_params(key, obs):
-        params = network.init(key, obs)["params"]
-        return {name: part for name, part in params.items() if name.startswith("actor")}
-
-    def choose(params, obs):
-        # The most probable action depends on neither the critic nor the scale, so the search leaves them out.
-        scale = jnp.zeros(math.prod(venv.action_space.shape))
-        return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
-
-    def init(key: jax.Array) -> ESState:
-        params_key, env_key, start_key, actor_key = jax.random.split(key, 4)
-        env_state, obs = venv.reset(start_key)
-        params = init_params(params_key, obs)
-        return ESState(
-            params=params,
-            opt_state=optimizer.init(params),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_key=env_key,
-            env_state=env_state,
-            obs=obs,
-            midway=jnp.zeros(config.num_envs, bool),
-        )
-
-    axes = logical_axes(
-        ESState,
-        params=P(),
-        opt_state=P(),
-        actor_keys=P("env"),
-        env_key=P(),
-        env_state=venv.axes,
-        obs=P("env"),
-        midway=P("env"),
-    )
-
-    @fragment(role="env")
-    def start(key, env_state, obs, midway):
-        key, start_key = jax.random.split(key)
-        new_state, raw_obs = starting.reset(start_key)
-        new = (new_state, venv.observe(env_state, raw_obs))
-
-        # Only environments in the middle of an episode restart; the others have reset themselves. Shared statistics continue.
-        def begin(axes, old, new):
-            return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
-
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
-        return key, *jax.tree.map(begin, (venv.axes, P("env")), (env_state, obs), new, is_leaf=is_spec)
-
-    @fragment(role="actor")
-    def draw_seeds(keys):
-        keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-        return keys[0], keys[1].reshape(-1, 2)[:, 0]
-
-    @fragment(role="actor")
-    def perturb(params, seeds):
-        center, unravel = ravel_pytree(params)
-        steps = config.noise_scale * draw_noise(seeds, center.size)
-        members = center + jnp.stack([steps, -steps], axis=1).reshape(-1, center.size)
-        return jax.vmap(unravel)(members)
-
-    @fragment(role="actor")
-    def act(population, obs):
-        return jax.vmap(choose)(population, obs)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        env_state, t = venv.step(env_state, action)
-        return env_state, t.obs, t.reward, t.terminated | t.truncated
-
-    @fragment(role="env")
-    def score(reward, ended):
-        return first_episode_return(reward, ended), ~ended[-1]
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-    @fragment(role="learner")
-    def gradients(params, seeds, fitness):
-        center, unravel = ravel_pytree(params)
-        return unravel(-estimate_gradient(centered_ranks(fitness), draw_noise(seeds, center.size), config.noise_scale))
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate):
-        decayed = jax.tree.map(lambda g, p: g + config.weight_decay * p, grads, params)
-        updates, opt_state = optimizer.update(decayed, opt_state, params)
-        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
-
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, seeds, fitness):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        grads = gradients(params, seeds, fitness)
-        params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-        metrics = {
-            "fitness": fitness.mean(),
-            "fitness_max": fitness.max(),
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-        }
-        return params, opt_state, metrics
-
-    def iteration(state: ESState, progress: Progress) -> tuple[ESState, Metrics]:
-        env_key, env_state, obs = start(state.env_key, state.env_state, state.obs, state.midway)
-        actor_keys, seeds = draw_seeds(state.actor_keys)
-        population = perturb(state.params, seeds)
-
-        def step(carry, _):
-            env_state, obs, *outcome = env_step(carry[0], act(population, carry[1]))
-            return (env_state, obs), outcome
-
-        (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=config.unroll_length)
-        fitness, midway = score(*outcomes)
-        params, opt_state, metrics = learn(state.params, state.opt_state, progress, seeds, fitness)
-        env_state, episodes = pop_episodes(env_state)
-        return ESState(params, opt_state, actor_keys, env_key, env_state, obs, midway), {**metrics, **episodes}
-
-    def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        del key
-        return choose(state.params, obs)
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=1,
-        env=venv,
-    )
 
 
 def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
@@ -228,10 +211,7 @@ def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
 
 
 def centered_ranks(fitness: jax.Array) -> jax.Array:
-    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2], so that outliers and the scale do not matter.
-
-    Equal returns get the mean of their ranks; nan counts as the lowest.
-    """
+    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2]; equal ones get the mean rank, nan the lowest."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
     first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
@@ -239,11 +219,6 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
-    """The gradient `[D]` of the expected utility of a population with respect to its center, from antithetic pairs.
-
-    `1 / (E * noise_scale) * sum_i utility[i] * eps[i]`, with `eps[2j] = noise[j]` and `eps[2j + 1] = -noise[j]`
-    (Salimans et al., 2017, algorithm 1, with mirrored sampling), of utilities `[E]` and standard normal noise `[E / 2, D]`.
-    """
+    """The gradient `[D]` of the expected utility with respect to the center, from antithetic pairs of noise `[E / 2, D]`."""
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)
-

@@ -13,22 +13,40 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, evaluate, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.replay import FifoState, fifo
+
+
+class IMPALAState(NamedTuple):
+    """The state of a run."""
+
+    params: Any
+    opt_state: optax.OptState
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
+    replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
+    replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
+
+
+class Batch(NamedTuple):
+    """The data of one update."""
+
+    trajectory: Trajectory  # [T, E, ...]
+    last_obs: jax.Array  # after the trajectory, [E, ...]
+    bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
+    version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
 
 
 @config("impala")
@@ -59,12 +77,8 @@ class IMPALA:
     clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
     clip_c: float = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
     clip_pg_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a policy gradient. Usual: 1.")
-    normalize_advantage: Literal["batch", "none"] = field(
-        default="none", doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".'
-    )
-    replay_batches: int = field(
-        default=0, low=0, doc="batches kept for replay, with the newest; 0: none. Usual: 0, 10 to 1000."
-    )
+    normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
+    replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
 
     def check(self) -> None:
@@ -77,192 +91,126 @@ class IMPALA:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
 
+        def begin(key: jax.Array) -> IMPALAState:
+            params_key, env_key, actor_key = jax.random.split(key, 3)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return IMPALAState(params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs)
 
-class IMPALAState(NamedTuple):
-    """The state of a run."""
+        axes = logical_axes(IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
-    params: Any
-    opt_state: optax.OptState
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
-    env_state: Any
-    obs: jax.Array  # for the next actions, [E, ...]
-    replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
-    replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
+        def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
 
-class Batch(NamedTuple):
-    """The data of one update."""
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            version = parameter_version(progress.version) if self.replay_batches else ()
+            batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
+            env_state, episodes = pop_episodes(env_state)
+            return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
 
-    trajectory: Trajectory  # [T, E, ...]
-    last_obs: jax.Array  # after the trajectory, [E, ...]
-    bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
-    version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
-
-
-def build(env: Environment, config: IMPALA) -> Agent:
-    """The agent of `IMPALA.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer(
-        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
-    )
-
-    def begin(key: jax.Array) -> IMPALAState:
-        params_key, env_key, actor_key = jax.random.split(key, 3)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return IMPALAState(
-            params=params,
-            opt_state=optimizer.init(params),
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-        )
-
-    axes = logical_axes(IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-    def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        version = parameter_version(progress.version) if config.replay_batches else ()
-        batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
-        env_state, episodes = pop_episodes(env_state)
-        return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
-
-    queue = None
-    if config.replay_batches:
-        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter(), None, jnp.uint32(0)))[1], jax.random.key(0))
-        batch_axes = logical_axes(
-            Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
-        )
-        queue = fifo(example, capacity=config.replay_batches, axes=batch_axes)
-        axes = axes._replace(replay=queue.axes, replay_key=P())
-
-    def init(key: jax.Array) -> IMPALAState:
-        if queue is None:
-            return begin(key)
-        key, replay_key = jax.random.split(key)
-        return begin(key)._replace(replay=queue.init(), replay_key=replay_key)
-
-    @fragment(role="buffer")
-    def sample_batches(replay, key, batch):
-        assert queue is not None
-        # A full queue refuses a batch, so pop the oldest one first.
-        full, (popped, _) = queue.size(replay) == config.replay_batches, queue.pop(replay)
-        first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
-        replay = queue.insert(replay._replace(first=first, length=length), batch)
-        key, *keys = jax.random.split(key, config.num_updates + 1)
-        return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
-
-    @fragment(role="learner")
-    def gradients(params, trajectory, last_obs, bootstrap_value):
-        t = trajectory
-
-        def loss(params):
-            log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
-            now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-            last_value = jax.lax.stop_gradient(network.value(params, last_obs))
-            target, advantage = vtrace(
-                log_ratio,
-                t.reward,
-                now,
-                next_values(now, last_value, bootstrap_value, t.truncated),
-                t.terminated,
-                t.truncated,
-                t.present,
-                discount=config.discount,
-                lambda_=config.vtrace_lambda,
-                clip_rho=config.clip_rho,
-                clip_c=config.clip_c,
-                clip_pg_rho=config.clip_pg_rho,
+        queue = None
+        if self.replay_batches:
+            first = Progress(counter(), None, jnp.uint32(0))
+            example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
+            batch_axes = logical_axes(
+                Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
             )
-            if config.normalize_advantage == "batch":
-                advantage = standardize(advantage, t.present)
-            stats = {
-                "policy_loss": policy_gradient_loss(log_prob, advantage),
-                "value_loss": value_loss(value, target),
-                "entropy": entropy,
-                "approx_kl": approximate_kl(log_ratio),
-            }
-            stats = {name: mean(x, t.present) for name, x in stats.items()}
-            total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
-            return total - config.entropy_coef * stats["entropy"], stats
+            queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)
+            axes = axes._replace(replay=queue.axes, replay_key=P())
 
-        return jax.grad(loss, has_aux=True)(params)
+        def init(key: jax.Array) -> IMPALAState:
+            if queue is None:
+                return begin(key)
+            key, replay_key = jax.random.split(key)
+            return begin(key)._replace(replay=queue.init(), replay_key=replay_key)
 
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+        @fragment(role="buffer")
+        def sample_batches(replay, key, batch):
+            assert queue is not None
+            # A full queue refuses a batch, so pop the oldest one first.
+            full, (popped, _) = queue.size(replay) == self.replay_batches, queue.pop(replay)
+            first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
+            replay = queue.insert(replay._replace(first=first, length=length), batch)
+            key, *keys = jax.random.split(key, self.num_updates + 1)
+            return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
 
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, batches):
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        @fragment(role="learner")
+        def gradients(params, trajectory, last_obs, bootstrap_value):
+            t = trajectory
 
-        def update(carry, batch):
-            params, opt_state = carry
-            grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-            return (params, opt_state), {**stats, "grad_norm": grad_norm}
+            def loss(params):
+                log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
+                now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
+                last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+                next_value = next_values(now, last_value, bootstrap_value, t.truncated)
+                target, advantage = vtrace(
+                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
+                    discount=self.discount, lambda_=self.vtrace_lambda,
+                    clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
+                )  # fmt: skip
+                if self.normalize_advantage == "batch":
+                    advantage = standardize(advantage, t.present)
+                stats = {
+                    "policy_loss": policy_gradient_loss(log_prob, advantage),
+                    "value_loss": value_loss(value, target),
+                    "entropy": entropy,
+                    "approx_kl": approximate_kl(log_ratio),
+                }
+                stats = {name: mean(x, t.present) for name, x in stats.items()}
+                total = stats["policy_loss"] + self.value_coef * stats["value_loss"]
+                return total - self.entropy_coef * stats["entropy"], stats
 
-        if queue is None:  # one batch, the newest
-            (params, opt_state), metrics = update((params, opt_state), batches)
-        else:
-            (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
-            metrics["parameter_age"] = jax.vmap(lambda version: parameter_age(progress.iteration, version))(batches.version)
-            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
-        return params, opt_state, {**metrics, "learning_rate": learning_rate}
+            return jax.grad(loss, has_aux=True)(params)
 
-    def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
-        after, batches, episodes = play(state, progress)
-        if queue is not None:  # draw K of the kept batches
-            replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
-            after = after._replace(replay=replay, replay_key=replay_key)
-        params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
-        return after._replace(params=params, opt_state=opt_state), {**metrics, **episodes}
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
-    def choose_action(state: IMPALAState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, batches):
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
 
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=config.num_updates,
-        env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
-    )
+            def update(carry, batch):
+                params, opt_state = carry
+                grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
+                params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+                return (params, opt_state), {**stats, "grad_norm": grad_norm}
 
+            if queue is None:  # one batch, the newest
+                (params, opt_state), metrics = update((params, opt_state), batches)
+            else:
+                (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
+                metrics["parameter_age"] = jax.vmap(lambda version: parameter_age(progress.iteration, version))(batches.version)
+                metrics = jax.tree.map(lambda x: x.mean(0), metrics)
+            return params, opt_state, {**metrics, "learning_rate": learning_rate}
+
+        def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
+            after, batches, episodes = play(state, progress)
+            if queue is not None:  # draw K of the kept batches
+                replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
+                after = after._replace(replay=replay, replay_key=replay_key)
+            params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
+            return after._replace(params=params, opt_state=opt_state), {**metrics, **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            env=venv,
+            **outside_training(network, venv.action_space),
+        )

@@ -20,77 +20,20 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer, split_keys
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffled_times, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, dense, forget
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
-
-
-@config("ippo", many_agents=True)
-class IPPO:
-    """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
-
-    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
-    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
-    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
-    target_kl: float | None = tunable(
-        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
-    )
-    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
-    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none"; "gru" if they see little.'
-    )
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
-    share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
-    agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
-    central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
-
-    def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
-        check_minibatches(self, recurrent=self.core != "none")
-
-    def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return agent_of(self, env)
-
-    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
-        """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        return make_team(venv, num_agents, self)
-
-
-MAPPO = variant(
-    IPPO, "MAPPO", "mappo", "PPO for several agents with a critic that sees the global state and which agent it values.",
-    central_critic=True,
-)  # fmt: skip
 
 
 class Learner(NamedTuple):
@@ -115,205 +58,235 @@ class Batch(NamedTuple):
     present: jax.Array | None  # which steps count; all if None
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
-    """The team of `IPPO.build_team`."""
-    shared, recurrent = config.share_parameters, config.core != "none"
-    identify = shared and num_agents > 1
-    network = _make_network(venv, num_agents, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
-    leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
+@config("ippo", many_agents=True)
+class IPPO:
+    """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
 
-    def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
-        """Runs a function for the network of every agent, or for the one that they share."""
-        return function if shared else jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
+    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
+    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
+    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
+    agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
+    central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
+    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
 
-    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Learner]:
-        keys = params_key if shared else jax.random.split(params_key, num_agents)
-        # One after another: a batched QR decomposition of orthogonal initializers is slow.
-        params = network.init(keys) if shared else jax.lax.map(network.init, keys)
-        opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
-        actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
-        scale = value_scale(*() if shared else (num_agents,)) if config.normalize_values else ()
-        return params, Learner(opt_state, learner_key, actor_keys, scale)
+    def check(self) -> None:
+        """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
+        check_minibatches(self, recurrent=self.core != "none")
 
-    def inputs_of(obs: Any, state: jax.Array) -> Any:
-        """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
-        if identify and config.agent_ids:
-            obs = with_ids(obs, num_agents, venv.observation_space)
-        if not config.central_critic:
-            return obs
-        if identify:  # a row of the one critic for every agent
-            state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
-            state = with_ids(state, num_agents)
-        elif shared:
-            state = state[..., None, :]
-        return obs, state
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return agent_of(self, env)
 
-    # The dimension of agents in the inputs of a network; all networks see the same states.
-    def agents_at(axis: int) -> Any:
-        return (axis, None) if config.central_critic else axis
+    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
+        """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
+        shared, recurrent = self.share_parameters, self.core != "none"
+        identify = shared and num_agents > 1
+        network = _make_network(venv, num_agents, self)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
+        memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
+        leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return jax.vmap(lambda keys: split_keys(keys, config.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
+        def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
+            """Runs a function for the network of every agent, or for the one that they share."""
+            return function if shared else jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
 
-    def begin(params: Any, rest: Learner, progress: Progress) -> tuple[Any, Learner, jax.Array]:
-        actor_keys, keys = draw_keys(rest.actor_keys)
-        return params, rest._replace(actor_keys=actor_keys), keys
+        def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Learner]:
+            keys = params_key if shared else jax.random.split(params_key, num_agents)
+            # One after another: a batched QR decomposition of orthogonal initializers is slow.
+            params = network.init(keys) if shared else jax.lax.map(network.init, keys)
+            opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
+            actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
+            scale = value_scale(*() if shared else (num_agents,)) if self.normalize_values else ()
+            return params, Learner(opt_state, learner_key, actor_keys, scale)
 
-    def step(params: Any, obs: Any, state: jax.Array, carry: Any) -> tuple[Any, Any]:
-        """Distributions and values `[E, A]`, and the carry."""
-        one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
-        return one(params, inputs_of(obs, state), carry)
+        def inputs_of(obs: Any, state: jax.Array) -> Any:
+            """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
+            if identify and self.agent_ids:
+                obs = with_ids(obs, num_agents, venv.observation_space)
+            if not self.central_critic:
+                return obs
+            if identify:  # a row of the one critic for every agent
+                state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
+                state = with_ids(state, num_agents)
+            elif shared:
+                state = state[..., None, :]
+            return obs, state
 
-    @fragment(role="actor")
-    def choose(params, now, carry, keys):
-        carry = jax.tree.map(lambda x: forget(now.is_first, (x,))[0], carry)
-        (policy, value), carry = step(params, now.obs, now.state, carry)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action), value, carry
+        # The dimension of agents in the inputs of a network; all networks see the same states.
+        def agents_at(axis: int) -> Any:
+            return (axis, None) if self.central_critic else axis
 
-    def act(params: Any, now: Now, carry: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
-        # The actors of recurrent networks compute the values, since they have the carries; the learner computes the others.
-        action, log_prob, value, carry = choose(params, now, carry, keys)
-        return action, (log_prob, value, carry) if recurrent else (log_prob,), carry
+        @fragment(role="actor")
+        def draw_keys(keys):
+            return jax.vmap(lambda keys: split_keys(keys, self.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs, final_state, carries, truncated):
-        value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
-        return truncated_values(value, final, truncated) if recurrent else jax.vmap(value)(final)
+        def begin(params: Any, rest: Learner, progress: Progress) -> tuple[Any, Learner, jax.Array]:
+            actor_keys, keys = draw_keys(rest.actor_keys)
+            return params, rest._replace(actor_keys=actor_keys), keys
 
-    @fragment(role="learner")
-    def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
-        t, last = experience, bootstrap_value[-1]
-        if not recurrent:
-            values = lambda params, x: network.unroll(params, x, None, memoryless)[0][1]  # noqa: E731
-            value = per_network(values, (0, agents_at(2)), 2)(params, inputs_of(t.obs, t.state))
-            last = per_network(values, (0, agents_at(1)), 1)(params, inputs_of(now.obs, now.state))
-        if scale:
-            value, last, bootstrap_value = (scale.restore(x) for x in (value, last, bootstrap_value))
-        truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
-        next_value = next_values(value, last, bootstrap_value, truncated)
-        advantage = gae(
-            t.reward, value, next_value, t.terminated, truncated, discount=config.discount, gae_lambda=config.gae_lambda
+        def step(params: Any, obs: Any, state: jax.Array, carry: Any) -> tuple[Any, Any]:
+            """Distributions and values `[E, A]`, and the carry."""
+            one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
+            return one(params, inputs_of(obs, state), carry)
+
+        @fragment(role="actor")
+        def choose(params, now, carry, keys):
+            carry = jax.tree.map(lambda x: forget(now.is_first, (x,))[0], carry)
+            (policy, value), carry = step(params, now.obs, now.state, carry)
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), value, carry
+
+        def act(params: Any, now: Now, carry: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
+            # The actors of recurrent networks compute the values, since they have the carries; the learner computes the others.
+            action, log_prob, value, carry = choose(params, now, carry, keys)
+            return action, (log_prob, value, carry) if recurrent else (log_prob,), carry
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, final_state, carries, truncated):
+            value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
+            return truncated_values(value, final, truncated) if recurrent else jax.vmap(value)(final)
+
+        @fragment(role="learner")
+        def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
+            t, last = experience, bootstrap_value[-1]
+            if not recurrent:
+                values = lambda params, x: network.unroll(params, x, None, memoryless)[0][1]  # noqa: E731
+                value = per_network(values, (0, agents_at(2)), 2)(params, inputs_of(t.obs, t.state))
+                last = per_network(values, (0, agents_at(1)), 1)(params, inputs_of(now.obs, now.state))
+            if scale:
+                value, last, bootstrap_value = (scale.restore(x) for x in (value, last, bootstrap_value))
+            truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
+            next_value = next_values(value, last, bootstrap_value, truncated)
+            advantage = gae(
+                t.reward, value, next_value, t.terminated, truncated, discount=self.discount, gae_lambda=self.gae_lambda
+            )
+            target = value + advantage
+            if scale:
+                scale = scale.updated(target, t.present)
+                value, target = scale.normalize(value), scale.normalize(target)
+            return value, advantage, target, scale
+
+        def rows(x: Any) -> Any:
+            """Merges `[T, E, ...]` or `[T, E, A, ...]` into rows; `E` comes first, so that they stay split over devices."""
+            return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[leading:]), x)
+
+        def sequences(x: Any) -> Any:
+            """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
+            return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
+
+        @fragment(role="learner")
+        def gradients(params, batch, carry, chosen):
+            if recurrent:
+                carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
+                b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
+            else:
+                b = rows(jax.tree.map(lambda x: x[chosen], batch))
+            advantage = standardize(b.advantage, b.present) if self.normalize_advantage == "minibatch" else b.advantage
+
+            def loss(params):
+                (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
+                return ppo_loss(self, policy, value, b, advantage, b.old_value, b.target)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+
+        def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
+            """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
+            if self.normalize_advantage == "batch":
+                batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+            return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
+
+        @fragment(role="learner")
+        def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):
+            t = experience
+            value, advantage, target, scale = estimate_advantages(params, t, now, value, bootstrap_value, scale)
+            is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
+            present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
+            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_members(key, self) if recurrent else shuffle_times(key, self)
+            agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
+            train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
+            params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
+            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+
+        def learn(
+            params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
+        ) -> tuple[Any, Learner, Metrics]:
+            t = experience
+            value, carries = t.extras[1:] if recurrent else ((), memoryless)
+            truncated = t.truncated if recurrent else ()
+            bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, truncated)
+            # What only the actors need stays with them.
+            t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
+            params, opt_state, key, scale, metrics = update_networks(
+                params, rest.opt_state, progress, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value
+            )
+            return params, Learner(opt_state, key, rest.actor_keys, scale), metrics
+
+        def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
+            """Distributions over actions `[E, A]` outside of training, and the carry."""
+            num_envs = jax.tree.leaves(obs)[0].shape[0]
+            state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
+            (policy, _), carry = step(params, obs, state, carry)
+            return policy, carry
+
+        def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            policy, carry = policy_of(params, obs, carry)
+            num_envs = jax.tree.leaves(obs)[0].shape[0]
+            if key is None:
+                return policy.mode(), carry
+            return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
+
+        def probabilities(params: Any, rest: Learner, obs: Any) -> jax.Array:
+            return policy_of(params, obs, memoryless)[0].probabilities()
+
+        agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
+        return Team(
+            init=init,
+            axes=(agent, Learner(agent, P(), env, agent if self.normalize_values else ())),  # type: ignore[arg-type]
+            begin=begin,
+            act=act,
+            learn=learn,
+            choose_action=choose_action,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
+            recurrent=recurrent,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            probabilities=None if recurrent or has_scale(check_policy_space(venv.action_space)) else probabilities,
+            env_group=self.num_minibatches if recurrent else 1,
+            agent_axes=env,
         )
-        target = value + advantage
-        if scale:
-            scale = scale.updated(target, t.present)
-            value, target = scale.normalize(value), scale.normalize(target)
-        return value, advantage, target, scale
 
-    def rows(x: Any) -> Any:
-        """Merges `[T, E, ...]` or `[T, E, A, ...]` into rows; `E` comes first, so that they stay split over devices."""
-        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[leading:]), x)
 
-    def sequences(x: Any) -> Any:
-        """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
-        return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
-
-    @fragment(role="learner")
-    def gradients(params, batch, carry, chosen):
-        if recurrent:
-            carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
-            b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
-        else:
-            b = rows(jax.tree.map(lambda x: x[chosen], batch))
-        advantage = standardize(b.advantage, b.present) if config.normalize_advantage == "minibatch" else b.advantage
-
-        def loss(params):
-            (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
-            return ppo_loss(
-                policy, value, action=b.action, log_prob=b.log_prob, advantage=advantage, old_value=b.old_value,
-                target=b.target, clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=b.present,
-            )  # fmt: skip
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
-
-    def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
-        """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
-        if config.normalize_advantage == "batch":
-            batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
-        return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-
-    def shuffle(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The next key, and what every minibatch holds: time steps, or a member of every group."""
-        sizes = {"num_epochs": config.num_epochs, "num_minibatches": config.num_minibatches}
-        if recurrent:
-            return shuffled_members(key, num_envs=config.num_envs, **sizes)
-        return shuffled_times(key, unroll_length=config.unroll_length, **sizes)
-
-    @fragment(role="learner")
-    def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):
-        t = experience
-        value, advantage, target, scale = estimate_advantages(params, t, now, value, bootstrap_value, scale)
-        is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
-        present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
-        batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffle(key)
-        agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
-        train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
-        params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-        return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
-
-    def learn(
-        params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
-    ) -> tuple[Any, Learner, Metrics]:
-        t = experience
-        value, carries = t.extras[1:] if recurrent else ((), memoryless)
-        truncated = t.truncated if recurrent else ()
-        bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, truncated)
-        # What only the actors need stays with them.
-        t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-        params, opt_state, key, scale, metrics = update_networks(
-            params, rest.opt_state, progress, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value
-        )
-        return params, Learner(opt_state, key, rest.actor_keys, scale), metrics
-
-    def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
-        """Distributions over actions `[E, A]` outside of training, and the carry."""
-        num_envs = jax.tree.leaves(obs)[0].shape[0]
-        state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
-        (policy, _), carry = step(params, obs, state, carry)
-        return policy, carry
-
-    def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-        policy, carry = policy_of(params, obs, carry)
-        num_envs = jax.tree.leaves(obs)[0].shape[0]
-        if key is None:
-            return policy.mode(), carry
-        return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
-
-    def probabilities(params: Any, rest: Learner, obs: Any) -> jax.Array:
-        return policy_of(params, obs, memoryless)[0].probabilities()
-
-    agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
-    return Team(
-        init=init,
-        axes=(agent, Learner(agent, P(), env, agent if config.normalize_values else ())),  # type: ignore[arg-type]
-        begin=begin,
-        act=act,
-        learn=learn,
-        choose_action=choose_action,
-        initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
-        recurrent=recurrent,
-        updates_per_iteration=config.num_epochs * config.num_minibatches,
-        probabilities=None if recurrent or has_scale(check_policy_space(venv.action_space)) else probabilities,
-        env_group=config.num_minibatches if recurrent else 1,
-        agent_axes=env,
-    )
+MAPPO = variant(
+    IPPO, "MAPPO", "mappo", "PPO for several agents with a critic that sees the global state and which agent it values.",
+    central_critic=True,
+)  # fmt: skip
 
 
 def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
-    """The `RecurrentNetwork` of one agent, or of all: from observations to distributions over actions and values `[...]`.
-
-    With a central critic, its inputs are pairs of observations and global states `[..., S]`.
-    """
+    """The network of one agent, or of all; with a central critic, inputs are pairs of observations and states `[..., S]`."""
     identify = config.share_parameters and num_agents > 1
     space, actions = venv.observation_space, venv.action_space
     if identify and config.agent_ids:

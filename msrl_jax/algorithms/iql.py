@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
+from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -47,9 +44,7 @@ class IQL:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    validation_fraction: float = field(
-        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
-    )
+    validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     normalize_rewards: bool = field(
         default=True,
         doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so "
@@ -63,68 +58,56 @@ class IQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        action_space = check_discrete_or_bounded("iql", env.action_space)
+        policy = make_policy(env.observation_space, action_space, self)
+        critics = make_critics(env.observation_space, action_space, 2, self)
+        value = make_value(env.observation_space, self)
+        optimizer = for_each_network(make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8))
 
-
-def build(env: Environment, config: IQL) -> Agent:
-    """The agent of `IQL.build`."""
-    action_space = check_discrete_or_bounded("iql", env.action_space)
-    policy = make_policy(env.observation_space, action_space, config)
-    critics = make_critics(env.observation_space, action_space, 2, config)
-    value = make_value(env.observation_space, config)
-    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
-
-    def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
-        actor_key, critic_key, value_key = jax.random.split(key, 3)
-        return {
-            "actor": policy.init(actor_key, obs),
-            "critic": critics.init(critic_key, obs),
-            "value": value.init(value_key, obs),
-        }
-
-    @fragment(role="learner")
-    def gradients(params, target_critic, batch):
-        e = batch.experience
-        target = e.reward + e.discount * value.apply(params["value"], e.next_obs)
-        outcome = taken_value(critics, target_critic, e.obs, e.action).min(0)
-        advantage = outcome - value.apply(params["value"], e.obs)
-        weight = advantage_weight(advantage, config.inverse_temperature, config.max_weight)
-
-        def loss(trained):
-            q = taken_value(critics, trained["critic"], e.obs, e.action)
-            losses = {
-                "critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean(),
-                "value_loss": expectile_loss(outcome - value.apply(trained["value"], e.obs), config.expectile).mean(),
-                "actor_loss": -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean(),
+        def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
+            actor_key, critic_key, value_key = jax.random.split(key, 3)
+            return {
+                "actor": policy.init(actor_key, obs),
+                "critic": critics.init(critic_key, obs),
+                "value": value.init(value_key, obs),
             }
-            total = jnp.stack([*losses.values()]).sum()
-            stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}
-            return total, (target - q.mean(0), stats)
 
-        return jax.grad(loss, has_aux=True)(params)
+        @fragment(role="learner")
+        def gradients(params, target_critic, batch):
+            e = batch.experience
+            target = e.reward + e.discount * value.apply(params["value"], e.next_obs)
+            outcome = taken_value(critics, target_critic, e.obs, e.action).min(0)
+            advantage = outcome - value.apply(params["value"], e.obs)
+            weight = advantage_weight(advantage, self.inverse_temperature, self.max_weight)
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return choose(policy.apply(params["actor"], obs), key), carry
+            def loss(trained):
+                q = taken_value(critics, trained["critic"], e.obs, e.action)
+                losses = {
+                    "critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean(),
+                    "value_loss": expectile_loss(outcome - value.apply(trained["value"], e.obs), self.expectile).mean(),
+                    "actor_loss": -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean(),
+                }
+                total = jnp.stack([*losses.values()]).sum()
+                stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}
+                return total, (target - q.mean(0), stats)
 
-    source = read_data(env, config, discount=config.discount, normalize_rewards=config.normalize_rewards)
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-    return offline_agent(env, config, rule, source)
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return choose(policy.apply(params["actor"], obs), key), carry
+
+        source = read_data(env, self, discount=self.discount, normalize_rewards=self.normalize_rewards)
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+        return offline_agent(env, self, rule, source)
 
 
 def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
-    """The asymmetric squared error, which an expectile minimizes (Kostrikov et al., 2021, arXiv 2110.06169, eq. 4).
-
-    Errors above 0 (of predictions that are too low) have the weight `expectile`, others `1 - expectile`: 0.5 gives the mean,
-    and the limit 1 the maximum.
-    """
+    """The asymmetric squared error: weight `expectile` above 0, else `1 - expectile` (arXiv 2110.06169, eq. 4)."""
     chex.assert_type(error, float)
     return jnp.where(error > 0, expectile, 1 - expectile) * jnp.square(error)
 
 
 def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
-    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, at most `max_weight`.
-
-    See arXiv 2110.06169, eq. 7, and 1910.00177. No gradient flows through the advantage.
-    """
+    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, up to `max_weight` (2110.06169, eq. 7)."""
     chex.assert_type(advantage, float)
     return jnp.minimum(jnp.exp(inverse_temperature * jax.lax.stop_gradient(advantage)), max_weight)

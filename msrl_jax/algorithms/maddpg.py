@@ -21,17 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import agents_buffer
-from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, uniform_actions
+from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_bounded
+from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical
-from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
@@ -47,17 +44,13 @@ class MADDPG:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(
-        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9, 0.95 (the paper) for 25 steps, or 0.99."
-    )
+    discount: float = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -66,16 +59,10 @@ class MADDPG:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    temperature: float = tunable(
-        default=1.0, above=0, doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5."
-    )
-    output_penalty: float = tunable(
-        default=1e-3, low=0, doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3, or 0."
-    )
+    temperature: float = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
+    output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
-    share_parameters: bool = field(
-        default=False, doc="whether agents share one actor and one critic. Usual: False (the paper)."
-    )
+    share_parameters: bool = field(default=False, doc="whether agents share actor and critic. Usual: False (the paper).")
     agent_ids: bool = field(default=True, doc="whether a shared actor sees which agent it acts for. Usual: True.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
@@ -84,120 +71,111 @@ class MADDPG:
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
         """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        return make_team(venv, num_agents, self)
-
-
-def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
-    """The team of `MADDPG.build_team`; every agent has its own rewards and its own end."""
-    space, shared = check_discrete_or_bounded("maddpg", venv.action_space), config.share_parameters
-    view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
-    size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
-    identify = shared and num_agents > 1
-    obs_space = with_ids_space(view.observation_space, num_agents) if identify and config.agent_ids else view.observation_space
-    states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
-    actor = make_actor(obs_space, size, config)
-    critic = linear_network(states, config, num_outputs=1, scale=1.0)
-    buffer = agents_buffer(view, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    if not shared:
-        optimizer = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
-
-    def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-        def networks(key: jax.Array) -> dict[str, Any]:
-            actor_key, critic_key = jax.random.split(key)
-            inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
-            one = actor.init(actor_key, zeros(obs_space))
-            return {"actor": one, "critic": critic.init(critic_key, *inputs)}
-
-        # One after another: a batched QR decomposition of orthogonal initializers is slow.
-        return networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
-
-    def outputs(actors: Any, obs: Any) -> jax.Array:
-        """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
-        if shared:
-            numbered = identify and config.agent_ids
-            return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if numbered else obs)
-        return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
-
-    def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:
-        """Actions of the policies as the critics see them, with a gradient. `[B, A, D]`"""
-        if not discrete:
-            return jnp.tanh(output)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:]))(jax.random.split(key, len(output)))
-        return straight_through(only_legal(output, obs) + noise, config.temperature)
-
-    def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
-        """The values of every agent `[B, A]`, in states `[B, S]`, of the joint actions `[B, A, A, D]` that its critic sees.
-
-        An absent agent, `present` `[B, A]`, takes no action, whatever it does.
-        """
-        joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
+        space, shared = check_discrete_or_bounded("maddpg", venv.action_space), self.share_parameters
+        view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
+        size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
+        identify = shared and num_agents > 1
+        numbered = identify and self.agent_ids
+        obs_space = with_ids_space(view.observation_space, num_agents) if numbered else view.observation_space
+        states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
+        actor = make_actor(obs_space, size, self)
+        critic = linear_network(states, self, num_outputs=1, scale=1.0)
+        buffer = agents_buffer(view, self)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
         if not shared:
-            return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
-        state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
-        return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
+            optimizer = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
 
-    def for_all(action: jax.Array) -> jax.Array:
-        """The same joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
-        return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
+        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
+            def networks(key: jax.Array) -> dict[str, Any]:
+                actor_key, critic_key = jax.random.split(key)
+                inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
+                one = actor.init(actor_key, zeros(obs_space))
+                return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
-    def average(x: jax.Array, present: jax.Array) -> jax.Array:
-        """The mean over the examples `[B, A]` that count, summed over the agents if each has a network of its own."""
-        return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
+            # One after another: a batched QR decomposition of orthogonal initializers is slow.
+            return networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch):
-        e, weight = batch.experience, batch.weight[:, None]
-        obs, next_obs, present = e.obs, e.next_obs, e.obs.present
-        next_key, key = jax.random.split(batch.key)
-        next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
-        next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.present)
-        target = e.reward + e.discount * next_q
-        taken = for_all(jax.nn.one_hot(e.action, size) if discrete else e.action)
-        own = jnp.eye(num_agents, dtype=bool)[:, :, None]
+        def outputs(actors: Any, obs: Any) -> jax.Array:
+            """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
+            if shared:
+                return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if numbered else obs)
+            return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
 
-        # Gradients flow through `trained` only; the loss treats `params` as constants.
-        def loss(trained):
-            q = values(trained["critic"], obs.state, taken, present)
-            critic_loss = weight * value_loss(q, target)
-            output = outputs(trained["actor"], obs.obs)
-            # The critic of an agent sees the new action of this agent among the old ones of the others.
-            joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
-            actor_loss = -values(params["critic"], obs.state, joint, present)
-            actor_loss += config.output_penalty * jnp.square(output).mean(-1)
-            stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}
-            error = jax.vmap(mean)(jnp.abs(target - q), present)
-            return average(critic_loss + actor_loss, present), (error, {k: mean(x, present) for k, x in stats.items()})
+        def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:
+            """Actions of the policies as the critics see them, with a gradient. `[B, A, D]`"""
+            if not discrete:
+                return jnp.tanh(output)
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:]))(jax.random.split(key, len(output)))
+            return straight_through(only_legal(output, obs) + noise, self.temperature)
 
-        return jax.grad(loss, has_aux=True)(params)
+        def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
+            """The values `[B, A]` in states `[B, S]` of joint actions `[B, A, A, D]`; absent agents take none."""
+            joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
+            if not shared:
+                return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
+            state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
+            return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
 
-    def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-        output = outputs(params["actor"], obs.obs)
-        if not discrete:
-            return jnp.tanh(output), carry
-        policy = Categorical(only_legal(output, obs.obs))
-        return policy.mode() if key is None else policy.sample(jax.random.split(key, output.shape[:2])), carry
+        def for_all(action: jax.Array) -> jax.Array:
+            """The same joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
+            return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
 
-    def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-        output = outputs(params["actor"], obs.obs)
-        if discrete:
-            explored = Categorical(only_legal(output, obs.obs)).sample(keys)
-        else:
-            noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,))))(keys)
-            explored = jnp.clip(jnp.tanh(output) + config.exploration_noise * noise, -1.0, 1.0)
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs.obs)
-        at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
-        return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
+        def average(x: jax.Array, present: jax.Array) -> jax.Array:
+            """The mean over the examples `[B, A]` that count, summed over the agents if each has a network of its own."""
+            return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
 
-    rule = gradient_rule(config, for_each_network(optimizer), init, gradients, choose_action)
-    return off_policy_team(config, view, buffer, rule, explore, rewards="each")
+        @fragment(role="learner")
+        def gradients(params, target_params, batch):
+            e, weight = batch.experience, batch.weight[:, None]
+            obs, next_obs, present = e.obs, e.next_obs, e.obs.present
+            next_key, key = jax.random.split(batch.key)
+            next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
+            next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.present)
+            target = e.reward + e.discount * next_q
+            taken = for_all(jax.nn.one_hot(e.action, size) if discrete else e.action)
+            own = jnp.eye(num_agents, dtype=bool)[:, :, None]
+
+            # Gradients flow through `trained` only; the loss treats `params` as constants.
+            def loss(trained):
+                q = values(trained["critic"], obs.state, taken, present)
+                critic_loss = weight * value_loss(q, target)
+                output = outputs(trained["actor"], obs.obs)
+                # The critic of an agent sees the new action of this agent among the old ones of the others.
+                joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
+                actor_loss = -values(params["critic"], obs.state, joint, present)
+                actor_loss += self.output_penalty * jnp.square(output).mean(-1)
+                stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}
+                error = jax.vmap(mean)(jnp.abs(target - q), present)
+                return average(critic_loss + actor_loss, present), (error, {k: mean(x, present) for k, x in stats.items()})
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+            output = outputs(params["actor"], obs.obs)
+            if not discrete:
+                return jnp.tanh(output), carry
+            policy = Categorical(only_legal(output, obs.obs))
+            return policy.mode() if key is None else policy.sample(jax.random.split(key, output.shape[:2])), carry
+
+        def explore(
+            params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry
+        ) -> tuple[jax.Array, Carry]:
+            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+            output = outputs(params["actor"], obs.obs)
+            if discrete:
+                explored = Categorical(only_legal(output, obs.obs)).sample(keys)
+            else:
+                noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,))))(keys)
+                explored = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
+            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs.obs)
+            at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
+            return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
+
+        rule = gradient_rule(self, for_each_network(optimizer), init, gradients, choose_action)
+        return off_policy_team(self, view, buffer, rule, explore, rewards="each")
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
-    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (Jang et al., 2017, arXiv 1611.01144).
-
-    The logits of a policy plus Gumbel noise draw from the policy; -inf forbids an action.
-    """
+    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (arXiv 1611.01144)."""
     soft = jax.nn.softmax(logits / temperature)
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))

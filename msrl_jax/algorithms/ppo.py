@@ -4,86 +4,21 @@ In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minib
 all environments, so a shuffle moves nothing along `E`, which may be split over devices.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    check_minibatches,
-    next_values,
-    proximal_updates,
-    shuffled_times,
-    split_keys,
-)
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, values
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso
-from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
-
-
-@config("ppo")
-class PPO:
-    """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
-
-    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(
-        default=128, doc="steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048."
-    )
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
-    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
-    target_kl: float | None = tunable(
-        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
-    )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
-
-    def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
-        check_minibatches(self, recurrent=False)
-
-    def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
 
 
 class PPOState(NamedTuple):
@@ -97,120 +32,107 @@ class PPOState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-def build(env: Environment, config: PPO) -> Agent:
-    """The agent of `PPO.build`."""
-    venv = training_environment(env, config)
-    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+@config("ppo")
+class PPO:
+    """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 
-    def init(key: jax.Array) -> PPOState:
-        params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key, obs)
-        return PPOState(
-            params=params,
-            opt_state=optimizer.init(params),
-            key=learner_key,
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=128, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 2048.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
+    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+
+    def check(self) -> None:
+        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
+        check_minibatches(self, recurrent=False)
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        venv = training_env(env, self)
+        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
+
+        def init(key: jax.Array) -> PPOState:
+            params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            return PPOState(
+                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs
+            )
+
+        axes = logical_axes(
+            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
         )
 
-    axes = logical_axes(
-        PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
-    )
+        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
+        @fragment(role="learner")
+        def estimate_advantages(params, t, last_obs, bootstrap_value):
+            value = values(network, params, t.obs)
+            advantage, target = estimate(self, t, value, network.value(params, last_obs), bootstrap_value)
+            return t, advantage, value, target
 
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
+        @fragment(role="learner")
+        def gradients(params, batch, times):
+            minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+            if self.normalize_advantage == "minibatch":
+                advantage = standardize(advantage, minibatch.present)
 
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
+            def loss(params):
+                policy, value = network.apply(params, minibatch.obs)
+                return ppo_loss(self, policy, value, minibatch, advantage, old_value, target)
 
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return values(network, params, final_obs)
+            return jax.grad(loss, has_aux=True)(params)
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
 
-    @fragment(role="learner")
-    def estimate_advantages(params, t, last_obs, bootstrap_value):
-        value = values(network, params, t.obs)
-        next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
-        advantage = gae(
-            t.reward, value, next_value, t.terminated, t.truncated, t.present,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
-        target = value + advantage
-        if config.normalize_advantage == "batch":
-            advantage = standardize(advantage, t.present)
-        return t, advantage, value, target
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
+            batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_times(key, self)
+            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
+            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 
-    @fragment(role="learner")
-    def gradients(params, batch, times):
-        minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
-        if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage, minibatch.present)
+        def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
+            def step(carry, keys):
+                env_state, obs = carry
+                action, log_prob = act(state.params, obs, keys)
+                env_state, t = env_step(env_state, action)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
 
-        def loss(params):
-            policy, value = network.apply(params, minibatch.obs)
-            return ppo_loss(
-                policy, value,
-                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
-                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
-            )  # fmt: skip
+            actor_keys, keys = draw_keys(state.actor_keys)
+            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            bootstrap_value = bootstrap(state.params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, key, metrics = learn(
+                state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
+            )
+            return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
-        return jax.grad(loss, has_aux=True)(params)
-
-    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
-
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
-        batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffled_times(
-            key, unroll_length=config.unroll_length, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
+        return Agent(
+            init=init,
+            iteration=iteration,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            env=venv,
+            **outside_training(network, venv.action_space),
         )
-        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
-
-    def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs), (experience, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.params, final_obs)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, key, metrics = learn(
-            state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
-        )
-        return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
-
-    def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=config.num_epochs * config.num_minibatches,
-        env=venv,
-        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
-    )

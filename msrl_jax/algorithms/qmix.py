@@ -13,19 +13,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule
+from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import sequence_priority
-from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.registry import variant
@@ -45,17 +41,13 @@ class QMIX:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=26, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(
-        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps as in MPE (JaxMARL), or 0.99."
-    )
+    discount: float = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -65,16 +57,10 @@ class QMIX:
     beta: float | None = tunable(
         default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
-    exploration: Literal["annealed", "per_env"] = field(
-        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
-    )
-    exploration_steps: int = field(
-        default=100000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
-    )
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
     final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
-    )
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -90,9 +76,7 @@ class QMIX:
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
     hyper_size: int = field(default=64, doc="width of the hidden layers of the mixer's hypernetworks. Usual: 64.")
     burn_in: int = field(default=0, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
-    trace_length: int = field(
-        default=25, doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: an episode, or 16 to 80."
-    )
+    trace_length: int = field(default=25, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=True, doc="whether a shared network sees which agent it acts for. Usual: True.")
 
@@ -102,73 +86,67 @@ class QMIX:
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
         """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        return make_team(venv, num_agents, self)
+        action_space = check_discrete(type(self).__name__, venv.action_space)
+        view = TeamView(venv, num_agents, central=self.mixer == "monotonic")
+        network = agent_values(view.observation_space, action_space, num_agents, self)
+        mixer = sum_mixer()
+        if self.mixer == "monotonic":
+            sizes = {"mixing_size": self.mixing_size, "hyper_size": self.hyper_size}
+            mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
+        carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
+        buffer = sequence_buffer(view.observation_type, action, self, carry)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+
+        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
+            network_key, mixer_key = jax.random.split(key)
+            return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
+
+        def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
+            """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
+            return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            window: Transition = batch.experience
+            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            target_agents = target_params["agents"]
+            next_values = successors(
+                network, target_agents, after, *replay_values(network, target_agents, window, self.burn_in)
+            )
+
+            def loss(params):
+                values, carries = replay_values(network, params["agents"], window, self.burn_in)
+                chooser = successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
+                best = only_legal(chooser, after.next_obs.obs).argmax(-1)
+                next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
+                target = sequence_target(next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=None)
+                taken = mix(params, _of_actions(values, after.action), after.obs)[: self.trace_length]
+                return sequence_loss(batch.weight, taken, target, self.huber_delta, 0.9)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+            values, carry = network.step(params["agents"], obs, carry)
+            return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
+
+        # Every agent explores by itself.
+        everyone = self.num_envs * num_agents
+        randomly = epsilon_greedy(self, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
+
+        def explore(
+            params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry
+        ) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+            rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
+            return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
+
+        initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if self.core != "none" else None
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+        return off_policy_team(self, view, buffer, rule, explore)
 
 
 VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
-
-
-def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
-    """The team of `QMIX.build_team`."""
-    action_space = check_discrete(type(config).__name__, venv.action_space)
-    view = TeamView(venv, num_agents, central=config.mixer == "monotonic")
-    network = agent_values(view.observation_space, action_space, num_agents, config)
-    mixer = sum_mixer()
-    if config.mixer == "monotonic":
-        sizes = {"mixing_size": config.mixing_size, "hyper_size": config.hyper_size}
-        mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
-    carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
-    buffer = sequence_buffer(view.observation_type, action, config, carry)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-
-    def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-        network_key, mixer_key = jax.random.split(key)
-        return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
-
-    def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
-        """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
-        return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
-
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        window: Transition = batch.experience
-        after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        target_agents = target_params["agents"]
-        next_values = replay_successors(
-            network, target_agents, after, *replay_values(network, target_agents, window, config.burn_in)
-        )
-
-        def loss(params):
-            values, carries = replay_values(network, params["agents"], window, config.burn_in)
-            chooser = replay_successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
-            best = only_legal(chooser, after.next_obs.obs).argmax(-1)
-            next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
-            target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
-            taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]
-            delta = config.huber_delta
-            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
-            stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-        values, carry = network.step(params["agents"], obs, carry)
-        return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
-
-    # Every agent explores by itself.
-    everyone = config.num_envs * num_agents
-    randomly = epsilon_greedy(config, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
-
-    def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-        rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
-        return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
-
-    initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if config.core != "none" else None
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-    return off_policy_team(config, view, buffer, rule, explore)
 
 
 def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
@@ -177,11 +155,7 @@ def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
-    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`.
-
-    The spaces are those of one agent; the config says whether agents `share_parameters`, and whether a shared network also sees
-    `agent_ids`.
-    """
+    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`."""
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
@@ -221,12 +195,7 @@ def sum_mixer() -> Network:
 
 
 def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
-    """Makes the mixer of QMIX (Rashid et al., 2018, arXiv 1803.11485, section 4.1).
-
-    It maps values `[..., A]` and states `[..., S]` to `[...]`, and never falls if one of the values rises, so the best joint
-    action is the best action of every agent. Its layers are `elu` and linear. Hypernetworks of two layers compute their
-    weights, of which absolute values are taken, and their biases, which may have any sign, from the global state.
-    """
+    """The mixer of QMIX, of values `[..., A]` and states `[..., S]`, which never falls if a value rises (1803.11485, 4.1)."""
     module = _Monotonic(num_agents, mixing_size, hyper_size)
     init = lambda key: module.init(key, jnp.zeros((1, num_agents)), jnp.zeros((1, state_size)))  # noqa: E731
     return Network(init, module.apply)

@@ -12,18 +12,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
-from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
+from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
@@ -49,9 +45,7 @@ class R2D2:
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(
-        default=2000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
-    )
+    learning_starts: int | None = field(default=2000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -61,16 +55,10 @@ class R2D2:
     beta: float | None = tunable(
         default=None, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
-    exploration: Literal["annealed", "per_env"] = field(
-        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
-    )
-    exploration_steps: int = field(
-        default=20000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
-    )
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=20000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
     final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
-    )
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -80,72 +68,57 @@ class R2D2:
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    core: Literal["gru", "lstm", "min_gru"] = field(
-        default="gru",
-        doc='recurrent layer; "min_gru", whose gates do not wait for the step before, is the fastest. Usual: "gru".',
-    )
+    core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
-    trace_length: int = field(
-        default=32, doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: 16 to 80."
-    )
+    trace_length: int = field(default=32, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     rescale_epsilon: float | None = tunable(
         default=None, above=0,
         doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593), or None: "
         "itself. Usual: None, or 1e-3.",
     )
-    eta: float = tunable(
-        default=0.9, low=0, high=1, doc="weight of the largest error in a priority; the mean error has `1 - eta`. Usual: 0.9."
-    )
+    eta: float = tunable(default=0.9, low=0, high=1, doc="weight of the largest error in a priority, not the mean. Usual: 0.9.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        action_space = check_discrete("R2D2", env.action_space)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        network = recurrent_q_network(venv.observation_space, action_space, self, dueling=self.dueling)
+        carry = jax.eval_shape(lambda: network.initial_carry(()))
+        obs, action = observation_type(env), action_type(action_space)
+        buffer = sequence_buffer(obs, action, self, carry, may_be_absent=is_on_host(env))
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
 
-
-def build(env: Environment, config: R2D2) -> Agent:
-    """The agent of `R2D2.build`."""
-    action_space = check_discrete("R2D2", env.action_space)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
-    carry = jax.eval_shape(lambda: network.initial_carry(()))
-    obs, action = observation_type(env), action_type(action_space)
-    buffer = sequence_buffer(obs, action, config, carry, may_be_absent=is_on_host(env))
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-
-    @fragment(role="learner")
-    def gradients(params, target_params, batch: Batch):
-        window: Transition = batch.experience
-        after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        next_target = replay_successors(
-            network, target_params, after, *replay_values(network, target_params, window, config.burn_in)
-        )
-
-        def loss(params):
-            values, carries = replay_values(network, params, window, config.burn_in)
-            chooser = replay_successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
-            next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
-            target = sequence_target(
-                next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=config.rescale_epsilon
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            window: Transition = batch.experience
+            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            next_target = successors(
+                network, target_params, after, *replay_values(network, target_params, window, self.burn_in)
             )
-            taken = jnp.take_along_axis(values, after.action[..., None], -1)[: config.trace_length, :, 0]
-            delta = config.huber_delta
-            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
-            stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, config.eta), stats)
 
-        return jax.grad(loss, has_aux=True)(params)
+            def loss(params):
+                values, carries = replay_values(network, params, window, self.burn_in)
+                chooser = successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
+                next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
+                target = sequence_target(
+                    next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=self.rescale_epsilon
+                )
+                taken = jnp.take_along_axis(values, after.action[..., None], -1)[: self.trace_length, :, 0]
+                return sequence_loss(batch.weight, taken, target, self.huber_delta, self.eta)
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        values, carry = network.step(params, obs, carry)
-        return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
+            return jax.grad(loss, has_aux=True)(params)
 
-    randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            values, carry = network.step(params, obs, carry)
+            return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
 
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps, obs), carry
+        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
-    init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-    return off_policy_agent(config, venv, buffer, rule, explore)
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            greedy, carry = choose_action(params, obs, None, carry)
+            return randomly(greedy, keys, steps, obs), carry
+
+        init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+        return off_policy_agent(self, venv, buffer, rule, explore)

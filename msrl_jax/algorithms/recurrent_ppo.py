@@ -12,80 +12,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
-from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, next_values, proximal_updates, split_keys
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
-
-
-@config("recurrent_ppo")
-class RecurrentPPO:
-    """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
-
-    num_envs: int = field(
-        default=32, doc="environments stepped in parallel, `E`; a multiple of `num_minibatches` per device. Usual: 16 to 4096."
-    )
-    unroll_length: int = field(
-        default=64, doc="steps of every environment per iteration, `T`; gradients flow back through all. Usual: 16 to 256."
-    )
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
-    )
-    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
-    target_kl: float | None = tunable(
-        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
-    )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
-    )
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    core: Literal["gru", "lstm", "min_gru"] = field(
-        default="gru", doc='"gru", "lstm", or "min_gru", the fastest: its gates do not wait for a step before. Usual: "gru".'
-    )
-    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
-    )
-
-    def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `num_envs`."""
-        check_minibatches(self, recurrent=True)
-
-    def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
 
 
 class RecurrentPPOState(NamedTuple):
@@ -101,131 +39,132 @@ class RecurrentPPOState(NamedTuple):
     carry: Carry  # the recurrent state of the actors, [E, H] each
 
 
-def build(env: Environment, config: RecurrentPPO) -> Agent:
-    """The agent of `RecurrentPPO.build`."""
-    venv = training_environment(env, config)
-    heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
-    network = recurrent_network(venv.observation_space, heads, config)
-    to_env_action = action_transform(venv.action_space)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+@config("recurrent_ppo")
+class RecurrentPPO:
+    """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
 
-    def init(key: jax.Array) -> RecurrentPPOState:
-        params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
-        env_state, obs = venv.reset(env_key)
-        params = network.init(params_key)
-        return RecurrentPPOState(
-            params=params,
-            opt_state=optimizer.init(params),
-            key=learner_key,
-            actor_keys=jax.random.split(actor_key, config.num_envs),
-            env_state=env_state,
-            obs=obs,
-            is_first=jnp.ones(config.num_envs, bool),
-            carry=network.initial_carry((config.num_envs,)),
-        )
+    num_envs: int = field(default=32, doc="environments, `E`, a multiple of `num_minibatches` per device. Usual: 16 to 4096.")
+    unroll_length: int = field(default=64, doc="steps per iteration, `T`; gradients flow back through all. Usual: 16 to 256.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
+    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
 
-    axes = logical_axes(
-        RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-        is_first=P("env"), carry=P("env"),
-    )  # fmt: skip
+    def check(self) -> None:
+        """Raises ValueError unless `num_minibatches` divides `num_envs`."""
+        check_minibatches(self, recurrent=True)
 
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, config.unroll_length)
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        venv = training_env(env, self)
+        heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
+        network = recurrent_network(venv.observation_space, heads, self)
+        to_env_action = action_transform(venv.action_space)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
 
-    @fragment(role="actor")
-    def act(params, obs, is_first, carry, keys):
-        (policy, value), carry = network.step(params, obs, forget(is_first, carry))
-        action = policy.sample(keys)
-        return action, policy.log_prob(action), value, carry
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs, carries, truncated):
-        value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated)
-
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-    @fragment(role="learner")
-    def estimate_advantages(t, value, bootstrap_value):
-        next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
-        advantage = gae(
-            t.reward, value, next_value, t.terminated, t.truncated, t.present,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
-        target = value + advantage
-        if config.normalize_advantage == "batch":
-            advantage = standardize(advantage, t.present)
-        return advantage, target
-
-    @fragment(role="learner")
-    def gradients(params, batch, carry, chosen):
-        minibatch, is_first, old_value, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
-        carry = tuple(pick(array[None], chosen)[0] for array in carry)
-        if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage, minibatch.present)
-
-        def loss(params):
-            (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
-            return ppo_loss(
-                policy, value,
-                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
-                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
-                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
+        def init(key: jax.Array) -> RecurrentPPOState:
+            params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key)
+            return RecurrentPPOState(
+                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
+                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
-        return jax.grad(loss, has_aux=True)(params)
+        axes = logical_axes(
+            RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+            is_first=P("env"), carry=P("env"),
+        )  # fmt: skip
 
-    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
+        @fragment(role="actor")
+        def act(params, obs, is_first, carry, keys):
+            (policy, value), carry = network.step(params, obs, forget(is_first, carry))
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), value, carry
 
-    @fragment(role="learner")
-    def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
-        trajectory, _, value = experience
-        batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
-        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        key, minibatches = shuffled_members(
-            key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
+        draw_keys, env_step, pop_episodes = stepping(venv, self.unroll_length)
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
+            return truncated_values(value, (final_obs, carries), truncated)
+
+        @fragment(role="learner")
+        def estimate_advantages(t, value, bootstrap_value):
+            return estimate(self, t, value, bootstrap_value[-1], bootstrap_value)
+
+        @fragment(role="learner")
+        def gradients(params, batch, carry, chosen):
+            minibatch, is_first, old_value, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
+            carry = tuple(pick(array[None], chosen)[0] for array in carry)
+            if self.normalize_advantage == "minibatch":
+                advantage = standardize(advantage, minibatch.present)
+
+            def loss(params):
+                (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
+                return ppo_loss(self, policy, value, minibatch, advantage, old_value, target)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
+            trajectory, _, value = experience
+            batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_members(key, self)
+            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
+            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+
+        def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
+            def step(before, keys):
+                env_state, obs, is_first, carry = before
+                action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
+                env_state, t = env_step(env_state, action)
+                record = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), ((record, is_first, value), t.final_obs, carry)
+
+            actor_keys, keys = draw_keys(state.actor_keys)
+            start = state.env_state, state.obs, state.is_first, state.carry
+            (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
+            bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, key, metrics = learn(
+                state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
+            )
+            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
+            return after, {**metrics, **episodes}
+
+        def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
+            (policy, _), carry = network.step(state.params, obs, carry)
+            return to_env_action(choose(policy, key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=choose_action,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            env=venv,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
+            env_group=self.num_minibatches,
         )
-        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
-
-    def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
-        def step(before, keys):
-            env_state, obs, is_first, carry = before
-            action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
-            env_state, t = env_step(env_state, action)
-            trajectory = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs, t.terminated | t.truncated, carry), ((trajectory, is_first, value), t.final_obs, carry)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        start = state.env_state, state.obs, state.is_first, state.carry
-        (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-        bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
-        env_state, episodes = pop_episodes(env_state)
-        params, opt_state, key, metrics = learn(
-            state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
-        )
-        after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
-        return after, {**metrics, **episodes}
-
-    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
-        (policy, _), carry = network.step(state.params, obs, carry)
-        return to_env_action(choose(policy, key)), carry
-
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=choose_action,
-        axes=axes,
-        steps_per_iteration=config.num_envs * config.unroll_length,
-        updates_per_iteration=config.num_epochs * config.num_minibatches,
-        env=venv,
-        initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
-        env_group=config.num_minibatches,
-    )
-

@@ -17,18 +17,7 @@ T = TypeVar("T")
 
 
 def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
-    """Makes the config of an algorithm that is another one with other defaults.
-
-    Args:
-      base: the config of the other one.
-      name: the name of the new class.
-      algorithm: the name of the new algorithm.
-      doc: its docstring.
-      **defaults: the fields whose defaults differ, and their defaults.
-
-    Returns:
-      The config, which is no subclass of `base`.
-    """
+    """Makes the config of an algorithm that is another one with other defaults; it is no subclass of `base`."""
     parent: Any = base
     parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
     for f in dataclasses.fields(parent):
@@ -101,11 +90,6 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     return new
 
 
-def field_docs(config: type) -> dict[str, str]:
-    """The line of text of every field of a config."""
-    return {f.name: f.metadata["doc"] for f in dataclasses.fields(config)}
-
-
 def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
     """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
     traced = copy.copy(config)
@@ -120,16 +104,7 @@ def is_constant(value: Any, number: float) -> bool:
 
 
 def check_env(config: Any, env: Any) -> None:
-    """Checks that an algorithm can train in an environment.
-
-    Args:
-      config: the algorithm.
-      env: the environment.
-
-    Raises:
-      TypeError: if the environment is a class, or has several agents and the algorithm trains one, or the reverse.
-      ValueError: if JAX is set not to promote dtypes or ranks.
-    """
+    """Raises TypeError unless an algorithm can train in an environment, ValueError if JAX may not promote dtypes or ranks."""
     check_made(env)
     for setting, default in {"dtype": "standard", "rank": "allow"}.items():
         if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):

@@ -14,14 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, off_policy_agent, uniform_actions
-from msrl_jax.algorithms.loops.updates import make_optimizer
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
@@ -67,89 +64,79 @@ class SAC:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        action_space = check_discrete_or_bounded("sac", env.action_space)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        policy = make_policy(venv.observation_space, action_space, self)
+        critics = make_critics(venv.observation_space, action_space, 2, self)
+        optimizer = for_each_network(make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8))
 
-
-def build(env: Environment, config: SAC) -> Agent:
-    """The agent of `SAC.build`."""
-    action_space = check_discrete_or_bounded("sac", env.action_space)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    policy = make_policy(venv.observation_space, action_space, config)
-    critics = make_critics(venv.observation_space, action_space, 2, config)
-    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
-
-    def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
-        actor_key, critic_key = jax.random.split(key)
-        return {
-            "actor": policy.init(actor_key, obs),
-            "critic": critics.init(critic_key, obs),
-            "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
-        }
-
-    def target_entropy(obs):
-        if config.target_entropy is not None:
-            return config.target_entropy
-        if not isinstance(action_space, Discrete):
-            return -float(math.prod(action_space.shape))
-        legal = mask_of(obs)
-        return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
-
-    def policy_value(critic, distribution, obs, temperature, keys):
-        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete.
-
-        Of the two critics, the lower value counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
-        """
-        if isinstance(distribution, Categorical):
-            q = critics.apply(critic, obs).min(0)
-            return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
-        action, log_prob = distribution.sample_and_log_prob(keys)
-        q = critics.apply(critic, obs, action).min(0)
-        return soft_value(q, log_prob, temperature), log_prob
-
-    @fragment(role="learner")
-    def gradients(params, target_critic, batch):
-        e, temperature = batch.experience, jnp.exp(params["log_temperature"])
-        next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
-        next_policy = policy.apply(params["actor"], e.next_obs)
-        next_value, _ = policy_value(target_critic, next_policy, e.next_obs, temperature, next_keys)
-        target = e.reward + e.discount * next_value
-
-        # Gradients flow through `trained` only; the loss treats `params` as constants.
-        def loss(trained):
-            q = taken_value(critics, trained["critic"], e.obs, e.action)
-            critic_loss = (batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)).mean()
-            distribution = policy.apply(trained["actor"], e.obs)
-            soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
-            total = critic_loss - soft.mean()
-            if config.learn_temperature:
-                total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
-            stats = {
-                "critic_loss": critic_loss,
-                "actor_loss": -soft.mean(),
-                "q": q.mean(),
-                "entropy": -log_prob.mean(),
-                "temperature": temperature,
+        def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
+            actor_key, critic_key = jax.random.split(key)
+            return {
+                "actor": policy.init(actor_key, obs),
+                "critic": critics.init(critic_key, obs),
+                "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
             }
-            return total, (target - q.mean(0), stats)
 
-        return jax.grad(loss, has_aux=True)(params)
+        def target_entropy(obs):
+            if self.target_entropy is not None:
+                return self.target_entropy
+            if not isinstance(action_space, Discrete):
+                return -float(math.prod(action_space.shape))
+            legal = mask_of(obs)
+            return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return choose(policy.apply(params["actor"], obs), key), carry
+        def policy_value(critic, distribution, obs, temperature, keys):
+            """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
+            # Of the two critics, the lower value counts, against overestimation (arXiv 1802.09477, eq. 10).
+            if isinstance(distribution, Categorical):
+                q = critics.apply(critic, obs).min(0)
+                return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
+            action, log_prob = distribution.sample_and_log_prob(keys)
+            q = critics.apply(critic, obs, action).min(0)
+            return soft_value(q, log_prob, temperature), log_prob
 
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        explored = policy.apply(params["actor"], obs).sample(keys)
-        return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
+        @fragment(role="learner")
+        def gradients(params, target_critic, batch):
+            e, temperature = batch.experience, jnp.exp(params["log_temperature"])
+            next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
+            next_policy = policy.apply(params["actor"], e.next_obs)
+            next_value, _ = policy_value(target_critic, next_policy, e.next_obs, temperature, next_keys)
+            target = e.reward + e.discount * next_value
 
-    rule = gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-    return off_policy_agent(config, venv, n_step_buffer(env, config), rule, explore)
+            # Gradients flow through `trained` only; the loss treats `params` as constants.
+            def loss(trained):
+                q = taken_value(critics, trained["critic"], e.obs, e.action)
+                critic_loss = (batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)).mean()
+                distribution = policy.apply(trained["actor"], e.obs)
+                soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
+                total = critic_loss - soft.mean()
+                if self.learn_temperature:
+                    total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
+                stats = {
+                    "critic_loss": critic_loss,
+                    "actor_loss": -soft.mean(),
+                    "q": q.mean(),
+                    "entropy": -log_prob.mean(),
+                    "temperature": temperature,
+                }
+                return total, (target - q.mean(0), stats)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return choose(policy.apply(params["actor"], obs), key), carry
+
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            explored = policy.apply(params["actor"], obs).sample(keys)
+            return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
+
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+        return off_policy_agent(self, venv, n_step_buffer(env, self), rule, explore)
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The soft value of actions drawn from a policy, from values and log-probabilities `[...]` (arXiv 1812.05905, eq. 3).
-
-    Its negative is the loss of the actor (eq. 7) if the action is reparameterized.
-    """
+    """The soft value of actions drawn from a policy (arXiv 1812.05905, eq. 3); its negative is the actor's loss (eq. 7)."""
     chex.assert_equal_shape((q, log_prob))
     chex.assert_rank(temperature, 0)
     return q - temperature * log_prob
@@ -158,11 +145,7 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
 def expected_soft_value(
     q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The soft value of a discrete policy (Christodoulou, 2019, arXiv 1910.07207, eq. 10), and the expected log-probability.
-
-    The first is the expectation of `soft_value`, the second the negative entropy, `[...]` each, from values `[..., N]` and
-    log-probabilities `[..., N]`; the log-probability of an action that is not `legal` is -inf.
-    """
+    """The soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
     chex.assert_equal_shape((q, log_probs))
     chex.assert_rank(temperature, 0)
     probs = jnp.exp(log_probs)
@@ -172,9 +155,6 @@ def expected_soft_value(
 
 
 def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
-    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18).
-
-    No gradient flows through the log-probabilities `[...]` of actions drawn from the policy.
-    """
+    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18)."""
     chex.assert_rank(log_temperature, 0)
     return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)

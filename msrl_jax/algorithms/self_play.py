@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, split_keys
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, split_keys
+from msrl_jax.algorithms.loops.trajectory import check_minibatches
 from msrl_jax.algorithms.registry import is_constant, with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
@@ -39,62 +39,6 @@ _ROUNDS = 2048
 """Rounds of the replicator dynamics."""
 _EXPLORATION = 0.1
 """Share of the pool's opponents that are drawn uniformly, so that all pairs meet."""
-
-
-@config("self_play", many_agents=True)
-class SelfPlay:
-    """PPO against its own past in games of two players, by one feed-forward network that sees what its seat sees."""
-
-    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
-    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
-    discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per step. Usual: 1, or 0.99 to 0.999.")
-    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="none", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "none".'
-    )
-    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
-    target_kl: float | None = tunable(
-        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
-    )
-    entropy_coef: float = tunable(default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1).")
-    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
-    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
-    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
-    pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
-    pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
-    latest_share: float = tunable(default=0.8, low=0, high=1, doc="probability of playing the current policy. Usual: 0.5 to 1.")
-    opponents: Literal["uniform", "payoff"] = field(
-        default="uniform",
-        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
-        '"uniform", or "payoff" for games in which policies beat each other in circles.',
-    )
-    num_opponents: int = field(
-        default=8, doc="opponents drawn per iteration, `G`, for `num_envs / G` environments each. Usual: 4 to 32."
-    )
-
-    def check(self) -> None:
-        """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
-        check_minibatches(self, recurrent=False)
-        block = 2 * self.num_opponents
-        if self.num_envs % block:
-            raise ValueError(
-                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into both seats against each of "
-                f"num_opponents={self.num_opponents}; use num_envs={self.num_envs + -self.num_envs % block}, or a "
-                "num_opponents that divides its half"
-            )
-
-    def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one game of two players; raises TypeError or ValueError if the game or a space does not fit."""
-        return build(env, self)
 
 
 class Standings(NamedTuple):
@@ -126,12 +70,65 @@ class Players(NamedTuple):
     pool: Pool
 
 
-def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
-    """Makes a team of both players, of whom one learns.
+@config("self_play", many_agents=True)
+class SelfPlay:
+    """PPO against its own past in games of two players, by one feed-forward network that sees what its seat sees."""
 
-    Opponent `e % G` plays in environment `e`, and the learner has its first seat if `e // G` is even. So groups of `G` adjacent
-    environments have all opponents; if none is split, opponents move nothing between devices.
-    """
+    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per step. Usual: 1, or 0.99 to 0.999.")
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    normalize_advantage: Normalization = field(default="none", doc='how to standardize advantages. Usual: "none".')
+    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
+    entropy_coef: float = tunable(default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1).")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
+    pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
+    pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
+    latest_share: float = tunable(default=0.8, low=0, high=1, doc="probability of playing the current policy. Usual: 0.5 to 1.")
+    opponents: Literal["uniform", "payoff"] = field(
+        default="uniform",
+        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
+        '"uniform", or "payoff" for games in which policies beat each other in circles.',
+    )
+    num_opponents: int = field(default=8, doc="opponents per iteration, `G`, with `num_envs / G` environments. Usual: 4 to 32.")
+
+    def check(self) -> None:
+        """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
+        check_minibatches(self, recurrent=False)
+        block = 2 * self.num_opponents
+        if self.num_envs % block:
+            raise ValueError(
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into both seats against each of "
+                f"num_opponents={self.num_opponents}; use num_envs={self.num_envs + -self.num_envs % block}, or a "
+                "num_opponents that divides its half"
+            )
+
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one game of two players; raises TypeError or ValueError if the game or a space does not fit."""
+        if len(env.agents) != 2:
+            raise ValueError(
+                f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; "
+                "use ippo or mappo"
+            )
+        venv = vectorize_agents(env, self.num_envs)
+        agent = teams_agent(venv, {"agents": two_players(venv, self)}, unroll_length=self.unroll_length)
+        return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
+
+
+def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
+    """Makes a team of both players: opponent `e % G` plays in environment `e`, on the second seat if `e // G` is even."""
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(IPPO) if hasattr(config, f.name)}
     learner = with_traced(IPPO(), common).build_team(venv, 1)
     groups = config.num_envs // config.num_opponents
@@ -276,17 +273,6 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         probabilities=learner.probabilities and probabilities,
         env_group=config.num_opponents,
     )
-
-
-def build(env: MultiAgentEnvironment, config: SelfPlay) -> Agent:
-    """The agent of `SelfPlay.build`."""
-    if len(env.agents) != 2:
-        raise ValueError(
-            f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"
-        )
-    venv = vectorize_agents(env, config.num_envs)
-    agent = teams_agent(venv, {"agents": two_players(venv, config)}, unroll_length=config.unroll_length)
-    return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
 
 def no_games(size: int) -> Standings:

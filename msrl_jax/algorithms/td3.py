@@ -14,20 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent, Progress, annealed, make_optimizer
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import (
-    Batch,
-    Learner,
-    Rule,
-    make_apply_update,
-    off_policy_agent,
-    polyak_update,
-    uniform_actions,
-)
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.networks.actions import check_bounded
+from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.registry import is_constant, variant
@@ -72,76 +62,72 @@ class TD3:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        return build(env, self)
+        action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
+        size = math.prod(action_space.shape)
+        venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
+        actor = make_actor(venv.observation_space, size, self)
+        critics = make_critics(venv.observation_space, action_space, self.num_critics, self)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
+        apply_update = updater(optimizer)
 
+        def init(key: jax.Array, obs: jax.Array) -> Learner:
+            actor_key, critic_key = jax.random.split(key)
+            params = {"actor": actor.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
+            return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
 
-def build(env: Environment, config: Any) -> Agent:
-    """The agent of `TD3.build` and of `DDPG.build`."""
-    action_space = check_bounded(config.name, env.action_space)
-    size = math.prod(action_space.shape)
-    venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
-    actor = make_actor(venv.observation_space, size, config)
-    critics = make_critics(venv.observation_space, action_space, config.num_critics, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
+        def policy(actor_params, obs):
+            return jnp.tanh(actor.apply(actor_params, obs))
 
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        actor_key, critic_key = jax.random.split(key)
-        params = {"actor": actor.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
-        return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
+        def noise(keys):
+            return jax.vmap(lambda key: jax.random.normal(key, (size,)))(keys)
 
-    def policy(actor_params, obs):
-        return jnp.tanh(actor.apply(actor_params, obs))
+        @fragment(role="learner")
+        def gradients(params, target_params, batch, actor_moves):
+            e = batch.experience
+            next_action = policy(target_params["actor"], e.next_obs)
+            if not is_constant(self.policy_noise, 0):
+                smoothing = self.policy_noise * noise(jax.random.split(batch.key, self.batch_size))
+                # Similar actions have similar values (eq. 14).
+                next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
+            # The minimum of the critics counts, against overestimation (eq. 10).
+            next_q = critics.apply(target_params["critic"], e.next_obs, next_action).min(0)
+            target = e.reward + e.discount * next_q
 
-    def noise(keys):
-        return jax.vmap(lambda key: jax.random.normal(key, (size,)))(keys)
+            def critic_loss(critic):
+                q = critics.apply(critic, e.obs, e.action)
+                losses = batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)
+                return losses.mean(), (target - q.mean(0), q.mean())
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch, actor_moves):
-        e = batch.experience
-        next_action = policy(target_params["actor"], e.next_obs)
-        if not is_constant(config.policy_noise, 0):
-            smoothing = config.policy_noise * noise(jax.random.split(batch.key, config.batch_size))
-            # Similar actions have similar values (eq. 14).
-            next_action = jnp.clip(next_action + jnp.clip(smoothing, -config.noise_clip, config.noise_clip), -1.0, 1.0)
-        # The minimum of the critics counts, against overestimation (eq. 10).
-        next_q = critics.apply(target_params["critic"], e.next_obs, next_action).min(0)
-        target = e.reward + e.discount * next_q
+            def actor_loss(actor):
+                first = jax.tree.map(lambda x: x[:1], params["critic"])
+                return -critics.apply(first, e.obs, policy(actor, e.obs)).mean()
 
-        def critic_loss(critic):
-            q = critics.apply(critic, e.obs, e.action)
-            losses = batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)
-            return losses.mean(), (target - q.mean(0), q.mean())
+            def no_actor_loss(actor):
+                return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
 
-        def actor_loss(actor):
-            first = jax.tree.map(lambda x: x[:1], params["critic"])
-            return -critics.apply(first, e.obs, policy(actor, e.obs)).mean()
+            (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
+            loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
+            stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
+            return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats)
 
-        def no_actor_loss(actor):
-            return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
+        def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+            actor_moves = batch.ready & (remainder(batch.update, self.policy_period) == 0)
+            grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
+            params, opt_state, rate = {}, {}, annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            for part, due in (("actor", actor_moves), ("critic", batch.ready)):
+                before = learner.params[part], learner.opt_state[part]
+                params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
+            target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, self.tau, 0.0))
+            return Learner(params, target_params, opt_state), td_error, stats
 
-        (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
-        loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
-        stats = {"critic_loss": critic, "actor_loss": loss * config.policy_period, "q": q}
-        return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats)
+        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return policy(params["actor"], obs), carry
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        actor_moves = batch.ready & (remainder(batch.update, config.policy_period) == 0)
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for part, due in (("actor", actor_moves), ("critic", batch.ready)):
-            params[part], opt_state[part] = apply_update(learner.params[part], learner.opt_state[part], grads[part], rate, due)
-        target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
+        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+            explored = jnp.clip(policy(params["actor"], obs) + self.exploration_noise * noise(keys), -1.0, 1.0)
+            return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return policy(params["actor"], obs), carry
-
-    def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-        explored = jnp.clip(policy(params["actor"], obs) + config.exploration_noise * noise(keys), -1.0, 1.0)
-        return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space)), carry
-
-    return off_policy_agent(config, venv, n_step_buffer(env, config), Rule(init, update, choose_action), explore)
+        return off_policy_agent(self, venv, n_step_buffer(env, self), Rule(init, update, choose_action), explore)
 
 
 DDPG = variant(

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
-from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.networks.distributions import check_policy_space
 from msrl_jax.algorithms.registry import get, make
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
@@ -68,7 +67,15 @@ class Teams:
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""
-        return build(env, self)
+        entries, name = self.entries(), env_name(env)
+        if not entries:
+            raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
+        if all(entry.config is None for entry in entries):
+            raise ValueError(f"no team of {self.teams} learns; give one an algorithm")
+        members = members_of(tuple(env.agents), entries, name)
+        venv = vectorize_agents(env, self.num_envs, members)
+        teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), self) for entry in entries}
+        return teams_agent(venv, teams, unroll_length=self.unroll_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +187,6 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def build(env: MultiAgentEnvironment, config: Teams) -> Agent:
-    """The agent of `Teams.build`."""
-    entries, name = config.entries(), env_name(env)
-    if not entries:
-        raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
-    if all(entry.config is None for entry in entries):
-        raise ValueError(f"no team of {config.teams} learns; give one an algorithm")
-    members = members_of(tuple(env.agents), entries, name)
-    venv = vectorize_agents(env, config.num_envs, members)
-    teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), config) for entry in entries}
-    return teams_agent(venv, teams, unroll_length=config.unroll_length)
-
-
 def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
     """Builds a team; errors name it."""
     if entry.config is None:
@@ -204,10 +198,7 @@ def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Team
 
 
 def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> Team:
-    """A team that takes uniformly random legal actions, also outside of training, and learns nothing.
-
-    Outside of training, it counts its steps in a carry, so that it also acts at random without a key.
-    """
+    """A team of uniformly random legal actions, also outside of training, where its carry counts steps to draw keys."""
     space = check_policy_space(venv.action_space)
 
     @fragment(role="actor")
@@ -247,4 +238,3 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
         updates_per_iteration=0,
         agent_axes=P("env"),
     )
-

@@ -36,17 +36,11 @@ def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., 
 
 
 class Counted(NamedTuple):
-    """The state of a run with its count.
+    """The state of a run with its count."""
 
-    Attributes:
-      inner: the state of the agent.
-      count: iterations done. shape=()
-      version: iterations done by learners, modulo 2**32; `()` if nothing acts. shape=(), dtype=uint32
-    """
-
-    inner: Any
-    count: Counter  # pyright: ignore[reportIncompatibleMethodOverride]
-    version: Any
+    inner: Any  # the state of the agent
+    count: Counter  # iterations done  # pyright: ignore[reportIncompatibleMethodOverride]
+    version: Any  # iterations done by learners, modulo 2**32, uint32 []; () if nothing acts
 
 
 @fragment(role="learner", name="count")

@@ -1,6 +1,7 @@
 """Several agents: one agent trains as alone, policies agree, absent agents do not count, and nothing crosses in vain."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -144,15 +145,15 @@ def test_absent_agents_count_for_nothing():
     rng = np.random.default_rng(0)
     logits, x = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(6, 12)).astype(np.float32)
     counts = np.arange(12) % 3 != 0
-    weights = {"clip_ratio": 0.2, "clip_value": None, "value_coef": 0.5, "entropy_coef": 0.01}
+    config = msrl.algorithms.PPO(clip_ratio=0.2, clip_value=None, value_coef=0.5, entropy_coef=0.01)
 
     def loss(keep, counts):
         value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
         action = jnp.asarray(np.arange(12)[keep] % 3)
-        arguments = {"action": action, "log_prob": log_prob - 1, "old_value": old_value, "target": target}
+        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, present=counts)
         advantage = standardize(advantage, counts)
         policy = Categorical(jnp.asarray(logits[keep]))
-        return ppo_loss(policy, value, advantage=advantage, counts=counts, **arguments, **weights)
+        return ppo_loss(config, policy, value, taken, advantage, old_value, target)
 
     total, stats = loss(slice(None), jnp.asarray(counts))
     want, want_stats = loss(counts, None)

@@ -14,8 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, counted, r2d2
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network
-from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
 from msrl_jax.envs.masks import observation_type
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide

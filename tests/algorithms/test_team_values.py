@@ -304,10 +304,10 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     )  # fmt: skip
     env, rng = Leaving(), np.random.default_rng(11)
 
-    def as_statistics(policy, value, *, action, advantage, target, counts, **rest):
+    def as_statistics(config, policy, value, taken, advantage, old_value, target):
         """A loss that reports what it is given, number by number; for what does not count, nan."""
-        told = {"action": action[: A * length : A] * 1.0, "target": jnp.where(counts, target, jnp.nan)}
-        told["difference"] = jnp.where(counts, target - advantage, jnp.nan)[:: A * length]
+        told = {"action": taken.action[: A * length : A] * 1.0, "target": jnp.where(taken.present, target, jnp.nan)}
+        told["difference"] = jnp.where(taken.present, target - advantage, jnp.nan)[:: A * length]
         return value.sum(), {f"{name}{i}": x[i] for name, x in told.items() for i in range(len(x))}
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,12 +1,12 @@
 """Flags: the fields of commands and of configs, and how their values are read."""
 
+import dataclasses
 import re
 
 import pytest
 
 from msrl_jax import algorithms, cli
 from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.registry import field_docs
 from msrl_jax.cli import flags, main
 from msrl_jax.cli.commands import Sweep, Train
 from msrl_jax.cli.flags import parse
@@ -45,7 +45,7 @@ def test_help_shows_every_field_of_the_config(capsys):
     text = capsys.readouterr().out
     assert text.count("--total-steps") == 1
     words = re.sub(r"\W+", "", text)  # whatever the lines and the frame of the table
-    for field, about in field_docs(PPO).items():
+    for field, about in ((f.name, f.metadata["doc"]) for f in dataclasses.fields(PPO)):
         assert f"--{field.replace('_', '-')}" in text
         assert re.sub(r"\W+", "", about) in words, field
 

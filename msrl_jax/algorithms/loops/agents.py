@@ -48,11 +48,7 @@ class Now(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """An algorithm for a team of agents, as functions that call fragments.
-
-    The config of an algorithm that can train a team makes it with a method `build_team(venv, num_agents) -> Team`. Outside of
-    training, a team acts by `choose_action`.
-    """
+    """An algorithm for a team of agents, as functions that call fragments; a config with a method `build_team` makes it."""
 
     # (params_key, actor_key, learner_key) -> (params, rest); the rest is what else it keeps, such as optimizer states and keys
     init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
@@ -210,10 +206,7 @@ def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
 
 
 def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
-    """Appends the number of the agent, one-hot, to vectors, or to observations of one agent's space, flattened; masks stay.
-
-    `[..., A, *shape]` becomes `[..., A, D + A]` float32.
-    """
+    """Appends the one-hot number of the agent to vectors, or flattened observations in `space`: `[..., A, D + A]` float32."""
     plain = unmasked(obs)
     vectors = plain if space is None else flatten(space, plain)
     ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))

@@ -1,4 +1,4 @@
-"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set.
+"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set; its actions.
 
 Ball et al. (2023, arXiv 2302.02948) take half of every batch from each source. In the shape descriptions, `B` is the batch size
 and `G` the number of shards of the buffers. Each shard holds `B / G` rows of a batch: first rows of the run, then rows of the
@@ -13,13 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax import data, replay
 from msrl_jax.data import Dataset
-from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
+from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type
+from msrl_jax.envs.spaces import is_integers
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
 
 
@@ -44,10 +46,7 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
 
 
 def n_step_buffer(env: Environment, config: Any) -> Replay:
-    """Makes the replay buffer of n-step transitions; it mixes in the data set of the config, if there is one.
-
-    Raises ValueError if sizes do not fit each other or the devices, observations the codec, or the data the environment.
-    """
+    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if there is one."""
     windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
@@ -70,10 +69,7 @@ def agents_buffer(view: TeamView, config: Any) -> Replay:
 
 
 def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> Replay:
-    """Makes the replay buffer of windows of steps, each with the carry of the acting network.
-
-    `obs`, `action` and `carry` are shapes and dtypes of one environment. Raises ValueError as `n_step_buffer` does.
-    """
+    """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
     length = config.burn_in + config.trace_length + config.n_step - 1
     buffer = _buffer(
         obs, action, config, config.batch_size, config.shards, carry,
@@ -134,10 +130,7 @@ def _buffer(
 
 
 def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
-    """Makes a buffer that draws every batch from `own`, the run's experience, and `data`, whose state is `held`.
-
-    Rows of the data have weight 1 and no valid index, and `update` ignores their errors. `Replay.data` is `held`.
-    """
+    """Makes a buffer that draws every batch from `own` and from `data`, `held`, whose rows have weight 1 and no valid index."""
 
     def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:
         parts = (x.reshape(own.shards, -1, *x.shape[1:]) for x in (own_rows, data_rows))
@@ -164,10 +157,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
 
 
 def split_batch(config: Any) -> tuple[int, int, int]:
-    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind.
-
-    In every shard, `data_fraction` of the rows are data, rounded.
-    """
+    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind."""
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
     rows = config.batch_size // shards
     given = round(config.data_fraction * rows)
@@ -184,3 +174,42 @@ def load_data(source: str | Dataset, env: Environment) -> Dataset:
     """Reads a data set for an environment, with a policy's actions; raises ValueError if it cannot be read, or does not fit."""
     dataset = data.check_spaces(data.load(source), env)
     return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
+
+
+_FOR_INTEGERS = (
+    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap "
+    "the environment to take a Discrete space of their combinations"
+)
+
+
+def check_discrete(name: str, space: Space) -> Discrete:
+    """The space if its actions are discrete; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
+    if isinstance(space, Discrete):
+        return space
+    if is_integers(space):
+        raise TypeError(f"{name} values each of a finite number of actions, got {space}; {_FOR_INTEGERS}")
+    raise TypeError(
+        f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
+        "space, or for a Box of floats use sac or td3 or ddpg or ppo"
+    )
+
+
+def check_bounded(name: str, space: Space) -> Box:
+    """The space if actions are vectors of floats; raises TypeError if they are not, ValueError if a bound is infinite."""
+    if isinstance(space, Discrete):
+        raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
+    if is_integers(space):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; {_FOR_INTEGERS}")
+    if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise ValueError(
+            f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
+            f"finite low and high, or use ppo (of several agents, ippo)"
+        )
+    return space
+
+
+def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
+    """The space if its actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    return space if isinstance(space, Discrete) else check_bounded(name, space)

@@ -16,15 +16,14 @@ priorities and importance weights. A network without a recurrent state acts with
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.loops.updates import annealed, descend
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
@@ -60,6 +59,7 @@ Update = Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[
 ChooseAction = Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], key, carry) -> (action [E, ...], carry)` outside of training, before `action_transform`; the best or
 most probable action if `key` is None."""
+Exploration = Literal["annealed", "per_env"]
 Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], keys [E], steps, carry) -> (action [E, ...], carry)`: acts after `steps` environment steps."""
 
@@ -74,7 +74,7 @@ class Rule:
     initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
 
 
-def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+def updater(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
     """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
 
     @fragment(role="server")
@@ -111,7 +111,7 @@ def gradient_rule(
     `init` is `(key, obs) -> params`, and `gradients` is `(params, target_params, batch) -> (gradients, (TD errors [B],
     statistics))`. `target` selects the parameters that have a target network; None if there are none.
     """
-    apply_update, period = make_apply_update(optimizer), getattr(config, "target_period", 1)
+    apply_update, period = updater(optimizer), getattr(config, "target_period", 1)
 
     def begin(key: jax.Array, obs: Any) -> Learner:
         params = init(key, obs)
@@ -280,12 +280,7 @@ def replaying(config: Any, buffer: Replay, rule: Rule, num_envs: int) -> Replayi
 
 
 def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule: Rule, explore: Explore) -> Agent:
-    """Builds an agent that learns from a replay buffer of items like `Transition`.
-
-    The config has `unroll_length`, `num_updates` and, unless it is 1, `actor_period`. The metrics are the statistics of the
-    rule, as `Mean`s over the updates (without samples until the buffer is ready), the report of the buffer, and with an
-    `actor_period` above 1 the age of the acting parameters.
-    """
+    """Builds an agent with a replay buffer of `Transition`s; metrics are `Mean`s over the updates, and the buffer's report."""
     num_envs, to_env_action = venv.num_envs, action_transform(venv.action_space)
     replayer = replaying(config, buffer, rule, num_envs)
 
@@ -337,13 +332,9 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
 
 
 def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps: int) -> Callable[..., jax.Array]:
-    """Makes a function that replaces actions by random ones with probability epsilon (per environment: arXiv 1803.00933).
-
-    It is `(greedy actions [E] int32, keys [E], environment steps taken, obs=None) -> actions [E] int32`; random actions are
-    legal if observations have masks. The first `random_steps` environment steps of a run take random actions only.
-    """
+    """Makes `(greedy [E], keys [E], steps, obs) -> actions [E]`, random with probability epsilon, and in the first steps."""
     rank = jnp.arange(num_envs) / max(num_envs - 1, 1)
-    by_env = config.base_epsilon ** (1 + 7 * rank)
+    by_env = config.base_epsilon ** (1 + 7 * rank)  # arXiv 1803.00933
     # A schedule over the fraction of `exploration_steps` that is done: the fraction cannot overflow, a step count could.
     annealed = optax.linear_schedule(1.0, config.final_epsilon, transition_steps=1)
 
@@ -363,10 +354,7 @@ def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps
 
 
 def uniform_actions(keys: jax.Array, space: Space, obs: Any = None) -> jax.Array:
-    """Draws uniform actions of a policy, before `action_transform`, with one key for each `[E]`; legal ones if `obs` has masks.
-
-    Continuous actions are in [-1, 1] `[E, D]`, discrete ones `[E]` int32, integers counted from 0 `[E, K]` int32.
-    """
+    """Draws uniform (legal) actions before `action_transform`, one key each `[E]`: floats in [-1, 1], integers from 0."""
     if (mask := mask_of(obs)) is not None:
         return jax.vmap(sample_legal)(keys, mask)
     if isinstance(space, Discrete):

@@ -22,11 +22,7 @@ from msrl_jax.replay import Replay, Transition
 def off_policy_team(
     config: Any, view: TeamView, buffer: Replay, rule: Rule, explore: Explore, *, rewards: Literal["summed", "each"] = "summed"
 ) -> Team:
-    """Makes a team that learns from a replay buffer, as `off_policy_agent` does.
-
-    The buffer holds `Transition`s with `JointObservation`s and joint actions. Rewards are "summed", with one end of an
-    episode, or "each" agent's own, `[A]`.
-    """
+    """Makes a team that learns from joint `Transition`s; rewards are "summed", with one end, or "each" agent's own, `[A]`."""
     replayer = replaying(config, buffer, rule, view.num_envs)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:

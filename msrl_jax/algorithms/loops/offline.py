@@ -56,11 +56,7 @@ class OfflineState(NamedTuple):
 
 
 def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | None) -> Agent:
-    """Builds an agent that learns from a data set, and counts its steps in updates; without a source it only acts.
-
-    Its metrics are the statistics of the rule, averaged over the updates, and those of one held-out batch, with the prefix
-    `validation_`. The rule's networks have no carry.
-    """
+    """Builds an agent that learns from a data set, and counts its steps in updates; without a source it only acts."""
     num_updates = config.num_updates
     venv = envs.vectorize(env, _shards(config))
     transform = action_transform(venv.action_space)
@@ -132,10 +128,7 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
 
 
 def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
-    """Reads the data set of a config, and splits off the held-out episodes; None without one.
-
-    With `normalize_rewards`, rewards are divided by `reward_scale`. Raises ValueError if data or sizes do not fit.
-    """
+    """Reads the data set of a config, and splits off the held-out episodes; None without one, ValueError if it does not fit."""
     if config.data is None:
         return None
     dataset = load_data(config.data, env)
@@ -156,10 +149,7 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
 
 
 def reward_scale(dataset: Dataset) -> float:
-    """The range of the episodes' returns, divided by the length of the longest episode; 1 if all returns are equal.
-
-    Kostrikov et al., 2021, arXiv 2110.06169, section 5.2; their longest episode has 1000 steps.
-    """
+    """The range of the episodes' returns over the length of the longest; 1 if all returns are equal (arXiv 2110.06169, 5.2)."""
     episodes = dataset.episodes
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 

@@ -6,24 +6,21 @@ number of actions and `H` the size of the recurrent state. Teams of agents have 
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
+import optax
 
-from msrl_jax.algorithms.loops.memory import truncated_values
-from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
 from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network, truncated_values
 from msrl_jax.algorithms.returns.estimators import n_step_return
 from msrl_jax.envs import Discrete, Space
 from msrl_jax.replay import Transition
 
 
 def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
-    """Recurrent action values `[..., A]`: a linear head on a recurrent layer, or two streams of one dense layer if `dueling`.
-
-    The config is that of `recurrent_network`, which raises ValueError too; streams are as wide as the last dense layer.
-    """
+    """Recurrent action values `[..., A]`: a linear head, or two streams as wide as the last dense layer if `dueling`."""
 
     def make_heads(torso: Torso) -> Network:
         if dueling and not torso.hidden_sizes:
@@ -35,11 +32,7 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Values along windows `[S, B, ...]`, from the stored carry of the first step.
-
-    The first `burn_in` steps only refresh the carry, without a gradient. Returns the values `[T, B, A]` of the others, and the
-    carries after them `[T, B, H]`.
-    """
+    """Values `[T, B, A]` and carries `[T, B, H]` along windows `[S, B, ...]`, after `burn_in` steps that refresh the carry."""
     ends = window.terminated | window.truncated
     # The stored carry is already zero if the step is the first of an episode.
     is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -52,13 +45,10 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     return network.unroll(params, after, is_first[burn_in:], carry)
 
 
-def replay_successors(
+def successors(
     network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
 ) -> jax.Array:
-    """Values `[T, B, A]` of the true successors of steps whose values and carries are known; of terminated ones, any numbers.
-
-    Where an episode is truncated, the true successor is not the next step.
-    """
+    """Values `[T, B, A]` of the true successors of steps; where an episode is truncated, that is not the next step."""
     value = lambda final: network.step(params, *final)[0]  # noqa: E731
     last = truncated_values(value, (window.next_obs, carries), window.truncated)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
@@ -68,14 +58,41 @@ def replay_successors(
 def sequence_target(
     next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
 ) -> jax.Array:
-    """Targets with `num_steps` rewards along windows, squeezed by `rescale` if an `epsilon` is given.
-
-    `next_value` `[T, B]` is the target network's value of the best action in the successor of each step. Returns the targets of
-    all but the last `num_steps - 1` steps.
-    """
+    """Targets of all but the last `num_steps - 1` steps, squeezed by `rescale` if there is an `epsilon`."""
     if epsilon is not None:
         next_value = unrescale(next_value, epsilon)
     target = n_step_return(
         window.reward, next_value, window.terminated, window.truncated, discount=discount, num_steps=num_steps
     )[: len(next_value) - num_steps + 1]
     return target if epsilon is None else rescale(target, epsilon)
+
+
+def rescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593)."""
+    # Equal to the root minus 1, without the cancellation.
+    return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
+
+
+def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """The inverse of `rescale`."""
+    size = jnp.abs(value)
+    # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
+    root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
+    above = 2 * size / (root + 1 + 2 * epsilon)
+    return jnp.sign(value) * above * (above + 2)
+
+
+def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
+    """The priority of a sequence of errors `[L, ...]`: `eta max |error| + (1 - eta) mean |error|` (R2D2)."""
+    chex.assert_type(td_error, float)
+    size = jnp.abs(td_error)
+    return eta * size.max(0) + (1 - eta) * size.mean(0)
+
+
+def sequence_loss(
+    weight: jax.Array, taken: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
+) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    """The mean loss of values `[L, B]` of actions taken, with weights `[B]`; and the priorities `[B]`, and statistics."""
+    losses = optax.l2_loss(taken, target) if huber_delta is None else optax.huber_loss(taken, target, delta=huber_delta)
+    stats = {"loss": losses.mean(), "value": taken.mean()}
+    return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, eta), stats)

@@ -13,47 +13,77 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.loops.updates import descend
+from msrl_jax.algorithms.agent import descend, split_keys
+from msrl_jax.algorithms.networks.layers import flatten, unflatten
+from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.envs import VectorEnvironment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
 class Trajectory(NamedTuple):
-    """The experience of an unroll; every leaf is `[T, E, ...]`.
+    """The experience of an unroll; every leaf is `[T, E, ...]`."""
 
-    Attributes:
-      obs: the observations at every step.
-      action: the policy's actions, before `action_transform`.
-      log_prob: log-probabilities of the actions under the policy that acted.
-      reward: rewards.
-      terminated: whether the episode ended in a terminal state.
-      truncated: whether the episode was cut short.
-      present: which steps count; all if None.
-    """
-
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
+    obs: jax.Array  # before every action
+    action: jax.Array  # before `action_transform`
+    log_prob: jax.Array  # of the action under the policy that acted
     reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    present: jax.Array | None = None
+    terminated: jax.Array  # whether the episode ended in a terminal state
+    truncated: jax.Array  # whether the episode was cut short
+    present: jax.Array | None = None  # which steps count; all if None
 
 
-def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:
-    """Splits the keys of environments `[E]`: those of the next unroll `[E]`, and of the steps of this one `[T, E]`."""
-    keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
-    return keys[0], keys[1:]
+def stepping(venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
+    """Makes the fragments that any actor-critic has in an unroll: `draw_keys`, `env_step` and `pop_episodes`."""
+    to_env_action = action_transform(venv.action_space)
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, unroll_length)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    return draw_keys, env_step, fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+
+def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
+    """Makes the fragments of an unroll of an `ActorCritic`: `draw_keys`, `act`, `env_step`, `bootstrap` and `pop_episodes`."""
+    draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
+
+    @fragment(role="actor")
+    def act(params, obs, keys):
+        policy = network.policy(params, obs)
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+    @fragment(role="actor")
+    def bootstrap(params, final_obs):
+        return unflatten(network.value(params, flatten(final_obs)), unroll_length)
+
+    return draw_keys, act, env_step, bootstrap, pop_episodes
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
-    """The values `[T, E]` of the true successors of all steps; those of terminated steps have no meaning.
-
-    They are the values `[T, E]` one step later and `last_value` `[E]`; where an episode was truncated `[T, E]`, the values of
-    the last observations before a reset, `bootstrap_value` `[T, E]`.
-    """
+    """The values `[T, E]` of the true successors: one step later, or the bootstrap value where an episode was truncated."""
     chex.assert_equal_shape([value, bootstrap_value, truncated])
     chex.assert_equal_shape([value[0], last_value])
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
+
+
+def estimate(
+    config: Any, t: Trajectory, value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Advantages, standardized unless that is for minibatches or not wanted, and targets of the values; see `next_values`."""
+    next_value = next_values(value, last_value, bootstrap_value, t.truncated)
+    advantage = gae(
+        t.reward, value, next_value, t.terminated, t.truncated, t.present,
+        discount=config.discount, gae_lambda=config.gae_lambda,
+    )  # fmt: skip
+    target = value + advantage
+    return standardize(advantage, t.present) if config.normalize_advantage in ("batch", "worker") else advantage, target
 
 
 def check_minibatches(config: Any, *, recurrent: bool) -> None:
@@ -67,13 +97,11 @@ def check_minibatches(config: Any, *, recurrent: bool) -> None:
         )
 
 
-def shuffled_times(
-    key: jax.Array, *, unroll_length: int, num_epochs: int, num_minibatches: int
-) -> tuple[jax.Array, jax.Array]:
+def shuffle_times(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     """Shuffles the time steps of every epoch: the next key, and the time steps of every minibatch. `[U, T / M]` int32."""
-    key, *epoch_keys = jax.random.split(key, num_epochs + 1)
-    times = jnp.stack([jax.random.permutation(k, unroll_length) for k in epoch_keys])
-    return key, times.reshape(num_epochs * num_minibatches, -1)
+    key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
+    times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
+    return key, times.reshape(config.num_epochs * config.num_minibatches, -1)
 
 
 def proximal_updates(

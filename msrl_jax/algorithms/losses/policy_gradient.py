@@ -1,5 +1,7 @@
 """Losses per example: elementwise functions of arrays of any one shape `[...]`; the caller takes the mean."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -88,35 +90,21 @@ def approximate_kl(log_ratio: jax.Array) -> jax.Array:
 
 
 def ppo_loss(
-    policy: Distribution,
-    value: jax.Array,
-    *,
-    action: jax.Array,
-    log_prob: jax.Array,
-    advantage: jax.Array,
-    old_value: jax.Array,
-    target: jax.Array,
-    clip_ratio: float,
-    clip_value: float | None,
-    value_coef: float,
-    entropy_coef: float,
-    counts: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped surrogate, value loss and entropy bonus of a minibatch `[...]` (arXiv 1707.06347, eq. 9).
-
-    `log_prob` and `old_value` are from before the update. Returns the loss and its parts: means over the examples that count.
-    """
-    log_ratio = policy.log_prob(action) - log_prob
+    config: Any, policy: Distribution, value: jax.Array, taken: Any,
+    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """The loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` has `action`, `log_prob` and `present`."""
+    log_ratio = policy.log_prob(taken.action) - taken.log_prob
     value_losses = value_loss(value, target)
-    if clip_value is not None:
-        value_losses = clipped_value_loss(value, old_value, target, clip_value)
+    if config.clip_value is not None:
+        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
     stats = {
-        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, clip_ratio),
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
         "value_loss": value_losses,
         "entropy": policy.entropy(),
         "approx_kl": approximate_kl(log_ratio),
-        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > clip_ratio,
+        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
-    stats = {name: mean(x.astype(jnp.float32), counts) for name, x in stats.items()}
-    total = stats["policy_loss"] + value_coef * stats["value_loss"]
-    return total - entropy_coef * stats["entropy"], stats
+    stats = {name: mean(x.astype(jnp.float32), taken.present) for name, x in stats.items()}
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats

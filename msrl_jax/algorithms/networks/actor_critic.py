@@ -8,16 +8,16 @@ import jax
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import (
-    Categorical,
     Distribution,
     check_policy_space,
+    choose,
     has_scale,
     num_outputs,
     policy_of,
 )
 from msrl_jax.algorithms.networks.layers import Torso, dense, flatten, unflatten
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.spaces import is_integers
+from msrl_jax.envs.actions import action_transform
 
 
 class _Module(nn.Module):
@@ -65,12 +65,7 @@ class ActorCritic(NamedTuple):
 
 
 def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
-    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads.
-
-    The policy is a `Categorical` for a `Discrete` action space, with only the legal actions if observations have masks, and for
-    a `Box` of integers. It is a `Normal` for a `Box` of floats, before `action_transform`; the log-scale starts at 0 and does
-    not depend on the observation. Raises TypeError or ValueError if the space does not fit.
-    """
+    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
     module = _Module(torso, None if shared_torso else torso.clone(), check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
@@ -88,8 +83,14 @@ def evaluate(network: ActorCritic, params: Any, obs: jax.Array, action: jax.Arra
     return tuple(unflatten(x, len(action)) for x in parts)  # type: ignore[return-value]
 
 
-def action_probabilities(space: Space, policy: Callable[[Any, Any], Distribution]) -> Callable[[Any, Any], jax.Array] | None:
-    """`Agent.probabilities` of a policy `(state, obs) -> distribution over actions`; None if actions are floats."""
-    if not isinstance(space, Discrete) and not is_integers(space):
-        return None
-    return lambda state, obs: cast(Categorical, policy(state, obs)).probabilities()
+def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
+    """`act` of an `Agent` whose state has the parameters, and `probabilities`, which is None if actions are floats."""
+    to_env_action = action_transform(space)
+
+    def act(state: Any, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        return to_env_action(choose(network.policy(state.params, obs), key))
+
+    def probabilities(state: Any, obs: jax.Array) -> jax.Array:
+        return cast(Any, network.policy(state.params, obs)).probabilities()
+
+    return {"act": act, "probabilities": None if has_scale(check_policy_space(space)) else probabilities}

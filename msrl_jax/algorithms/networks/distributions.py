@@ -21,16 +21,12 @@ from msrl_jax.envs.spaces import is_integers, num_values
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Categorical:
-    """A distribution over `N` discrete actions, `[...]` int32; or over `K` independent integers, `[..., K]` int32.
+    """A distribution over `N` discrete actions, `[...]` int32; or over `K` independent integers, `[..., K]` int32."""
 
-    Attributes:
-      logits: log-probabilities up to a constant; -inf forbids an action, or stands for a value that an integer does not have;
-        at least one must be finite. `[..., N]` or `[..., K, N]`
-      several: whether actions are several integers.
-    """
-
+    # Log-probabilities up to a constant; -inf forbids an action, or stands for a value that an integer does not have; at least
+    # one must be finite. `[..., N]` or `[..., K, N]`
     logits: jax.Array
-    several: bool = dataclasses.field(default=False, metadata={"static": True})
+    several: bool = dataclasses.field(default=False, metadata={"static": True})  # whether actions are several integers
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one action per element from a uniform number for each integer, by inverting the cumulative distribution."""
@@ -63,15 +59,10 @@ class Categorical:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """A diagonal normal distribution over vectors of length `N`; actions are `[..., N]` float32.
+    """A diagonal normal distribution over vectors of length `N`; actions are `[..., N]` float32."""
 
-    Attributes:
-      loc: means. `[..., N]`
-      log_scale: logarithms of the standard deviations. `[..., N]`
-    """
-
-    loc: jax.Array
-    log_scale: jax.Array
+    loc: jax.Array  # means, [..., N]
+    log_scale: jax.Array  # logarithms of the standard deviations, [..., N]
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one reparameterized vector per element. `[..., N]`."""
@@ -132,10 +123,7 @@ def has_scale(space: Discrete | Box) -> bool:
 
 
 def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical:
-    """The distribution over actions in a `Discrete` space, only legal ones if observations have masks, or a `Box` of integers.
-
-    The outputs `[..., D]` are logits of all actions, or of all values of the first integer, then of the second, and so on.
-    """
+    """The distribution of logits `[..., D]` of all (legal) actions, or all values of the first integer, then the second."""
     if isinstance(space, Discrete):
         return Categorical(only_legal(outputs, obs))
     sizes = num_values(space)

@@ -102,18 +102,12 @@ class Torso(nn.Module):
 
     Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
     smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
-
-    Attributes:
-      observation_space: the space of one observation; of images `[H, W, C]` if `convolve`.
-      hidden_sizes: widths of the dense layers.
-      activation: a key of `ACTIVATIONS`.
-      convolve: whether convolutions come first.
     """
 
-    observation_space: Space
-    hidden_sizes: tuple[int, ...]
-    activation: str
-    convolve: bool
+    observation_space: Space  # of one observation; of images [H, W, C] if `convolve`
+    hidden_sizes: tuple[int, ...]  # widths of the dense layers
+    activation: str  # a key of `ACTIVATIONS`
+    convolve: bool  # whether convolutions come first
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
@@ -138,11 +132,7 @@ class Torso(nn.Module):
 
 
 def make_torso(observation_space: Space, config: Any) -> Torso:
-    """Makes the torso for a space of observations; the config has its `hidden_sizes`, its `activation` and the `network`.
-
-    Any space is flattened to vectors, unless the network is "cnn", or "auto" and observations are images `[H, W, C]`. Raises
-    ValueError if it convolves observations that are not images of at least 3x3.
-    """
+    """Makes the torso of a config; raises ValueError if it convolves observations that are not images of at least 3x3."""
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
     if convolve and (len(shape) != 3 or min(shape[:2]) < 3):

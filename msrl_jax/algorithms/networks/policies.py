@@ -21,16 +21,9 @@ from msrl_jax.envs import Box, Discrete, Space
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TanhNormal:
-    """A diagonal normal distribution squashed by the hyperbolic tangent; actions are `[..., N]` float32 in [-1, 1].
+    """A diagonal normal distribution squashed by `tanh`; actions are `[..., N]` float32 in [-1, 1] (arXiv 1801.01290, C)."""
 
-    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are accurate in the tails too, where `tanh` rounds
-    to 1.
-
-    Attributes:
-      base: the normal distribution before squashing.
-    """
-
-    base: Normal
+    base: Normal  # before squashing
 
     def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draws one reparameterized vector per element, and its exact log-density. `[..., N]` and `[...]`."""
@@ -104,19 +97,12 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
 
 
 def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
-    """Log-likelihoods `[B]` in nats of the actions of a data set: `[B]`, integers `[B, K]`, or floats in [-1, 1] `[B, D]`.
-
-    Floats are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a bound.
-    """
+    """Log-likelihoods `[B]` of a data set's actions; floats are clipped, since the squashed density has no use at a bound."""
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
 def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any) -> Network:
-    """Makes critics with different initial parameters; one batched product computes a layer of all critics.
-
-    They map `(params, obs [B, ...])` to values `[C, B, N]` for discrete actions, or `(params, obs, action [B, D])` to values
-    `[C, B]` for continuous ones. Their `init` takes the observations alone.
-    """
+    """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`."""
     discrete = isinstance(action_space, Discrete)
     critic = linear_network(observation_space, config, num_outputs=action_space.n if discrete else 1, scale=1.0)
 

@@ -1,8 +1,10 @@
-"""Networks for action values, or for distributions of returns."""
+"""Networks for action values, or for distributions of returns, and the choice of a target."""
 
 import math
 
+import chex
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense
@@ -34,12 +36,14 @@ class _Values(nn.Module):
 
 
 def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1) -> Network:
-    """Makes the network of action values: `(params, obs) -> outputs [..., A, N]`, close to 0 at first.
-
-    A `dueling` network splits the last dense layer of the torso into two streams, one for the value of the observation and one
-    for the advantages of the actions minus their mean (Wang et al., 2016, arXiv 1511.06581, eq. 9), of illegal ones too. The
-    algorithm decides the meaning of the `num_atoms` outputs per action, `N`.
-    """
+    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9)."""
     *first, last = torso.hidden_sizes if dueling else (*torso.hidden_sizes, None)
     module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last)
     return Network(module.init, module.apply)
+
+
+def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
+    """The target network's outputs for the action with the largest value, `next_value` `[A]` (arXiv 1509.06461)."""
+    chex.assert_rank(next_value, 1)
+    chex.assert_equal_shape_prefix((next_value, next_target), 1)
+    return next_target[jnp.argmax(next_value)]

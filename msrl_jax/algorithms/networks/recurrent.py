@@ -1,8 +1,9 @@
 """Recurrent layers: GRU and LSTM, whose steps wait for each other, and minGRU, whose steps need not; networks with one.
 
-In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
-and `H` the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the
-output of the core. An episode starts with zeros.
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
+the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the output of
+the core. An episode starts with zeros. Each of `M` minibatches of sequences holds one environment from every group of `M`
+adjacent ones, so a shuffle moves nothing between devices that hold whole groups; `U` denotes the number of updates.
 """
 
 import functools
@@ -70,10 +71,7 @@ class Core(NamedTuple):
 
 
 def recurrent_core(name: str, size: int) -> Core:
-    """Makes a recurrent layer "gru", "lstm" or "min_gru" with a carry of a size `H`.
-
-    Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
-    """
+    """Makes a recurrent layer "gru", "lstm" or "min_gru"; recurrent matrices start orthogonal, the others LeCun normal."""
     return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
 
 
@@ -276,12 +274,7 @@ class RecurrentNetwork(NamedTuple):
 
 
 def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer, and heads; without a layer the heads are on the torso, and carries empty.
-
-    `make_heads` makes the heads, such as an `ActorCritic` or a `Network`, on a torso, which after a recurrent layer has none of
-    its own. The config has the layers of `make_torso`, the kind `core` of the recurrent layer, or "none", and its
-    `memory_size`, `H`. Raises as `make_torso` does.
-    """
+    """Makes a network of a torso, a recurrent layer and heads; with the core "none" carries are empty."""
     torso = make_torso(observation_space, config)
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
@@ -320,3 +313,51 @@ def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
         step=lambda params, obs, carry: (network.apply(params, obs), carry),
         unroll=lambda params, obs, is_first, carry: (network.apply(params, obs), carry),
     )
+
+
+def truncated_values(value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array) -> jax.Array:
+    """The values `[T, E, ...]` of the last observations of episodes and of the unroll: right where `truncated`, and at the end.
+
+    `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
+    whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
+
+    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
+    compute the values of all steps at once, since a loop that depends on data would wait for the host.
+    """
+
+    def some(final: Any, truncated: jax.Array) -> jax.Array:
+        needed = truncated.at[-1].set(True)
+        steps = jnp.argsort(~needed, axis=0, stable=True)  # of every environment, those that are needed first
+
+        def pick(i: jax.Array) -> Any:
+            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, steps[i]), final)
+
+        def fill(i: jax.Array, found: jax.Array) -> jax.Array:
+            new = value(pick(i))
+            here = jnp.arange(len(truncated))[:, None] == steps[i]
+            return jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
+
+        one = jax.eval_shape(lambda: value(pick(jnp.int32(0))))
+        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
+        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, found)
+
+    def all_at_once(final: Any, truncated: jax.Array) -> jax.Array:
+        return unflatten(value(flatten(final)), len(truncated))
+
+    return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
+
+
+def shuffle_members(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
+    """Shuffles environments within groups of `M`: the next key, and who is in each minibatch, for `pick`. `[U, E / M]`."""
+    key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
+    size = config.num_minibatches
+    order = jnp.broadcast_to(jnp.arange(size)[:, None], (size, config.num_envs // size))
+    return key, jnp.concatenate([jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys])
+
+
+def pick(x: jax.Array, chosen: jax.Array) -> jax.Array:
+    """One environment of every group: `[T, E, ...] -> [T, E / M, ...]`, for `chosen` `[E / M]`."""
+    groups = len(chosen)
+    x = x.reshape(len(x), groups, -1, *x.shape[2:])
+    index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
+    return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")[:, :, 0]

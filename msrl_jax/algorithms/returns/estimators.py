@@ -77,15 +77,10 @@ def lambda_return(
 
 
 class VTrace(NamedTuple):
-    """Targets and advantages of a trajectory.
+    """Targets and advantages of a trajectory."""
 
-    Attributes:
-      target: targets of the value function, `v_s` in the paper. shape=(T, ...)
-      advantage: advantages for the policy gradient, multiplied by their importance weights. shape=(T, ...)
-    """
-
-    target: jax.Array
-    advantage: jax.Array
+    target: jax.Array  # of the value function, `v_s` in the paper, [T, ...]
+    advantage: jax.Array  # for the policy gradient, multiplied by their importance weights, [T, ...]
 
 
 def vtrace(

@@ -16,20 +16,13 @@ class ValueScale(NamedTuple):
 
     An update moves them by less than the precision of float32, so the rests keep what was rounded off; see
     `RunningStatistics`.
-
-    Attributes:
-      mean: the mean of the targets; 0 before the first.
-      variance: the variance of the targets; 0 before the first.
-      weight: sum of the weights, which corrects the bias of the start.
-      mean_rest: the part of the mean that `mean` does not hold.
-      variance_rest: the part of the variance that `variance` does not hold.
     """
 
-    mean: jax.Array
-    variance: jax.Array
-    weight: jax.Array
-    mean_rest: jax.Array
-    variance_rest: jax.Array
+    mean: jax.Array  # 0 before the first target
+    variance: jax.Array  # 0 before the first target
+    weight: jax.Array  # sum of the weights, which corrects the bias of the start
+    mean_rest: jax.Array  # the part of the mean that `mean` does not hold
+    variance_rest: jax.Array  # the part of the variance that `variance` does not hold
 
     @property
     def deviation(self) -> jax.Array:
@@ -45,15 +38,7 @@ class ValueScale(NamedTuple):
         return value * self.deviation + self.mean
 
     def updated(self, target: jax.Array, counts: jax.Array) -> "ValueScale":
-        """Adds targets.
-
-        Args:
-          target: the targets; those of one network are all, or with statistics `[A]` those of one agent. `[T, E, A]`
-          counts: which of them count; if none do, nothing changes. `[T, E, A]` bool
-
-        Returns:
-          The new statistics.
-        """
+        """Adds the targets `[T, E, A]` that count; if none do, nothing changes."""
         axes = None if self.weight.ndim == 0 else (0, 1)
         number = counts.sum(axes)
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.loops.memory import truncated_values
-from msrl_jax.algorithms.loops.trajectory import next_values, split_keys
+from msrl_jax.algorithms.agent import split_keys
+from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
+from msrl_jax.algorithms.networks.recurrent import truncated_values
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 

@@ -1,10 +1,13 @@
 """Losses against float64 NumPy, and their gradients where clipping must stop them."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.losses import (
     approximate_kl,
     clipped_surrogate_loss,
@@ -95,17 +98,13 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
 
     as_float32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     loss, stats = ppo_loss(
+        PPO(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3),
         Categorical(as_float32(logits)),
         as_float32(value),
-        action=jnp.asarray(action),
-        log_prob=as_float32(log_prob),
+        SimpleNamespace(action=jnp.asarray(action), log_prob=as_float32(log_prob), present=None),
         advantage=as_float32(advantage),
         old_value=as_float32(old_value),
         target=as_float32(target),
-        clip_ratio=0.2,
-        clip_value=clip_value,
-        value_coef=0.7,
-        entropy_coef=0.3,
     )
     np.testing.assert_allclose(loss, policy_loss + 0.7 * errors.mean() - 0.3 * entropy, rtol=1e-5)
     np.testing.assert_allclose(stats["clip_fraction"], outside.mean(), rtol=1e-6)

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.losses.q_learning import (
-    categorical_loss,
-    categorical_projection,
-    greedy_target,
-    quantile_huber_loss,
-)
+from msrl_jax.algorithms.dqn import categorical_loss, categorical_projection, quantile_huber_loss
+from msrl_jax.algorithms.networks.q_network import greedy_target
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
 
 project = jax.jit(lambda p, r, d: categorical_projection(p, r, d, V_MIN, V_MAX))
