@@ -1,6 +1,5 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
-from msrl_jax.experiment.arguments import make_experiment as make_experiment
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick

@@ -18,17 +18,10 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.pbt import GivenPBT, read
-from msrl_jax.experiment.spec import Experiment, Settings, check_guard, difference
+from msrl_jax.experiment.spec import Experiment, Settings, check_settings, difference
 from msrl_jax.experiment.store import Saved
 from msrl_jax.fragments.placement import DistributionPolicy
-
-_DEFAULTS = {
-    "algo": "ppo", "env": "CartPole-v1", "total_steps": 500_000, "seed": 0, "seeds": 1, "env_params": None, "pbt": None,
-    "guard": "halt",
-}  # fmt: skip
-"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
 
 
 def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
@@ -51,38 +44,24 @@ def make_experiment(
     guard: str = "halt",
     overrides: Mapping[str, Any] | None = None,
 ) -> Experiment:
-    """Looks everything up, checks it, and builds the agent of one member.
+    """Looks everything up, checks it, and builds the agent of one member; raises ValueError on an unknown name or a bad value.
 
-    Args:
-      algo: name of an algorithm, its config, or the class of its config.
-      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
-      total_steps: steps of each member.
-      seed: the first seed.
-      seeds: the number of members of each setting.
-      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
-      pbt: how the population is trained; None if its members are independent.
-      guard: what happens on nan and infinities.
-      overrides: fields of the config to replace; those that are tunable may have a sequence of values.
-
-    Returns:
-      The experiment.
-
-    Raises:
-      ValueError: on an unknown name or field, or an invalid value.
+    The arguments are those of `train`; `overrides` are fields of the config to replace, of which the tunable ones may have
+    a sequence of values.
     """
-    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
-    pbt = None if pbt is None else read(pbt)
-    if pbt is not None and seeds > 1:
-        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
-    seed = check_seed(seed, seeds if pbt is None else pbt.members)
+    pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
     if pbt is not None:
+        if seeds > 1:
+            raise ValueError(
+                f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"
+            )
         pbt.check(base, overrides)
-        overrides = pbt.initial(seed) | overrides
+        overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
     overrides, settings = _split(base, overrides, seeds)
     experiment = Experiment(
         algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
-        seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
+        seeds=seeds, settings=settings, pbt=pbt, guard=guard,  # type: ignore[arg-type]
     )  # fmt: skip
     _ = experiment.behavior if pbt is None else experiment.agent
     return experiment
@@ -104,21 +83,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
                 f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
         several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
-    if not several:
-        return dict(overrides), {}
-    lengths = {name: len(values) for name, values in several.items()}
-    if 0 in lengths.values() or len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(
-            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
-            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
-        )
-    for i in range(next(iter(lengths.values()))):
-        setting = {name: values[i] for name, values in several.items()}
-        try:
-            algorithms.make(base, {**overrides, **setting})
-        except ValueError as error:
-            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
+    check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
     return {**overrides, **{name: values[0] for name, values in several.items()}}, several
 
 
@@ -185,8 +150,7 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | No
         if saved is not None:
             _check_same(saved, experiment)
     elif saved is None:
-        known = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-        experiment = make_experiment(**known, overrides=overrides)
+        experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
     else:
         experiment = _resumed(saved, given, overrides)
     if experiment.pbt is not None and chunk is not None:
@@ -202,11 +166,7 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | No
 
 
 def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
-    """The experiment of a run that goes on: its length and its guard may be others.
-
-    `given` are arguments of `make_experiment`, None where they are not given, and `overrides` fields of the config. Raises
-    RunFolderError if something that decides what the run computes differs.
-    """
+    """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
     own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None

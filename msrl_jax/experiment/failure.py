@@ -16,20 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import writing
 from msrl_jax._compat import aval
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment.folder import to_json
+from msrl_jax.experiment.folder import replacing, to_json
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.graph.trace import trace
 from msrl_jax.fragments.plan.origin import Origin, evaluate_again, find_fragment
 
-FILE = "non_finite.npz"
-"""Name of the file in the folder of a run."""
-
+FILE = "non_finite.npz"  # in the folder of a run
 _ABOUT, _OPERAND = "about", "operand_"
+_REWARDS, _OBSERVATIONS = {"reward", "episode_return"}, {"obs", "final_obs"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +84,6 @@ class Failure:
         )
 
 
-_REWARDS, _OBSERVATIONS = {"reward", "episode_return"}, {"obs", "final_obs"}
-
-
 def _fields(path: str) -> set[str]:
     """The names in a pytree path."""
     return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
@@ -106,14 +101,11 @@ def save(path: Path, failure: Failure, description: Mapping[str, Any], record: i
     """Writes a failure for `replay_step`."""
     origin = failure.origin
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
-    fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}
+    fields = {name: x for name, x in vars(origin).items() if name != "operands"}
     about = {"run": description, "record": record, "iteration": failure.iteration, "origin": fields, "operands": kinds}
     entries = {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)} | {_ABOUT: np.array(json.dumps(to_json(about)))}
-    beside = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        with beside.open("wb") as file:
-            np.savez(file, allow_pickle=False, **entries)
-        os.replace(beside, path)
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **entries)
     return path
 
 

@@ -84,16 +84,19 @@ def to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a JSON file beside `path` and renames it, so that a reader sees either the whole file or none."""
-    _replace(path, json.dumps(to_json(value), indent=indent) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
-        partial.write_text(text, newline="")
+        yield partial
         os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a JSON file."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(to_json(value), indent=indent) + "\n", newline="")
 
 
 def check_free(path: Path) -> None:
@@ -166,15 +169,16 @@ def write_table(path: Path) -> None:
     for row in rows:
         row |= {name: int(row[name]) for name in _COUNTS}
         table.writerow({name: "" if math.isnan(x) else x for name, x in row.items()})
-    _replace(path / TABLE, text.getvalue())
+    with replacing(path / TABLE) as partial:
+        partial.write_text(text.getvalue(), newline="")
 
 
-def rewind_rows(path: Path, count: int) -> list[Row]:
-    """Removes the rows of a killed run that are newer than its checkpoint; gives the others."""
-    rows, file = read_rows(path, count), path / ROWS
+def rewind_rows(path: Path, count: int) -> None:
+    """Removes the rows of a killed run that are newer than its checkpoint."""
+    file = path / ROWS
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    _replace(file, "".join(lines[:count]))
-    return rows
+    with replacing(file) as partial:
+        partial.write_text("".join(lines[:count]), newline="")
 
 
 def read_rows(path: Path, count: int | None = None) -> list[Row]:

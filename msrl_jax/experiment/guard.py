@@ -18,23 +18,15 @@ from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
-from msrl_jax.experiment.nonfinite import Watch, locate
+from msrl_jax.experiment.nonfinite import Watch
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.fragments.program import Delayed
 from msrl_jax.fragments.runtime.memory import array_bytes
 
-KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
-"""The guard copies the state at most this often, and only if it is not larger."""
-
-LOCATE_SECONDS = 300.0
-"""A run goes again for at most about this long to find its first nan."""
-
-MOST_SKIPPED = 100
-"""With `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped."""
-
-MOST_ROLLBACKS = 5
-"""A run goes back at most this often, and diverges after that."""
+KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
+LOCATE_SECONDS = 300.0  # a run goes again for at most about this long to find its first nan
+MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped
+MOST_ROLLBACKS = 5  # a run goes back at most this often, and diverges after that
 
 CAUSES = (
     "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
@@ -44,30 +36,15 @@ CAUSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a run that is not finite.
+    """Something in a run that is not finite."""
 
-    Attributes:
-      metric: the metric that is not finite, or None.
-      leaf: pytree path of the part of the state that is not finite, or None.
-      iteration: the first such iteration as far as known, counted from 1.
-      member: number of the member; None for a run of one seed, or if it is not known.
-      failure: the computation that is to blame, or None.
-      note: why there is no `failure`.
-      replay: the file for `replay_step`, or None.
-    """
-
-    metric: str | None
-    leaf: str | None
-    iteration: int
-    member: int | None
-    failure: Failure | None = None
-    note: str = ""
-    replay: Path | None = None
-
-    @property
-    def path(self) -> str | None:
-        """Pytree path of the result of the fragment, or else of the part of the state."""
-        return self.failure.origin.path if self.failure else self.leaf
+    metric: str | None  # the metric that is not finite
+    leaf: str | None  # pytree path of the part of the state that is not finite
+    iteration: int  # the first such iteration as far as known, counted from 1
+    member: int | None  # None for a run of one seed, or if it is not known
+    failure: Failure | None = None  # the computation that is to blame
+    note: str = ""  # why there is no `failure`
+    replay: Path | None = None  # the file for `replay_step`
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
         """The finding in words; `settings` are those of the members of the run."""
@@ -97,8 +74,9 @@ class DivergedError(FloatingPointError):
         super().__init__(f"{finding.describe(result.settings)}. The history so far is in the error's `result`")
         self.finding, self.result = finding, result
         self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member
-        self.fragment = finding.failure.origin.fragment if finding.failure else None
-        self.path, self.replay = finding.path, finding.replay
+        origin = finding.failure.origin if finding.failure else None
+        self.fragment, self.path = (origin.fragment, origin.path) if origin else (None, finding.leaf)
+        self.replay = finding.replay
 
 
 class Guard:
@@ -166,14 +144,11 @@ class Guard:
         self._keep(run)
 
     def earlier(self, run: Run) -> tuple[Any, int]:
-        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state.
-
-        A checkpoint may hold a nan in its replay buffer that no update has used yet.
-        """
+        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state."""
         for state, iteration in store.saved_states(run.path, run):
             if self._kept is not None and iteration <= self._kept[1]:
                 break
-            if self._watch.is_whole(run.program.unwrap(state)):
+            if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
                 return state, iteration
         return self._kept or (run.experiment.start(run.program), 0)
 
@@ -218,7 +193,7 @@ class Guard:
                 "the cause was not looked for."
             )
         try:
-            found = locate(run.program, run.again, state, iterations, self._watch)
+            found = self._watch.search(run, state, iterations)
         except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
             return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
         if found is None:
@@ -280,18 +255,14 @@ class Divergence:
 
 
 def again(state: Any, number: int, experiment: Experiment) -> Any:
-    """The state with which a run begins again after it went back for the `number`-th time.
+    """The state with which a run begins again after it went back for the `number`-th time: with other keys, and half of the
+    learning rates in which its members differ, halved as often, or once if they evolve."""
 
-    Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
-    """
-    state = fold_keys(state, number)
-    return _slower(state, number, experiment) if experiment.settings else state
+    def slower(part: Any) -> Any:
+        if not isinstance(part, Member):
+            return part
+        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2)
+        rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+        return part._replace(numbers=part.numbers | rates)
 
-
-def _slower(state: Any, number: int, experiment: Experiment) -> Any:
-    if not isinstance(state, Member):
-        field = "state" if isinstance(state, Delayed) else "inner"
-        return state._replace(**{field: _slower(getattr(state, field), number, experiment)})
-    now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (state.numbers, 2)
-    slower = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
-    return state._replace(numbers=state.numbers | slower)
+    return jax.tree.map(slower, fold_keys(state, number), is_leaf=lambda x: isinstance(x, Member))

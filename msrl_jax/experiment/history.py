@@ -6,8 +6,9 @@ and `M` the number of members (seeds) of a run; a run of one seed has no member 
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,23 +43,16 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     return row
 
 
-_EPISODES = 100
-"""How many of the last episodes of each member tell its success during training."""
+_EPISODES = 100  # how many of the last episodes of each member tell its success during training
 
 
 @dataclasses.dataclass(frozen=True)
 class LastEpisodes:
-    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
+    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut."""
 
-    Attributes:
-      iterations: the iterations. `[K]`
-      total: sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
-      count: numbers of episodes.
-    """
-
-    iterations: np.ndarray
-    total: np.ndarray
-    count: np.ndarray
+    iterations: np.ndarray  # `[K]`
+    total: np.ndarray  # sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+    count: np.ndarray  # numbers of episodes
 
     def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
         """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
@@ -109,10 +103,8 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column, `[C]` or `[C, M]`, over the last part of the run, at least one chunk, without nan entries.
-
-    If all are nan, it is the last known value; nan if there is none.
-    """
+    """The mean of a history column, `[C]` or `[C, M]`, over the last part of the run, at least one chunk, without nan entries;
+    the last known value if all are nan."""
     column = np.asarray(column, np.float64)
     tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
@@ -133,9 +125,10 @@ def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
 
 
-def in_words(setting: Mapping[str, float]) -> str:
+def in_words(setting: Mapping[str, Any]) -> str:
     """A setting as text, such as `seed 3, learning_rate=0.001`."""
-    return ", ".join(f"seed {value}" if name == "seed" else f"{name}={value:.6g}" for name, value in setting.items())
+    words = {name: f"{x:.6g}" if isinstance(x, numbers.Real) else repr(x) for name, x in setting.items()}
+    return ", ".join(f"seed {setting[name]}" if name == "seed" else f"{name}={text}" for name, text in words.items())
 
 
 def team_of(column: str, name: str) -> str:

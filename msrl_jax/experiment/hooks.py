@@ -1,6 +1,5 @@
 """Hooks that evaluate a run, record it, and write it to its folder: a run never ends because of its disk."""
 
-import dataclasses
 import math
 import os
 import time
@@ -22,16 +21,11 @@ from msrl_jax.experiment.folder import SaveWarning
 from msrl_jax.experiment.history import Row
 from msrl_jax.experiment.run import Run, chunk_length
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import Saved
+from msrl_jax.experiment.store import Saved, progress_of
 
-AUTOMATIC = 60.0
-"""Seconds between checkpoints if the user gives no interval."""
-
-_SHARE = 0.02
-"""Largest share of the time that training waits for checkpoints at automatic intervals."""
-
-_RING_BYTES = 2**26
-"""Largest size of the recorded steps of a chunk on the devices, if `chunk` is not given."""
+AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
+_SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
+_RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
 
 class Evaluating:
@@ -112,10 +106,8 @@ def recorded(
 
 
 class Rows:
-    """Writes `config.json`, and every row to `metrics.jsonl`, so that a killed run keeps all logged rows.
-
-    If a file cannot be written, the run goes on: the rows are kept, and written with a later one.
-    """
+    """Writes `config.json`, and every row to `metrics.jsonl`, so that a killed run keeps all logged rows. If a file cannot be
+    written, the run goes on: the rows are kept, and written with a later one."""
 
     def __init__(self):
         self._has_config = self._failed = False
@@ -143,42 +135,30 @@ class Rows:
         self.begin(run)
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """The time between checkpoints: steps of the run, or seconds; automatic if both are None."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def interval(every: Any) -> Interval:
-    """Reads the time between checkpoints: a whole number of steps, a duration such as `"10m"`, or None for automatic ones."""
+def interval(every: Any) -> tuple[int | None, float | None]:
+    """Reads the time between checkpoints: whole steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
     if every is None:
-        return Interval()
+        return None, None
     if isinstance(every, str):
         try:
             every = float(every)
         except ValueError:
-            return Interval(seconds=stopping.seconds("checkpoint_every", every))
-    return Interval(steps=whole("checkpoint_every", every))
+            return None, stopping.seconds("checkpoint_every", every)
+    return whole("checkpoint_every", every), None
 
 
 class Checkpoints:
     """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end.
 
     If one fails, it warns, and the run goes on. If several processes run it, process 0 writes the whole state.
-
-    Attributes:
-      error: why the last checkpoint could not be written; None if it is there.
-      every: steps between checkpoints, if steps count.
     """
 
-    def __init__(self, path: Path, every: Interval, keep: int, recording: Recording | None = None):
+    def __init__(self, path: Path, every: tuple[int | None, float | None], keep: int, recording: Recording | None = None):
         """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
-        self._interval, self.every, self._recording = every, every.steps, recording
-        self._saved_at, self._saved_step, self._best = time.monotonic(), 0, -math.inf
-        self.error: OSError | None = None
+        self.every, self._seconds = every
+        self._recording, self._saved_at, self._saved_step, self._best = recording, time.monotonic(), 0, -math.inf
+        self.error: OSError | None = None  # why the last checkpoint could not be written
 
     def begin(self, run: Run) -> None:
         """Notes where the run goes on; newer checkpoints are damaged or were left behind, and set aside."""
@@ -198,8 +178,7 @@ class Checkpoints:
             return True
         if self.every is not None:
             return run.step // self.every > self._saved_step // self.every
-        wait = self._interval.seconds
-        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if wait is None else wait
+        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if self._seconds is None else self._seconds
         return time.monotonic() - self._saved_at >= wait and not busy
 
     def _is_best(self, run: Run) -> bool:
@@ -216,18 +195,8 @@ class Checkpoints:
         state, registers = processes.to_hosts((state, run.registers))
         if self._writer is None:
             return
-        progress = {
-            "settings": run.experiment.fingerprint(run.deployment["rollbacks"]),
-            "rows": len(run.rows),
-            "last_episodes": dataclasses.asdict(run.last_episodes),
-            "rollbacks": len(run.deployment["rollbacks"]),
-            "evaluation": run.evaluation,
-            "registers": run.program.registers,
-            "recorded": None if self._recording is None else self._recording.writer.progress,
-            "wall_seconds": time.perf_counter() - run.started,
-            "compile_seconds": run.compile_seconds,
-            **run.seconds,
-        }
+        recorded = None if self._recording is None else self._recording.writer.progress
+        progress = progress_of(run.description, len(run.rows), run.evaluation, run.times, run.last_episodes, recorded)
         found = score(run)
         try:
             self._writer.save(run.iteration, state, registers, progress, found)

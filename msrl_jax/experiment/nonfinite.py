@@ -7,6 +7,7 @@ out as an observation, a reward, a loss or a parameter.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 from msrl_jax.experiment.history import first_non_finite
+from msrl_jax.experiment.run import Run
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.plan.origin import Origin, find_origin
@@ -26,13 +28,8 @@ from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import FifoState, ReplayState
 
-_ALWAYS = (".params", ".obs")
-"""Paths of the parts of a state that are watched even if they are not finite at the start."""
-
+_ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they are not finite at the start
 _WRAPPERS = EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
-
-Again = Callable[[Any, int], tuple[Any, Any]]
-"""`(state, iterations) -> (state, metrics)`; the given state stays valid."""
 
 
 def _is_buffer(x: Any) -> bool:
@@ -53,19 +50,13 @@ def _of_env(env_state: Any) -> Any:
 def _selected(agent: Agent, state: Any, *, buffers: bool) -> list[int]:
     """The positions of the leaves of a run's state that are watched; only floats are."""
     chosen = jax.tree.map(lambda x: _all(x, buffers or not _is_buffer(x)), state, is_leaf=_is_buffer)
-    own, of_own = innermost(state), innermost(chosen)
+    own = innermost(state)
+    others = {name: _all(getattr(own, name), False) for name in agent.data}
     if hasattr(own, "env_state"):
-        of_own = of_own._replace(env_state=_of_env(own.env_state))
-    chosen = with_innermost(chosen, of_own._replace(**{name: _all(getattr(own, name), False) for name in agent.data}))
+        others["env_state"] = _of_env(own.env_state)
+    chosen = with_innermost(chosen, innermost(chosen)._replace(**others))
     pairs = zip(jax.tree.leaves(chosen), jax.tree.leaves(state), strict=True)
     return [i for i, (on, x) in enumerate(pairs) if on and jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def _path_in_state(path: Any) -> str:
-    """A pytree path in the algorithm's own state, such as `.obs`."""
-    while path and getattr(path[0], "name", None) == "inner":
-        path = path[1:]
-    return jax.tree_util.keystr(path)
 
 
 @functools.lru_cache(maxsize=16)
@@ -103,82 +94,69 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
 
 
 class Watch:
-    """The watched leaves of the states of a run, as those of a first state, which counts as good.
-
-    Attributes:
-      paths: pytree paths of all leaves.
-      everything: positions of the watched leaves and of the floats in replay buffers.
-    """
+    """The watched leaves of the states of a run, as those of a first state, which counts as good."""
 
     def __init__(self, agent: Agent, state: Any):
         leaves = jax.tree.leaves_with_path(state)
-        self.paths = [_path_in_state(path) for path, _ in leaves]
+        # Pytree paths of all leaves, in the algorithm's own state: such as `.obs`.
+        self.paths = [re.sub(r"^(\.inner\b)+", "", jax.tree_util.keystr(path)) for path, _ in leaves]
         everything = _selected(agent, state, buffers=True)
         odd = {i for i in non_finite([x for _, x in leaves], everything) if not self.paths[i].startswith(_ALWAYS)}
         self._chosen = [i for i in _selected(agent, state, buffers=False) if i not in odd]
-        self.everything = [i for i in everything if i not in odd]
+        self._everything = [i for i in everything if i not in odd]  # with the floats in replay buffers
 
     def bad(self, state: Any) -> list[str]:
         """The pytree paths of the watched leaves of a state that are not finite."""
         return [self.paths[i] for i in non_finite(jax.tree.leaves(state), self._chosen)]
 
-    def is_whole(self, state: Any, also: Sequence[int] = ()) -> bool:
-        """Whether the watched leaves, replay buffers and the leaves at further positions are finite."""
-        return not non_finite(jax.tree.leaves(state), [*self.everything, *also])
+    def is_whole(self, state: Any) -> bool:
+        """Whether the watched leaves and replay buffers are finite."""
+        return not non_finite(jax.tree.leaves(state), self._everything)
 
+    def search(self, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
+        """Finds the first iteration of a run that is not finite, and where its nan or infinity comes from.
 
-def locate(program: Program, again: Again, state: Any, iterations: int, watch: Watch) -> tuple[int, Origin | int | None] | None:
-    """Finds the first iteration of a run that is not finite, and where its nan or infinity comes from.
+        A run is deterministic, so it goes again from a finite state, `iterations` before one that is not: they are halved until
+        one is left, which is then evaluated outside of the compiled programs, equation by equation.
 
-    A run is deterministic, so it goes again from a finite state, `iterations` before one that is not: they are halved until one
-    is left, which is then evaluated outside of the compiled programs, equation by equation.
+        Gives the number of finite iterations before that one; and the origin, or the position of a leaf of the state, or of a
+        register behind them, that is not finite itself, or None if the iteration is finite outside of the compiled programs.
+        None in place of both if the iterations are finite this time.
+        """
+        leaves = jax.tree.leaves(run.program.unwrap(state))
+        while (good := self._last_good(run, state, iterations)) is not None:
+            origin = self._origin(run.program, good[0])
+            if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
+                return good[1], origin
+            # A part of the state that is not watched, such as the environment's own, is to blame: look for its first nan.
+            self._everything.append(origin)
+        return None
 
-    Returns:
-      The number of finite iterations before that one; and the origin, or the position of a leaf of the state, or of a register
-      behind them, that is not finite itself, or None if the iteration is finite outside of the compiled programs. None in
-      place of both if the iterations are finite this time.
-    """
-    also: list[int] = []
-    while True:
-        found = _last_good(program, again, state, iterations, watch, also)
-        if found is None:
-            return None
-        origin = _origin(program, found[0], watch, also)
-        # A part of the state that is not watched, such as the environment's own, is to blame: look for its first nan.
-        leaves = jax.tree.leaves(program.unwrap(state))
-        if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
-            return found[1], origin
-        also.append(origin)
+    def _last_good(self, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
+        """A finite state after which one iteration gives something that is not finite, and the iterations up to it."""
+        low, high, certain = 0, iterations, False
+        while high - low > 1 or not certain:
+            middle = (low + high) // 2 if certain else high
+            after, metrics = run.again(state, middle - low)
+            if first_non_finite(metrics) or not self.is_whole(run.program.unwrap(after)):
+                high, certain = middle, True
+            elif middle == iterations:
+                return None
+            else:
+                state, low = after, middle
+        return state, low
 
-
-def _last_good(
-    program: Program, again: Again, state: Any, iterations: int, watch: Watch, also: Sequence[int]
-) -> tuple[Any, int] | None:
-    """A finite state after which one iteration gives something that is not finite, and the number of iterations up to it."""
-    low, high, certain = 0, iterations, False
-    while high - low > 1 or not certain:
-        middle = (low + high) // 2 if certain else high
-        after, metrics = again(state, middle - low)
-        if first_non_finite(metrics) or not watch.is_whole(program.unwrap(after), also):
-            high, certain = middle, True
-        elif middle == iterations:
-            return None
-        else:
-            state, low = after, middle
-    return state, low
-
-
-def _origin(program: Program, state: Any, watch: Watch, also: Sequence[int]) -> Origin | int | None:
-    """The origin in the iteration after a state: of the equations as the policy connects them, delays included."""
-    count = len(program.traced.jaxpr.in_avals)
-    labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
-    graph = build(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
-    if program.layout.staleness:
-        delay(graph, program.layout.staleness, program.layout)
-    region, device = graph.region, program.devices[0]
-    registers = state.registers if isinstance(state, Delayed) else ()
-    values = jax.device_put([*jax.tree.leaves(program.unwrap(state)), *registers], device)
-    # One after another: JAX sorts the keys of a dict, and variables have no order.
-    env = dict(zip(region.carry, values, strict=True)) | {v: jax.device_put(x, device) for v, x in graph.constants.items()}
-    wanted = [*(region.next_carry[i] for i in (*watch.everything, *also)), *region.results]
-    return find_origin([node.eqn for node in region.nodes], env, wanted)
+    def _origin(self, program: Program, state: Any) -> Origin | int | None:
+        """The origin in the iteration after a state: of the equations as the policy connects them, delays included."""
+        count = len(program.traced.jaxpr.in_avals)
+        labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
+        graph = build(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
+        if program.layout.staleness:
+            delay(graph, program.layout.staleness, program.layout)
+        region, device = graph.region, program.devices[0]
+        registers = state.registers if isinstance(state, Delayed) else ()
+        values = jax.device_put([*jax.tree.leaves(program.unwrap(state)), *registers], device)
+        # One after another: JAX sorts the keys of a dict, and variables have no order.
+        env = dict(zip(region.carry, values, strict=True)) | {v: jax.device_put(x, device) for v, x in graph.constants.items()}
+        wanted = [*(region.next_carry[i] for i in self._everything), *region.results]
+        return find_origin([node.eqn for node in region.nodes], env, wanted)

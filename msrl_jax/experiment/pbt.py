@@ -28,19 +28,12 @@ from msrl_jax.experiment.history import in_words
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 
-PARENT = "pbt/parent"
-"""The metric that tells whom each member copied at the last exploit; its own number if nobody."""
+PARENT = "pbt/parent"  # the metric that tells whom each member copied at the last exploit; its own number if nobody
+FACTORS = 0.8, 1.2  # what perturbation multiplies a number by
 
-FACTORS = 0.8, 1.2
-"""What perturbation multiplies a number by."""
-
-_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
-"""The type of a hyper-parameter."""
-
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)  # the type of a hyper-parameter
 _WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resample")}
-
-_INITIAL, _MEMBER = 1711_09846, 0x9B7
-"""Keep the draws of the initial values, and of the members, apart from other uses of the seed."""
+_INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,28 +207,18 @@ def _at_quantiles(distribution: Distribution, quantiles: np.ndarray) -> np.ndarr
 
 
 class Standing(NamedTuple):
-    """How the members stand.
+    """How the members stand."""
 
-    Attributes:
-      score_sum: sum of the scores since a member was last compared. shape=(M,), dtype=float32
-      num_scores: number of these scores. shape=(M,), dtype=float32
-      since: iterations since the last exploit, shape=(), dtype=int32
-      parent: the member that each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
-      key: a typed key of each member, for both steps. shape=(M,)
-    """
-
-    score_sum: jax.Array
-    num_scores: jax.Array
-    since: jax.Array
-    parent: jax.Array
-    key: jax.Array
+    score_sum: jax.Array  # sum of the scores since a member was last compared. shape=(M,), dtype=float32
+    num_scores: jax.Array  # number of these scores. shape=(M,), dtype=float32
+    since: jax.Array  # iterations since the last exploit. shape=(), dtype=int32
+    parent: jax.Array  # whom each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
+    key: jax.Array  # a typed key of each member, for both steps. shape=(M,)
 
 
 def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> jax.Array:
-    """Chooses whom each member copies, itself unless the other one is better, by scores, of which more is better.
-
-    Members that are not `ready` take no part. All arrays are `[M]`; `keys` are typed, the result is int32.
-    """
+    """Whom each member copies, int32 `[M]`: itself, unless the other one has a higher score; those that are not `ready` take no
+    part."""
     order = jnp.arange(pbt.members)
     score = jnp.where(ready, score, -jnp.inf)
     tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
@@ -282,14 +265,9 @@ def _resampled(pbt: PBT, name: str, value: jax.Array, key: jax.Array) -> jax.Arr
 
 
 class Evolving(NamedTuple):
-    """The state of a population that is trained.
+    """The state of a population that is trained."""
 
-    Attributes:
-      inner: the state of the members.
-      standing: how they stand.
-    """
-
-    inner: Member
+    inner: Member  # the state of the members
     standing: Standing
 
 
@@ -306,7 +284,7 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
     The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
     compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
     statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
-    decision only. Metrics tell the lineage, `pbt/parent`, and the values in effect, `pbt/FIELD`. `[M]`
+    decision only.
     """
     if not agent.ranked:
         raise ValueError(

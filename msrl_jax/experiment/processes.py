@@ -17,8 +17,7 @@ from msrl_jax.fragments.runtime.transfer import read
 
 Tree = TypeVar("Tree")
 
-HEARTBEAT = 15
-"""Seconds without a sign of life after which a process counts as dead."""
+HEARTBEAT = 15  # seconds without a sign of life after which a process counts as dead
 
 _LOST = re.compile(r"gloo|nccl|rccl|coordination|heartbeat|connection (reset|closed|refused)|distributed service", re.I)
 _TEXT = 64

@@ -16,9 +16,8 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
-from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import map_members
-from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
+from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.experiment.history import in_words, last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status

@@ -30,15 +30,11 @@ def seconds(name: str, value: Any) -> float:
 
 
 class StopRequests:
-    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason.
-
-    Attributes:
-      deadline: time of `now` at which the run has to be over; None if there is none.
-      signal: the name of the signal that came, if one did.
-    """
+    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason."""
 
     def __init__(self, deadline: float | None = None):
-        self.deadline, self.signal = deadline, ""
+        self.deadline = deadline  # time of `now` at which the run has to be over
+        self.signal = ""  # the name of the signal that came, if one did
 
     def reason(self, next_seconds: float) -> str:
         """Why the run has to stop now."""

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -25,25 +27,19 @@ from msrl_jax.experiment.run import TIMINGS
 from msrl_jax.experiment.spec import Experiment, fingerprint
 from msrl_jax.fragments.program import Delayed, Program
 
-Result: TypeAlias = Any
-"""A `msrl_jax.Result`, whose methods call this module."""
+Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
-FORMAT = 2
-"""The version of the format of run folders, which `config.json` has."""
+FORMAT = 2  # the version of the format of run folders, which `config.json` has
+_TRIES = 10  # how often a checkpoint is read that a running process deletes at the same time
 
-_TRIES = 10
-"""How often a checkpoint is read that a running process deletes at the same time."""
-
-_FIELDS: dict[str, tuple[Any, str]] = {
-    "algorithm": (str, "text"), "env": (str, "text"), "env_spec": (str | None, "text or null"), "class": (str, "text"),
-    "env_object": (str | None, "text or null"), "env_params": (dict | str | None, "an object, text or null"),
-    "policy": (str, "text"), "seed": (int, "an integer"), "seeds": (int, "an integer"), "total_steps": (int, "an integer"),
-    "config": (dict, "an object"), "settings": (dict | None, "an object or null"), "pbt": (dict | None, "an object or null"),
-    "guard": (str, "text"), "rollbacks": (list, "a list"), "resumed": (list, "a list"), "record": (str | None, "text or null"),
-    "eval_episodes": (int, "an integer"), "eval_every": (int | None, "an integer or null"),
-    "chunk": (int | None, "an integer or null"),
+_KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
+_FIELDS = {
+    "text": ("algorithm", "env", "class", "policy", "guard"), "text or null": ("env_spec", "env_object", "record"),
+    "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
+    "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
+    "a list": ("rollbacks", "resumed"),
 }  # fmt: skip
-"""What `config.json` of every run has: types, also in words."""
+"""What `config.json` of every run has, by types in words."""
 
 
 class ResumeWarning(UserWarning):
@@ -52,17 +48,11 @@ class ResumeWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A run in a folder.
-
-    Attributes:
-      path: the folder.
-      description: the content of `config.json`.
-      checkpoint: the newest checkpoint that is whole; None if the run was killed before its first one.
-    """
+    """A run in a folder."""
 
     path: Path
-    description: dict[str, Any]
-    checkpoint: Checkpoint | None
+    description: dict[str, Any]  # the content of `config.json`
+    checkpoint: Checkpoint | None  # the newest one that is whole; None if the run was killed before its first one
 
     @property
     def iteration(self) -> int:
@@ -94,10 +84,14 @@ def read_description(path: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
         )
-    content = folder.read_json(file, *_FIELDS)
-    for name, (kind, words) in _FIELDS.items():
-        if not isinstance(value := content[name], kind) or (kind is int and isinstance(value, bool)):
-            raise RunFolderError(f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run")
+    content = folder.read_json(file, *itertools.chain(*_FIELDS.values()))
+    for words, names in _FIELDS.items():
+        kinds = tuple(_KINDS[word] for word in re.split(", | or ", words))
+        for name in names:
+            if isinstance(value := content[name], bool) or not isinstance(value, kinds):
+                raise RunFolderError(
+                    f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run"
+                )
     return content
 
 
@@ -143,8 +137,8 @@ def open_run(path: Path) -> Saved:
 
 def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
     """Raises RunFolderError if `config.json` is not what the run was saved with."""
-    written, rollbacks = saved.progress.get("settings"), description["rollbacks"]
-    if written != fingerprint(description, rollbacks) and saved.progress.get("rollbacks") == len(rollbacks):
+    same = saved.progress.get("settings") == fingerprint(description)
+    if not same and saved.progress.get("rollbacks") == len(description["rollbacks"]):
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
@@ -232,6 +226,18 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     )
 
 
+def progress_of(
+    description: Mapping[str, Any], rows: int, evaluation: Evaluation | None, times: Mapping[str, float],
+    last_episodes: LastEpisodes = NO_EPISODES, recorded: Mapping[str, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The host's part of a run's state, as a checkpoint holds it."""
+    return {
+        "settings": fingerprint(description), "rollbacks": len(description["rollbacks"]), "rows": rows,
+        "registers": description["registers"], "last_episodes": dataclasses.asdict(last_episodes), "recorded": recorded,
+        "evaluation": evaluation, **times,
+    }  # fmt: skip
+
+
 # --- results as folders
 
 
@@ -245,14 +251,9 @@ def save(result: Result, path: Path) -> Path:
     folder.write_json(partial / folder.CONFIG, result.description)
     count = len(result.history.get("step", ()))
     folder.append_rows(partial, [{name: column[i] for name, column in result.history.items()} for i in range(count)])
-    rollbacks = result.description["rollbacks"]
-    progress = {
-        "settings": fingerprint(result.description, rollbacks), "rollbacks": len(rollbacks),
-        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "recorded": None,
-        "registers": result.description["registers"],
-        "wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds,
-        **{name: result.timings.get(name, 0.0) for name in TIMINGS},
-    }  # fmt: skip
+    timings = {name: result.timings.get(name, 0.0) for name in TIMINGS}
+    times = {"wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds, **timings}
+    progress = progress_of(result.description, count, result.evaluation, times)
     writer = checkpoint.CheckpointWriter(partial, keep=1)
     try:
         iteration = int(result.history["iteration"][-1]) if count else 0
@@ -308,10 +309,8 @@ def _not_needed(what: str) -> Iterator[None]:
 def load(
     path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
-    """Reads a run from its folder, to which another process may be writing; see `Result.load`.
-
-    Returns the fields of the result; its state is on one device, without recorded steps and data.
-    """
+    """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
+    `Result.load`."""
     description = read_description(path)
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=f"the run in {path}")
     saved, state, registers = _load_agent(path, which, experiment)

@@ -12,12 +12,9 @@ from msrl_jax.experiment.pbt import PARENT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Result: TypeAlias = Any
-"""A `msrl_jax.Result`, whose methods call this module."""
+Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
-MOST_LINES = 10
-"""With more settings than this, a figure shows the mean over all of them."""
-
+MOST_LINES = 10  # with more settings than this, a figure shows the mean over all of them
 _PREFIX = "pbt/"
 
 

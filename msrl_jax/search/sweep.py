@@ -13,7 +13,7 @@ from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping
 from msrl_jax.experiment.arguments import resolve_policy
-from msrl_jax.experiment.progress import Progress, choose_display
+from msrl_jax.experiment.callbacks import Progress, choose_display
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from msrl_jax.experiment.hooks import AUTOMATIC, Interval, interval
+from msrl_jax.experiment.hooks import AUTOMATIC, interval
 from msrl_jax.experiment.run import Pace, chunk_length
 from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests, seconds
 
@@ -78,8 +78,8 @@ def test_what_is_no_duration_is_refused(value):
 
 
 def test_intervals():
-    assert interval(None) == Interval() and interval("10m") == Interval(seconds=600)
-    assert interval(5000) == interval("5000") == interval("5e3") == interval(5e3) == Interval(steps=5000)
+    assert interval(None) == (None, None) and interval("10m") == (None, 600)
+    assert interval(5000) == interval("5000") == interval("5e3") == interval(5e3) == (5000, None)
     for wrong in (0, -1, 2.5, "2.5", "ten", True):
         with pytest.raises(ValueError, match=r"checkpoint_every="):
             interval(wrong)
