@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,10 @@ def make_experiment(
 def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
     """Separates the fields that have several values from the others, which get the values of the first setting."""
     kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
-    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
+    overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
-        values = _values(value)
-        if values is None or name not in fields or _holds_sequences(fields[name]):
+        if not isinstance(value, list | tuple | range) or name not in fields or _holds_sequences(fields[name]):
             continue
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(kind)) or "none of its fields"
@@ -82,20 +81,14 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
                 f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
-        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
+        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
     check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
     return {**overrides, **{name: values[0] for name, values in several.items()}}, several
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
-
-
-def _values(value: Any) -> Sequence[Any] | None:
-    """The values of a field that has several."""
-    if isinstance(value, list | tuple | range):
-        return value
-    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
+def _plain(value: Any) -> Any:
+    """Arrays as Python numbers and lists."""
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
 def _holds_sequences(field: dataclasses.Field) -> bool:
@@ -104,7 +97,7 @@ def _holds_sequences(field: dataclasses.Field) -> bool:
 
 
 def _number(kind: type, name: str, i: int, value: Any) -> float:
-    value, where = value.item() if _is_scalar(value) else value, f"{kind.__name__}.{name}[{i}]"
+    value, where = _plain(value), f"{kind.__name__}.{name}[{i}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
         raise ValueError(f"{where}={value!r}: use a number for each member")
     number: Any = value

@@ -138,16 +138,14 @@ class Behavior:
 
     def restore(self, leaves: list[jax.Array]) -> Any:
         """Rebuilds a state from the leaves of `take`; the other leaves are zeros. Call it under `jit`."""
-        kept = iter(leaves)
-        types, tree = jax.tree.flatten(self.state_type)
+
+        def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+
+        kept, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
         pairs = zip(types, self._needed, strict=True)
-        return jax.tree.unflatten(tree, [next(kept) if needed else _zeros(t) for t, needed in pairs])
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
-    return jnp.zeros(leaf.shape, leaf.dtype)
+        return jax.tree.unflatten(tree, [next(kept) if needed else zeros(t) for t, needed in pairs])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs.base import release
-from msrl_jax.experiment import failure, folder, processes, store
+from msrl_jax.experiment import folder, nonfinite, processes, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
-from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
-from msrl_jax.experiment.nonfinite import Watch
+from msrl_jax.experiment.nonfinite import Failure, Watch
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.memory import array_bytes
@@ -167,9 +166,9 @@ class Guard:
         finding = dataclasses.replace(finding, iteration=begin, failure=blamed, member=blamed.member)
         if blamed.origin.fragment is None:
             return finding
-        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / failure.FILE
+        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / nonfinite.FILE
         try:
-            saved = failure.save(path, blamed, run.description, run.experiment.recorded_steps)
+            saved = nonfinite.save(path, blamed, run.description, run.experiment.recorded_steps)
         except OSError as error:
             return dataclasses.replace(finding, note=f"The step could not be written: {error}")
         return dataclasses.replace(finding, replay=saved)

@@ -32,15 +32,19 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     for name, value in metrics.items():
         if finite and name == SKIPPED:
             row[name] = _as_cell(np.sum(np.asarray(value, np.float64), axis=0))
-            continue
-        if finite and not isinstance(value, Mean):
-            value = Mean(value, np.ones_like(value))
-        if isinstance(value, Mean):
-            fine = np.isfinite(value.total) if finite else True
-            row[name] = Mean(np.where(fine, value.total, 0.0), np.where(fine, value.count, 0.0)).mean(axis=0)
+        elif finite or isinstance(value, Mean):
+            row[name] = _sums(value, finite).mean(axis=0)
         else:
             row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
     return row
+
+
+def _sums(value: np.ndarray | Mean, finite: bool) -> Mean:
+    """A metric as sums and counts in float64; `finite` leaves out those that are not finite."""
+    given = value if isinstance(value, Mean) else Mean(value, np.ones_like(value))
+    total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
+    fine = np.isfinite(total) if finite else True
+    return Mean(np.where(fine, total, 0.0), np.where(fine, count, 0.0))
 
 
 _EPISODES = 100  # how many of the last episodes of each member tell its success during training
@@ -56,12 +60,10 @@ class LastEpisodes:
 
     def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
         """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
-        given = returns if isinstance(returns, Mean) else Mean(returns, np.ones_like(returns))
-        total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
-        fine = np.isfinite(total) if finite else True
-        iterations = np.append(self.iterations, first + 1 + np.arange(len(total)))
-        total = np.concatenate([self.total.reshape(-1, *total.shape[1:]), np.where(fine, total, 0.0)])
-        count = np.concatenate([self.count.reshape(-1, *count.shape[1:]), np.where(fine, count, 0.0)])
+        new = _sums(returns, finite)
+        iterations = np.append(self.iterations, first + 1 + np.arange(len(new.total)))
+        total = np.concatenate([self.total.reshape(-1, *new.total.shape[1:]), new.total])
+        count = np.concatenate([self.count.reshape(-1, *new.count.shape[1:]), new.count])
         later = np.cumsum(count[::-1], axis=0)[::-1] - count
         needed = (count > 0) & (later < _EPISODES)
         kept = needed.any(axis=tuple(range(1, needed.ndim)))

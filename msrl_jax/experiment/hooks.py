@@ -1,10 +1,16 @@
-"""Hooks that evaluate a run, record it, and write it to its folder: a run never ends because of its disk."""
+"""Hooks that stop a run, evaluate it, record it, and write it to its folder: a run never ends because of its disk."""
 
+import contextlib
 import math
 import os
+import re
+import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic as now
 from typing import Any
 
 import jax
@@ -14,18 +20,83 @@ from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter, at_rest
 from msrl_jax.data.files import check_new
 from msrl_jax.data.spaces import bytes_per_step
-from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment import folder, processes
 from msrl_jax.experiment.checkpoint import CheckpointWriter, complete
 from msrl_jax.experiment.evaluate import make_evaluator
 from msrl_jax.experiment.folder import SaveWarning
 from msrl_jax.experiment.history import Row
-from msrl_jax.experiment.run import Run, chunk_length
+from msrl_jax.experiment.run import Ending, Run, chunk_length
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.store import Saved, progress_of
 
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+TIME_LIMIT = "time limit"
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
 _SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
 _RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
+
+
+def seconds(name: str, value: Any) -> float:
+    """Reads a duration."""
+    found: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value)
+    elif isinstance(value, str) and value and (match := _DURATION.fullmatch(value.strip().lower())) and any(match.groups()):
+        found = sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
+    if found is None or not 0 < found < float("inf"):
+        raise ValueError(f"{name}={value!r}: use seconds, or text such as '90s', '10m' or '5h50m'")
+    return found
+
+
+class StopRequests:
+    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason."""
+
+    def __init__(self, deadline: float | None = None):
+        self.deadline = deadline  # time of `now` at which the run has to be over
+        self.signal = ""  # the name of the signal that came, if one did
+
+    def reason(self, next_seconds: float) -> str:
+        """Why the run has to stop now."""
+        if self.signal:
+            return self.signal
+        late = self.deadline is not None and now() + next_seconds > self.deadline
+        return TIME_LIMIT if late else ""
+
+    def before(self, run: Run) -> Ending | None:
+        """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
+        reasons = processes.gathered(self.reason(run.last_seconds + run.saving_seconds))
+        reason = next(filter(None, reasons), "")
+        return Ending("interrupted", reason) if reason else None
+
+    def on_signal(self, signum: int, frame: Any) -> None:
+        """Notes the first signal. A second one ends the process at once; a second Ctrl-C raises KeyboardInterrupt."""
+        if self.signal and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or signal.Signals(signum).name
+        for other in SIGNALS:  # the default action takes effect even while compiled code runs
+            if other != signal.SIGINT:
+                signal.signal(other, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
+    """Notes signals that ask the process to end; outside of the main thread, which gets no signals, only the time limit."""
+    requests = StopRequests(None if limit is None else now() + limit)
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    for signum in SIGNALS:
+        # A shell's nohup, for example, has the process ignore SIGHUP.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            before[signum] = signal.signal(signum, requests.on_signal)
+    try:
+        yield requests
+    finally:
+        for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 class Evaluating:
@@ -143,7 +214,7 @@ def interval(every: Any) -> tuple[int | None, float | None]:
         try:
             every = float(every)
         except ValueError:
-            return None, stopping.seconds("checkpoint_every", every)
+            return None, seconds("checkpoint_every", every)
     return whole("checkpoint_every", every), None
 
 
@@ -157,7 +228,7 @@ class Checkpoints:
         """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
         self.every, self._seconds = every
-        self._recording, self._saved_at, self._saved_step, self._best = recording, time.monotonic(), 0, -math.inf
+        self._recording, self._saved_at, self._saved_step, self._best = recording, now(), 0, -math.inf
         self.error: OSError | None = None  # why the last checkpoint could not be written
 
     def begin(self, run: Run) -> None:
@@ -179,7 +250,7 @@ class Checkpoints:
         if self.every is not None:
             return run.step // self.every > self._saved_step // self.every
         wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if self._seconds is None else self._seconds
-        return time.monotonic() - self._saved_at >= wait and not busy
+        return now() - self._saved_at >= wait and not busy
 
     def _is_best(self, run: Run) -> bool:
         """Whether an evaluation is the best so far; its agent would be lost, because evaluations seldom fall on checkpoints."""
@@ -189,7 +260,7 @@ class Checkpoints:
 
     def save(self, run: Run) -> None:
         """Starts to write a checkpoint; warns if this one or the one before fails."""
-        start = time.monotonic()
+        start = now()
         self._saved_at, self._saved_step = start, run.step
         state = run.experiment.agent.without_data(at_rest(run.program.unwrap(run.run_state)))
         state, registers = processes.to_hosts((state, run.registers))
@@ -204,7 +275,7 @@ class Checkpoints:
         except OSError as error:
             self.error = error
             warnings.warn(f"the run goes on without a new checkpoint: {error}", SaveWarning, stacklevel=2)
-        run.saving_seconds = time.monotonic() - start
+        run.saving_seconds = now() - start
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk; notes an error."""

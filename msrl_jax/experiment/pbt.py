@@ -167,11 +167,9 @@ def read(given: GivenPBT) -> PBT:
     if isinstance(given, str):
         wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
         values = read_values(given, distributions.CALLS, wrong=wrong)
-        search = {name: x for name, x in values.items() if name not in own}
-        for name, x in search.items():
-            if not isinstance(x, Distribution) and (near := suggestion(name, own)):
-                raise ValueError(f"pbt has no field {name!r}{near}; its fields are {', '.join(own)}")
-        return PBT(search, **{name: x for name, x in values.items() if name in own})
+        others = {name: x for name, x in values.items() if name not in own}
+        search = {name: x for name, x in others.items() if isinstance(x, Distribution) or not suggestion(name, own)}
+        given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={given!r}: give msrl.PBT(search=..., members=..., every=...)")
     for name in given:

@@ -238,13 +238,13 @@ class Experiment:
         return self._plain() | {"data": self._data}
 
     def _plain(self) -> dict[str, Any]:
-        kind = type(self.algorithm)
+        kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
             "algorithm": self.name,
             "class": f"{kind.__module__}:{kind.__qualname__}",
             "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
-            "env_object": None if isinstance(self.env, str) else describe_env(self.env),
+            "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
             "env_params": describe(self.env_params or None),
             "total_steps": self.total_steps,
             "seed": self.seed,
@@ -370,9 +370,3 @@ def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping
             algorithms.make(base, {**(constants or {}), **setting})
         except ValueError as error:
             raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
-
-
-def describe_env(env: Any) -> str | None:
-    """An environment object as text with its parameters, if it has such a text (as dataclasses have)."""
-    text = repr(env.env if isinstance(env, RandomizeParams) else env)
-    return None if " at 0x" in text else text

@@ -1,7 +1,7 @@
 """What a run says of itself: its summary as plain data and as text, and its figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -77,30 +77,18 @@ def describe(result: Result) -> str:
     ]
     what = "members" if fields else "seeds"
     if "episode_return" in result.history:
-        lines.append(f"  training return {_by_team(result, 'episode_return', what)} over the last tenth")
-    if result.evaluation is not None:
-        greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
-        teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
-        lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
-        lines += _best_setting(np.asarray(result.evaluation.mean_return), _members_at_end(result)) if fields else []
+        by_team = {team: result.final(name) for name in result.history if (team := team_of(name, "episode_return"))}
+        lines.append(f"  training return {_returns(result.final('episode_return'), by_team, what)} over the last tenth")
+    if (last := result.evaluation) is not None:
+        mean, by_team = np.asarray(last.mean_return), {team: x.mean(-1) for team, x in last.team_returns.items()}
+        lines.append(f"  greedy return over {last.returns.shape[-1]} episodes {_returns(mean, by_team, what)}")
+        if fields and not np.isnan(mean).all():
+            best = int(np.nanargmax(mean))
+            setting = in_words(_members_at_end(result)[best])
+            lines.append(f"  best: member {best} with {mean[best]:.{decimals(mean, np.ptp(mean))}f} ({setting})")
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
-
-
-def _best_setting(returns: np.ndarray, members: list[dict[str, Any]]) -> list[str]:
-    """The member with the highest return, as a line of text."""
-    if np.isnan(returns).all():
-        return []
-    best = int(np.nanargmax(returns))
-    digits = decimals(returns, np.ptp(returns))
-    return [f"  best: member {best} with {returns[best]:.{digits}f} ({in_words(members[best])})"]
-
-
-def _by_team(result: Result, name: str, what: str) -> str:
-    """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
-    teams = [team for column in result.history if (team := team_of(column, name))]
-    return _spread(result.final(name), what) + _of_teams({team: result.final(f"{name}/{team}") for team in teams}, what)
 
 
 def _parts(result: Result) -> str:
@@ -112,9 +100,10 @@ def _parts(result: Result) -> str:
     return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
 
 
-def _of_teams(returns: Mapping[str, np.ndarray], what: str) -> str:
-    """The returns of teams as text; empty if there are none."""
-    return f" ({', '.join(f'{team} {_spread(x, what)}' for team, x in returns.items())})" if returns else ""
+def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], what: str) -> str:
+    """Returns as text, and those of the teams if there are any."""
+    teams = ", ".join(f"{team} {_spread(x, what)}" for team, x in by_team.items())
+    return _spread(values, what) + (f" ({teams})" if teams else "")
 
 
 def _spread(values: np.ndarray, what: str) -> str:
@@ -127,21 +116,14 @@ def _spread(values: np.ndarray, what: str) -> str:
     return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
 
 
-class Copied(NamedTuple):
-    """A member took over another one, its `parent`, after a number of steps."""
-
-    step: int
-    member: int
-    parent: int
-
-
-def copies(history: Mapping[str, np.ndarray], every: int) -> list[Copied]:
-    """What members copied, in the order of time; an exploit at the very end has no chunk behind it, and is left out."""
+def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
+    """What members copied, in the order of time: the steps until then, the member, and its parent; an exploit at the very end
+    has no chunk behind it, and is left out."""
     found = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
         if iteration and iteration % every == 0:
-            found += [Copied(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
+            found += [(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
     return found
 
 

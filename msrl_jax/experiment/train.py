@@ -16,12 +16,12 @@ from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, processes, stopping, store
+from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook, short_unit
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
-from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded
+from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Pace, Run, finish, loop
@@ -122,7 +122,7 @@ def train(
         hook, and the error's `result` is the result.
     """
     started = time.perf_counter()
-    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
@@ -136,13 +136,13 @@ def train(
     path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling.on_disk())
-        requests = stack.enter_context(stopping.stop_requests(limit))
+        requests = stack.enter_context(stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(opened(path, goes_on))
             kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
             experiment = as_asked(given, overrides, saved, watching["chunk"])
-            if saved is not None and saved.checkpoint is not None and saved.iteration == experiment.iterations:
+            if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, env, env_params)
             if experiment.guard == "rollback" and record is not None:
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
@@ -165,18 +165,12 @@ def train(
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
-        every_hook = (
-            requests,
-            recording,
-            guarding,
-            evaluating,
-            Rows() if path is not None and processes.is_first() else None,
-            *(callback for callback in callbacks if is_hook(callback)),
-            Callbacks([show, *functions]),
-            guarding and Divergence(guarding, saver),
-            saver,
-        )
-        hooks = [hook for hook in every_hook if hook is not None]
+        hooks = [
+            requests, recording, guarding, evaluating, Rows() if path is not None and processes.is_first() else None,
+            *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
+            guarding and Divergence(guarding, saver), saver,
+        ]  # fmt: skip
+        hooks = [hook for hook in hooks if hook is not None]
         deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}
         asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
         if experiment.pbt is not None:
@@ -216,14 +210,9 @@ def train(
 def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | None) -> dict[str, Any]:
     """Where the run runs, as plain data."""
     now = {
-        "format": store.FORMAT,
-        "policy": policy_text(policy),
-        "versions": folder.versions(),
-        "devices": folder.describe_devices(program.devices),
-        "registers": program.registers,
-        "resumed": [],
-        "rollbacks": [],
-    }
+        "format": store.FORMAT, "policy": policy_text(policy), "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],
+    }  # fmt: skip
     if saved is not None:
         was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
         now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
@@ -253,19 +242,11 @@ def _begin(run: Run, saved: Saved | None) -> None:
 def _result(run: Run) -> Result:
     times = run.times
     return Result(
-        experiment=run.experiment,
-        description=run.description,
-        history=stack_rows(run.rows),
-        run_state=processes.to_hosts(run.whole_state()),
-        status=run.ending.status,
-        stop_reason=run.ending.reason,
-        compile_seconds=times["compile_seconds"],
-        wall_seconds=times["wall_seconds"],
-        timings=run.seconds,
-        evaluation=run.evaluation,
-        registers=processes.to_hosts(run.registers),
-        folder=run.path,
-    )
+        experiment=run.experiment, description=run.description, history=stack_rows(run.rows),
+        run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
+        stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
+        timings=run.seconds, evaluation=run.evaluation, folder=run.path,
+    )  # fmt: skip
 
 
 def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Result:

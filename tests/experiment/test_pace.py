@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from msrl_jax.experiment.hooks import AUTOMATIC, interval
+from msrl_jax.experiment.hooks import AUTOMATIC, TIME_LIMIT, StopRequests, interval, seconds
 from msrl_jax.experiment.run import Pace, chunk_length
-from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests, seconds
 
 
 def ticks(pace, each, count, done=0):
@@ -88,7 +87,7 @@ def test_intervals():
 
 def test_the_time_limit_counts_the_next_chunk(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("msrl_jax.experiment.stopping.now", lambda: clock[0])
+    monkeypatch.setattr("msrl_jax.experiment.hooks.now", lambda: clock[0])
     requests = StopRequests(deadline=110.0)
     assert requests.reason(9.0) == "" and requests.reason(10.5) == TIME_LIMIT
     clock[0] = 111.0
