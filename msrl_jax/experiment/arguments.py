@@ -140,14 +140,18 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | No
         for name, value in (given | overrides).items():
             if value is not None and name != "algo":
                 raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
-        if saved is not None:
-            _check_same(saved, experiment)
     elif saved is None:
         experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
     else:
         experiment = _resumed(saved, given, overrides)
-    if experiment.pbt is not None and chunk is not None:
-        experiment.pbt.check_chunk(chunk)
+    if saved is not None and (differs := difference(saved.description, experiment.to_json())):
+        raise _differs(saved, *differs)
+    every = experiment.pbt.every if experiment.pbt else 0
+    if chunk is not None and every % chunk:
+        raise ValueError(
+            f"chunk={chunk} does not divide PBT.every={every}, so a row of the history would mix hyper-parameters from "
+            "before and after an exploit; use a chunk that does, or leave it out"
+        )
     experiment.check_length()
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration
@@ -176,9 +180,7 @@ def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any
     kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
-    experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    _check_same(saved, experiment)
-    return experiment
+    return make_experiment(algo, **(defaults | chosen), overrides=settings)
 
 
 def _is_rounded(given: Any, saved: Any) -> bool:
@@ -186,12 +188,6 @@ def _is_rounded(given: Any, saved: Any) -> bool:
     if not isinstance(given, np.ndarray | np.generic | jax.Array) or not isinstance(saved, float | tuple):
         return False
     return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
-
-
-def _check_same(saved: Saved, experiment: Experiment) -> None:
-    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
-    if differs := difference(saved.description, experiment.to_json()):
-        raise _differs(saved, *differs)
 
 
 def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:

@@ -56,15 +56,11 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
     config: Any = jax.config
     return {
-        "platform": devices[0].platform,
-        "kind": devices[0].device_kind,
-        "count": len(devices),
+        "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
         "processes": len({d.process_index for d in devices}),
-        "matmul_precision": config.jax_default_matmul_precision or "default",
-        "x64": config.jax_enable_x64,
-        "threefry_partitionable": config.jax_threefry_partitionable,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+        "matmul_precision": config.jax_default_matmul_precision or "default", "x64": config.jax_enable_x64,
+        "threefry_partitionable": config.jax_threefry_partitionable, "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }  # fmt: skip
 
 
 def to_json(value: Any) -> Any:

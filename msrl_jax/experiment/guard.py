@@ -15,7 +15,7 @@ import numpy as np
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import folder, nonfinite, processes, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
-from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
+from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
 from msrl_jax.experiment.nonfinite import Failure, Watch
 from msrl_jax.experiment.run import Ending, Run
@@ -102,16 +102,16 @@ class Guard:
         if run.experiment.guard == "skip":
             run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
             return
-        run.finding = self._check(run, run.metrics)
+        run.finding = self._check(run)
         if run.finding is None:
             self._keep(run)
 
-    def _check(self, run: Run, metrics: HostMetrics) -> Finding | None:
+    def _check(self, run: Run) -> Finding | None:
         if self._first_bad:
             return Finding(None, self._first_bad[0], self._begin + 1, None)
-        if found := first_non_finite(metrics):
+        if found := first_non_finite(run.metrics):
             metric, within, member = found
-            return Finding(metric, None, run.iteration - len(jax.tree.leaves(metrics)[0]) + within + 1, member)
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
         bad = self._watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
@@ -162,19 +162,18 @@ class Guard:
         found = self._search(run)
         if isinstance(found, str):
             return dataclasses.replace(finding, note=f"{found} {CAUSES}")
-        blamed, begin = found
-        finding = dataclasses.replace(finding, iteration=begin, failure=blamed, member=blamed.member)
-        if blamed.origin.fragment is None:
+        finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
+        if found.origin.fragment is None:
             return finding
         path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / nonfinite.FILE
         try:
-            saved = nonfinite.save(path, blamed, run.description, run.experiment.recorded_steps)
+            saved = nonfinite.save(path, found, run.description, run.experiment.recorded_steps)
         except OSError as error:
             return dataclasses.replace(finding, note=f"The step could not be written: {error}")
         return dataclasses.replace(finding, replay=saved)
 
-    def _search(self, run: Run) -> tuple[Failure, int] | str:
-        """What is to blame, and its iteration; or why that is not known."""
+    def _search(self, run: Run) -> Failure | str:
+        """What is to blame, or why that is not known."""
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
         state, begin = self.earlier(run)
@@ -203,8 +202,7 @@ class Guard:
         if isinstance(origin, int):
             where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
             return f"Before that iteration, {where} was not finite."
-        number = begin + before + 1
-        return Failure.of(origin, number, run.experiment.has_members, run.experiment.behavior.agent.env), number
+        return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
 
 
 class Divergence:

@@ -130,22 +130,20 @@ class PBT:
                     "that does, or a wider range"
                 )
 
-    def check_chunk(self, chunk: int) -> None:
-        """Raises ValueError unless chunks of so many iterations end at the exploits."""
-        if self.every % chunk:
-            raise ValueError(
-                f"chunk={chunk} does not divide PBT.every={self.every}, so a row of the history would mix hyper-parameters "
-                "from before and after an exploit; use a chunk that does, or leave it out"
-            )
-
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
         """The initial values of all members, `[M]` by field."""
         random = np.random.default_rng([_INITIAL, seed])
         found = {}
         for name in sorted(self.search):
             quantiles = (random.permutation(self.members) + random.random(self.members)) / self.members
-            values = np.asarray(_at_quantiles(self.search[name], quantiles), np.float32)
-            found[name] = tuple(map(float, values))
+            kind, options = self.search[name].kind, np.asarray(self.search[name].numbers)
+            if kind == "choice":
+                values = options[(quantiles * len(options)).astype(int)]
+            else:
+                low, high = np.log(options) if kind == "log_uniform" else options
+                values = low + quantiles * (high - low)
+                values = np.clip(np.exp(values) if kind == "log_uniform" else values, *options)
+            found[name] = tuple(map(float, values.astype(np.float32)))
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -195,15 +193,6 @@ def _distribution(name: str, value: Any) -> Distribution:
     return Distribution(value.kind, options)
 
 
-def _at_quantiles(distribution: Distribution, quantiles: np.ndarray) -> np.ndarray:
-    options = np.asarray(distribution.numbers)
-    if distribution.kind == "choice":
-        return options[(quantiles * len(options)).astype(int)]
-    low, high = np.log(options) if distribution.kind == "log_uniform" else options
-    values = low + quantiles * (high - low)
-    return np.clip(np.exp(values) if distribution.kind == "log_uniform" else values, *options)
-
-
 class Standing(NamedTuple):
     """How the members stand."""
 
@@ -243,23 +232,21 @@ def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
 
 def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[str, jax.Array]:
     """Changes the hyper-parameters of the members, `[M]` float32 by field, within the ranges of the search."""
-    change = _resampled if pbt.explore == "resample" else _perturbed
+
+    def change(distribution: Distribution, value: jax.Array, key: jax.Array) -> jax.Array:
+        options = distribution.numbers
+        if pbt.explore == "resample":
+            which, draw = jax.random.split(key)
+            new = distributions.draw(distribution, draw, _NUMBER, ())
+            return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+        up = jax.random.bernoulli(key)
+        if distribution.kind == "choice":
+            nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
+            return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
+        return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
+
     own = {name: jax.vmap(functools.partial(jax.random.fold_in, data=i))(keys) for i, name in enumerate(sorted(values))}
-    return {name: jax.vmap(functools.partial(change, pbt, name))(value, own[name]) for name, value in values.items()}
-
-
-def _perturbed(pbt: PBT, name: str, value: jax.Array, key: jax.Array) -> jax.Array:
-    up, options = jax.random.bernoulli(key), pbt.search[name].numbers
-    if pbt.search[name].kind == "choice":
-        nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
-        return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
-    return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
-
-
-def _resampled(pbt: PBT, name: str, value: jax.Array, key: jax.Array) -> jax.Array:
-    which, draw = jax.random.split(key)
-    new = distributions.draw(pbt.search[name], draw, _NUMBER, ())
-    return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+    return {name: jax.vmap(functools.partial(change, pbt.search[name]))(x, own[name]) for name, x in values.items()}
 
 
 class Evolving(NamedTuple):

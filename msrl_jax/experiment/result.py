@@ -241,8 +241,7 @@ class Result:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
         agent, last = self.behavior.agent, self.evaluation
         if last is not None:
-            fields = [f.name for f in dataclasses.fields(Evaluation)]
-            last = Evaluation(**{name: jax.tree.map(lambda x: x[rows], getattr(last, name)) for name in fields})
+            last = Evaluation(**jax.tree.map(lambda x: x[rows], vars(last)))
         first = {name: values[0] for name, values in changes.get("settings", {}).items()}
         experiment = self.experiment.replaced(**changes, algorithm=dataclasses.replace(self.config, **first))
         about = experiment.to_json()

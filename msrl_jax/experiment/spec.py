@@ -240,20 +240,13 @@ class Experiment:
     def _plain(self) -> dict[str, Any]:
         kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
-            "algorithm": self.name,
-            "class": f"{kind.__module__}:{kind.__qualname__}",
-            "env": self.env_name,
+            "algorithm": self.name, "class": f"{kind.__module__}:{kind.__qualname__}", "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
-            "env_params": describe(self.env_params or None),
-            "total_steps": self.total_steps,
-            "seed": self.seed,
-            "seeds": self.seeds,
-            "settings": {name: list(values) for name, values in self.settings.items()} or None,
-            "pbt": None if self.pbt is None else self.pbt.to_json(),
-            "guard": self.guard,
-            "config": to_json(self.algorithm),
-        }
+            "env_params": describe(self.env_params or None), "total_steps": self.total_steps, "seed": self.seed,
+            "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
+            "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard, "config": to_json(self.algorithm),
+        }  # fmt: skip
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
@@ -324,17 +317,11 @@ class Experiment:
 
     def about(self) -> dict[str, Any]:
         """A description of the run for its data sets."""
-        return {
-            "env": self.env_name,
-            "observation_space": str(self.environment.observation_space),
-            "action_space": str(self.environment.action_space),
-            **agents_of(self.environment),
-            "made_by": f"training {self.name}",
-            "seed": self.seed,
-            "seeds": self.seeds,
-            **({"settings": self.settings} if self.settings else {}),
-            **({"pbt": self.pbt.to_json()} if self.pbt else {}),
-        }
+        space, actions = (str(x) for x in (self.environment.observation_space, self.environment.action_space))
+        about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(self.environment)}
+        about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
+        about |= {"settings": self.settings} if self.settings else {}
+        return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:

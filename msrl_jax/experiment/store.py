@@ -276,14 +276,15 @@ def finish(result: Result, path: Path) -> None:
 
 def complete(result: Result, path: Path, error: OSError | None) -> Result:
     """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
-    if error is None and not (path / folder.CONFIG).exists():
-        error = FileNotFoundError(f"its {folder.CONFIG} is gone")
-    if error is None:
-        try:
-            finish(result, path)
-            return result
-        except OSError as problem:
-            error = problem
+    try:
+        if error is not None:
+            raise error
+        if not (path / folder.CONFIG).exists():
+            raise FileNotFoundError(f"its {folder.CONFIG} is gone")
+        finish(result, path)
+        return result
+    except OSError as problem:
+        error = problem
     other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
     try:
         result.save(other)
@@ -326,20 +327,13 @@ def load(
     rows: list[Row] = []
     with _not_needed("the history of the run"):
         rows = folder.read_rows(path, progress["rows"])
-    return {
-        "experiment": experiment,
-        "description": description,
-        "history": stack_rows(rows),
-        "run_state": state,
-        "registers": registers,
-        "status": summary.get("status", "unfinished"),
-        "stop_reason": summary.get("stop_reason", ""),
-        "compile_seconds": summary.get("compile_seconds", progress["compile_seconds"]),
-        "wall_seconds": summary.get("wall_seconds", progress["wall_seconds"]),
+    times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
+    return times | {
+        "experiment": experiment, "description": description, "history": stack_rows(rows), "run_state": state,
+        "registers": registers, "status": summary.get("status", "unfinished"), "stop_reason": summary.get("stop_reason", ""),
         "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
-        "evaluation": read_evaluation(progress["evaluation"]),
-        "folder": path,
-    }
+        "evaluation": read_evaluation(progress["evaluation"]), "folder": path,
+    }  # fmt: skip
 
 
 def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
