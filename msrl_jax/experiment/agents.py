@@ -38,8 +38,7 @@ class Member(NamedTuple):
 
 
 def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
-    """An agent that finds the fields `names` of its config in its state, a `Member`; `build` makes the agent of a config. Its
-    `init` takes a key and the numbers by field; those of `config` if they are left out."""
+    """An agent that finds the fields `names` of its config in its state, a `Member`; `init` takes a key and maybe numbers."""
     agent = build(config)
     note = (
         f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "

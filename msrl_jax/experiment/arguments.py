@@ -15,12 +15,10 @@ from msrl_jax._checks import check_seed, whole
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.pbt import GivenPBT, read
 from msrl_jax.experiment.spec import Experiment, Settings, check_settings, difference
-from msrl_jax.experiment.store import Saved
 from msrl_jax.fragments.placement import DistributionPolicy
 
 
@@ -33,21 +31,13 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
 
 
 def make_experiment(
-    algo: Any = "ppo",
-    env: str | Environment = "CartPole-v1",
-    *,
-    total_steps: Any = 500_000,
-    seed: Any = 0,
-    seeds: Any = 1,
-    env_params: GivenParams | None = None,
-    pbt: GivenPBT | None = None,
-    guard: str = "halt",
-    overrides: Mapping[str, Any] | None = None,
-) -> Experiment:
+    algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
+    overrides: Mapping[str, Any] | None = None, **others: Any,
+) -> Experiment:  # fmt: skip
     """Looks everything up, checks it, and builds the agent of one member; raises ValueError on an unknown name or a bad value.
 
     The arguments are those of `train`; `overrides` are fields of the config to replace, of which the tunable ones may have
-    a sequence of values.
+    a sequence of values, and `others` are further fields of the experiment.
     """
     pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
@@ -60,9 +50,8 @@ def make_experiment(
         overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
     overrides, settings = _split(base, overrides, seeds)
     experiment = Experiment(
-        algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
-        seeds=seeds, settings=settings, pbt=pbt, guard=guard,  # type: ignore[arg-type]
-    )  # fmt: skip
+        algorithm=algorithms.make(base, overrides), env=env, seed=seed, seeds=seeds, settings=settings, pbt=pbt, **others
+    )
     _ = experiment.behavior if pbt is None else experiment.agent
     return experiment
 
@@ -73,8 +62,10 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
     overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
-        if not isinstance(value, list | tuple | range) or name not in fields or _holds_sequences(fields[name]):
+        if not isinstance(value, list | tuple | range) or name not in fields:
             continue
+        if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
+            continue  # a single value of the field may be a sequence
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(kind)) or "none of its fields"
             raise ValueError(
@@ -89,11 +80,6 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
 def _plain(value: Any) -> Any:
     """Arrays as Python numbers and lists."""
     return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
-
-
-def _holds_sequences(field: dataclasses.Field) -> bool:
-    """Whether a single value of the field may be a sequence."""
-    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
 
 
 def _number(kind: type, name: str, i: int, value: Any) -> float:
@@ -123,7 +109,7 @@ def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, boo
 
 
 @contextlib.contextmanager
-def opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
+def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
     """Locks the folder of the run; gives the run in it that goes on."""
     if path is None:
         yield None
@@ -133,7 +119,7 @@ def opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
         yield store.open_run(path) if goes_on else None
 
 
-def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
+def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None) -> Experiment:
     """The experiment that the arguments and the folder say."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
@@ -162,7 +148,7 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | No
     return experiment
 
 
-def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
+def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
     """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
@@ -190,7 +176,7 @@ def _is_rounded(given: Any, saved: Any) -> bool:
     return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
 
 
-def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
+def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderError:
     was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
     if name == "env_object":
         was, given, remedy = f"the environment {before}", str(now), "give the same one"
@@ -199,7 +185,7 @@ def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
     )
 
 
-def _find_dataset(saved: Saved, given: Any) -> Any:
+def _find_dataset(saved: store.Saved, given: Any) -> Any:
     """What a config takes to find the data set of a run again; None if the run has none."""
     was = saved.description.get("data")
     if was is None:

@@ -60,20 +60,12 @@ class Tick:
         return self.get_state()
 
 
-def short_unit(unit: str) -> str:
-    """A unit of steps in one word: `"steps"` for `"environment steps"`."""
-    return unit.removeprefix("environment ")
-
-
 Callback: TypeAlias = Callable[[Tick], object]
 """Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
 
 
 class Callbacks:
-    """A hook that calls functions of a `Tick`, and puts the parameters of environments that they set into the state.
-
-    A KeyboardInterrupt from a function ends the run like Ctrl-C.
-    """
+    """A hook that calls functions of a `Tick`, and puts the parameters of environments that they set into the state."""
 
     def __init__(self, functions: Sequence[Callback]):
         self._functions, self._values = functions, None
@@ -89,7 +81,7 @@ class Callbacks:
             try:
                 stops = [_answer(function, tick) for function in self._functions]
                 answer = "stop" if any(stops) else ""
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # ends the run like Ctrl-C
                 answer = "SIGINT"
         answers = processes.gathered(answer)
         self._apply_env_params(run)
@@ -233,7 +225,7 @@ _SHOWN = {"episode_return": "return", "eval_return": "eval"}
 def choose_display(progress: Progress) -> Display:
     """Chooses the display of a run's progress."""
     if progress is False:
-        return _nothing
+        return lambda *args: contextlib.nullcontext(lambda tick: None)
     if progress in ("auto", True):
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython else None
@@ -247,18 +239,13 @@ def choose_display(progress: Progress) -> Display:
 
 def _facts(tick: Tick) -> str:
     """The most important metrics as text, averaged over the members."""
-    facts = [f"{tick.metrics['steps_per_second']:,.0f} {short_unit(tick.unit)}/s"]
+    facts = [f"{tick.metrics['steps_per_second']:,.0f} {tick.unit.removeprefix('environment ')}/s"]
     known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
     for name, word in _SHOWN.items():
         teams = [f"{team} {x:.1f}" for column, x in known.items() if (team := team_of(column, name))]
         if name in known:
             facts.append(f"{word} {known[name]:.1f}" + f" ({', '.join(teams)})" * bool(teams))
     return "  ".join(facts)
-
-
-@contextlib.contextmanager
-def _nothing(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
-    yield lambda tick: None
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_
 
 SEAL = "run.json"
 _DIGITS = 12
-_REGISTER = "register"
 _OURS = re.compile(rf"\d{{{_DIGITS}}}(\.orbax-checkpoint-tmp.*)?")
 
 
@@ -73,7 +72,7 @@ def _by_itself() -> Any:
 
 def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
     named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
-    return named + [(f"{_REGISTER} {i}", leaf) for i, leaf in enumerate(registers)]
+    return named + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
 
 
 class CheckpointWriter:
@@ -246,8 +245,7 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Finds the newest checkpoint that is whole; None if there is none at all. Calls `note` with a sentence about each damaged
-    one that is passed over; raises CheckpointError if each is damaged."""
+    """Finds the newest whole checkpoint, if there is one; calls `note` with a sentence about each damaged one passed over."""
     problems = []
     for checkpoint in complete(path):
         try:

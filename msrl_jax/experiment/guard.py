@@ -1,5 +1,6 @@
 """The guard of a run: notices nan and infinities within one chunk, tells where the first one came from, and may go back."""
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs.base import release
-from msrl_jax.experiment import folder, nonfinite, processes, store
+from msrl_jax.experiment import checkpoint, folder, nonfinite, processes, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
@@ -79,11 +80,10 @@ class DivergedError(FloatingPointError):
 
 
 class Guard:
-    """A hook that notices what is not finite.
+    """A hook that notices what is not finite, at the end of a chunk, by its metrics and one bool per leaf of the state.
 
-    The programs of the run are those of an unwatched run. At the end of a chunk, the guard looks at the metrics and asks the
-    devices for one bool per leaf of the state. Now and then it keeps a copy of a small state. If something is not finite, the
-    run goes again from the last copy, because a run is deterministic.
+    The programs of the run are those of an unwatched run. Now and then the guard keeps a copy of a small state, from which the
+    run goes again if something is not finite, because a run is deterministic.
     """
 
     def begin(self, run: Run) -> None:
@@ -144,11 +144,14 @@ class Guard:
 
     def earlier(self, run: Run) -> tuple[Any, int]:
         """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state."""
-        for state, iteration in store.saved_states(run.path, run):
-            if self._kept is not None and iteration <= self._kept[1]:
+        for saved in [] if run.path is None else checkpoint.complete(run.path):
+            if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
-            if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
-                return state, iteration
+            with contextlib.suppress(checkpoint.CheckpointError):
+                checkpoint.verify(saved)
+                state = store.restore_state(saved, run.experiment, run.program)
+                if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
+                    return state, saved.iteration
         return self._kept or (run.experiment.start(run.program), 0)
 
     def locate(self, run: Run) -> Finding:
@@ -230,7 +233,10 @@ class Divergence:
         state, iteration = self._guard.earlier(run)
         state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, run.experiment))
         release(run.experiment.agent.env)
-        run.experiment = run.experiment.slower()
+        config = run.experiment.algorithm
+        names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
+        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(config, name), float)}
+        run.experiment = run.experiment.replaced(algorithm=dataclasses.replace(config, **rates))
         run.compiled_before += run.program.compile_seconds
         run.program = run.experiment.compile(run.policy, run.devices)
         run.run_state = run.program.place(state)
@@ -252,12 +258,12 @@ class Divergence:
 
 
 def again(state: Any, number: int, experiment: Experiment) -> Any:
-    """The state with which a run begins again after it went back for the `number`-th time: with other keys, and half of the
-    learning rates in which its members differ, halved as often, or once if they evolve."""
+    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members."""
 
     def slower(part: Any) -> Any:
         if not isinstance(part, Member):
             return part
+        # Rates that evolve are halved once, others as often as the run went back.
         now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2)
         rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)

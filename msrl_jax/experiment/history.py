@@ -105,8 +105,7 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column, `[C]` or `[C, M]`, over the last part of the run, at least one chunk, without nan entries;
-    the last known value if all are nan."""
+    """The mean of a column, `[C]` or `[C, M]`, over the last part of the run without nan entries, or the last known value."""
     column = np.asarray(column, np.float64)
     tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)

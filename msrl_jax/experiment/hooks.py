@@ -23,7 +23,6 @@ from msrl_jax.data.spaces import bytes_per_step
 from msrl_jax.experiment import folder, processes
 from msrl_jax.experiment.checkpoint import CheckpointWriter, complete
 from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.folder import SaveWarning
 from msrl_jax.experiment.history import Row
 from msrl_jax.experiment.run import Ending, Run, chunk_length
 from msrl_jax.experiment.spec import Experiment
@@ -100,8 +99,7 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
 
 
 class Evaluating:
-    """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member, so
-    that only policies make differences."""
+    """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member."""
 
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
@@ -177,8 +175,7 @@ def recorded(
 
 
 class Rows:
-    """Writes `config.json`, and every row to `metrics.jsonl`, so that a killed run keeps all logged rows. If a file cannot be
-    written, the run goes on: the rows are kept, and written with a later one."""
+    """Writes `config.json`, and rows to `metrics.jsonl`; if that fails, rows are kept, and written with a later one."""
 
     def __init__(self):
         self._has_config = self._failed = False
@@ -197,7 +194,7 @@ class Rows:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", SaveWarning, stacklevel=2)
+                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", folder.SaveWarning, stacklevel=2)
             self._failed = True
 
     def after(self, run: Run) -> None:
@@ -219,10 +216,7 @@ def interval(every: Any) -> tuple[int | None, float | None]:
 
 
 class Checkpoints:
-    """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end.
-
-    If one fails, it warns, and the run goes on. If several processes run it, process 0 writes the whole state.
-    """
+    """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end; warns if one fails."""
 
     def __init__(self, path: Path, every: tuple[int | None, float | None], keep: int, recording: Recording | None = None):
         """Starts to count from now."""
@@ -274,7 +268,7 @@ class Checkpoints:
             self.error, self._best = None, max(self._best, -math.inf if found is None else found)
         except OSError as error:
             self.error = error
-            warnings.warn(f"the run goes on without a new checkpoint: {error}", SaveWarning, stacklevel=2)
+            warnings.warn(f"the run goes on without a new checkpoint: {error}", folder.SaveWarning, stacklevel=2)
         run.saving_seconds = now() - start
 
     def wait(self) -> None:

@@ -125,11 +125,9 @@ class Watch:
         """Finds the first iteration of a run that is not finite, and where its nan or infinity comes from.
 
         A run is deterministic, so it goes again from a finite state, `iterations` before one that is not: they are halved until
-        one is left, which is then evaluated outside of the compiled programs, equation by equation.
-
-        Gives the number of finite iterations before that one; and the origin, or the position of a leaf of the state, or of a
-        register behind them, that is not finite itself, or None if the iteration is finite outside of the compiled programs.
-        None in place of both if the iterations are finite this time.
+        one is left, which is then evaluated outside of the compiled programs, equation by equation. Gives the number of finite
+        iterations before that one; and the origin, or the position of a leaf of the state, or of a register behind them, that
+        is not finite itself, or None if the iteration is finite there. None in place of both if all are finite this time.
         """
         leaves = jax.tree.leaves(run.program.unwrap(state))
         while (good := self._last_good(run, state, iterations)) is not None:

@@ -204,8 +204,7 @@ class Standing(NamedTuple):
 
 
 def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whom each member copies, int32 `[M]`: itself, unless the other one has a higher score; those that are not `ready` take no
-    part."""
+    """Whom each member copies, itself unless another one has a higher score; those that are not `ready` take no part. `[M]`"""
     order = jnp.arange(pbt.members)
     score = jnp.where(ready, score, -jnp.inf)
     tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)

@@ -52,8 +52,7 @@ _NOT_YET = Ending("unfinished")
 
 
 def chunk_length(iterations: int) -> int:
-    """The largest number of iterations of a chunk: the divisor of `iterations` that gives the number of chunks closest to 50,
-    between 20 and 100; without such a divisor, a length with a shorter last chunk."""
+    """The largest length of a chunk: the divisor of `iterations` that gives about 50 chunks; else the last one is shorter."""
     if iterations <= _TICKS:
         return 1
     if iterations > 100_000:  # a run of this many is long, so that time decides
@@ -64,10 +63,9 @@ def chunk_length(iterations: int) -> int:
 
 
 class Pace:
-    """Chooses the lengths of chunks by the time that iterations take.
+    """Chooses the lengths of chunks by the time of iterations: powers of two that change by factors of two, or `most`.
 
-    Lengths are powers of two and change by factors of two, or are `most`. Chunks end at multiples of their length where they
-    can, so that runs have their ticks at the same iterations.
+    Chunks end at multiples of their length where they can, so that runs have their ticks at the same iterations.
     """
 
     def __init__(self, most: int, *, fixed: bool):

@@ -79,6 +79,7 @@ class Experiment:
         if unknown := [name for name in self.settings if name not in tunable_fields(type(self.algorithm))]:
             kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
+        object.__setattr__(self, "env_params", self.env_params or None)
         object.__setattr__(self, "seeds", whole("seeds", self.seeds))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
         check_settings(self.algorithm, self.settings, self.seeds)
@@ -221,12 +222,6 @@ class Experiment:
         check_rows_fit(self.environment, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
         return self.replaced(recorded_steps=steps)
 
-    def slower(self) -> "Experiment":
-        """The same run with half of every learning rate that is a constant."""
-        names = [f.name for f in dataclasses.fields(self.algorithm) if f.name.endswith("learning_rate")]
-        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(self.algorithm, name), float)}
-        return self.replaced(algorithm=dataclasses.replace(self.algorithm, **rates))
-
     def replaced(self, **changes: Any) -> "Experiment":
         """The same run on the same environment and data, which are not made again."""
         new = dataclasses.replace(self, **changes)
@@ -243,7 +238,7 @@ class Experiment:
             "algorithm": self.name, "class": f"{kind.__module__}:{kind.__qualname__}", "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
-            "env_params": describe(self.env_params or None), "total_steps": self.total_steps, "seed": self.seed,
+            "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
             "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
             "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard, "config": to_json(self.algorithm),
         }  # fmt: skip

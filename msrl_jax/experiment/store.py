@@ -179,14 +179,6 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     return Delayed(state, registers) if same and registers else state
 
 
-def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
-    """The states and iterations of the checkpoints of a run in progress, the newest first."""
-    for found in [] if path is None else checkpoint.complete(path):
-        with contextlib.suppress(CheckpointError):
-            checkpoint.verify(found)
-            yield restore_state(found, run.experiment, run.program), found.iteration
-
-
 def take_over(saved: Saved, run: Any) -> None:
     """Takes over the host's part of a run's state, and removes what is newer than its checkpoint."""
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress

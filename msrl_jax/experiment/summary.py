@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from msrl_jax.experiment.callbacks import short_unit
 from msrl_jax.experiment.history import decimals, in_words, last_known, team_of
 from msrl_jax.experiment.pbt import PARENT
 
@@ -64,7 +63,7 @@ def describe(result: Result) -> str:
         seeds += f", {count} setting{'s' * (count > 1)} of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
-    unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
+    unit, asked = result.behavior.agent.unit.removeprefix("environment "), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < asked
     why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
     each = " per member" if fields else " per seed" * (s["seeds"] > 1)
@@ -117,8 +116,7 @@ def _spread(values: np.ndarray, what: str) -> str:
 
 
 def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
-    """What members copied, in the order of time: the steps until then, the member, and its parent; an exploit at the very end
-    has no chunk behind it, and is left out."""
+    """What members copied, in the order of time, before a chunk: the steps until then, the member, and its parent."""
     found = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
@@ -151,8 +149,7 @@ def _figure(names: Sequence[str], unit: str, title: str) -> tuple["Figure", Any]
 def plot_history(
     history: Mapping[str, np.ndarray], metrics: Sequence[str], groups: Mapping[str, Sequence[int]], *, unit: str, title: str
 ) -> "Figure":
-    """Draws columns of a history against steps: the mean over the members, and their range; up to `MOST_LINES` groups of
-    members have a line each, by its label."""
+    """See `Result.plot`; up to `MOST_LINES` groups of members have a line each, by its label."""
     if missing := [name for name in metrics if name not in history]:
         raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
     figure, panels = _figure(metrics, unit, title)

@@ -18,7 +18,7 @@ from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened, resolve_policy
-from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook, short_unit
+from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
@@ -26,7 +26,6 @@ from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Pace, Run, finish, loop
 from msrl_jax.experiment.spec import GuardPolicy
-from msrl_jax.experiment.store import Saved
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec as policy_text
@@ -158,8 +157,8 @@ def train(
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if policy is None and simulated and progress is not False and processes.is_first():
             print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
-        total = experiment.iterations * experiment.steps_per_iteration
-        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, short_unit(agent.unit)))
+        total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
+        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit))
         evaluating = None
         if watching["eval_episodes"]:
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
@@ -207,7 +206,7 @@ def train(
     return result
 
 
-def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | None) -> dict[str, Any]:
+def _deployment(program: Program, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
     """Where the run runs, as plain data."""
     now = {
         "format": store.FORMAT, "policy": policy_text(policy), "versions": folder.versions(),
@@ -220,7 +219,7 @@ def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | Non
     return now
 
 
-def _begin(run: Run, saved: Saved | None) -> None:
+def _begin(run: Run, saved: store.Saved | None) -> None:
     """Makes the state of a run, or reads it from its folder, while the program is compiled; compiles what a chunk needs."""
     run.program.begin(run.most_at_once)
     if saved is None or saved.checkpoint is None:
@@ -249,7 +248,7 @@ def _result(run: Run) -> Result:
     )  # fmt: skip
 
 
-def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Result:
+def _already_done(saved: store.Saved, env: Any, env_params: GivenParams | None) -> Result:
     """The result of a run that has done all its steps, and may have been killed before its summary."""
     result = Result.load(saved.path, env=None if isinstance(env, str) else env, env_params=env_params)
     if result.status == "unfinished":
