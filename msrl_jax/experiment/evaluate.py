@@ -116,11 +116,9 @@ class Behavior:
     def _needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
-
-        def act_both_ways(state, batch):
-            return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
-
-        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type, batch).jaxpr
+        keys = None, jax.random.key(0)
+        both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]  # noqa: E731
+        jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         sources = in_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
         return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))

@@ -118,9 +118,7 @@ class Guard:
     def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
         """What dropped updates cannot repair."""
         rows = skipped.reshape(len(skipped), -1) > 0
-        for member in range(rows.shape[1]):
-            fine = np.flatnonzero(~rows[:, member])
-            self._streak[member] = len(rows) - 1 - fine[-1] if len(fine) else self._streak[member] + len(rows)
+        self._streak = np.where(rows.all(axis=0), self._streak + len(rows), np.argmax(~rows[::-1], axis=0))
         worst = int(self._streak.argmax())
         if self._streak[worst] < MOST_SKIPPED:
             if not rows.any():

@@ -19,10 +19,6 @@ Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
 
 
-def _as_cell(value: np.ndarray) -> float | np.ndarray:
-    return value if np.ndim(value) else float(value)
-
-
 def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     """The mean of each metric of a chunk, `[N]` or `[N, M]`, in float64; that of a `Mean` weighs an iteration by its samples.
 
@@ -30,12 +26,11 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     """
     row = {}
     for name, value in metrics.items():
-        if finite and name == SKIPPED:
-            row[name] = _as_cell(np.sum(np.asarray(value, np.float64), axis=0))
-        elif finite or isinstance(value, Mean):
+        if isinstance(value, Mean) or (finite and name != SKIPPED):
             row[name] = _sums(value, finite).mean(axis=0)
         else:
-            row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
+            reduced = (np.sum if finite else np.mean)(np.asarray(value, np.float64), axis=0)
+            row[name] = reduced if np.ndim(reduced) else float(reduced)
     return row
 
 

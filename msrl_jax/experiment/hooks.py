@@ -1,6 +1,7 @@
 """Hooks that stop a run, evaluate it, record it, and write it to its folder: a run never ends because of its disk."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -129,11 +130,11 @@ class Evaluating:
             run.rows[-1] |= run.evaluation.means
 
 
+@dataclasses.dataclass
 class Recording:
     """Writes the steps of every chunk to a data set."""
 
-    def __init__(self, writer: ExperienceWriter):
-        self.writer = writer
+    writer: ExperienceWriter
 
     def after(self, run: Run) -> None:
         """Writes the steps since the last chunk."""

@@ -73,20 +73,16 @@ def _flags(to: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Array]:
     return jax.jit(lambda leaves: jnp.stack([~jnp.isfinite(x).all() for x in leaves]), out_shardings=to)
 
 
-def _is_at_hand(x: jax.Array) -> bool:
-    """Whether NumPy can read an array without a copy, and knows its dtype."""
-    # Several processes must look in the same way, because they read the results together.
-    on_one = jax.process_count() == 1 and len(x.sharding.device_set) == 1
-    return on_one and x.dtype in (np.float32, np.float64) and next(iter(x.sharding.device_set)).platform == "cpu"
-
-
 def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]:
     """The positions, of those in `numbers`, of leaves on any meshes that are not finite; nothing is moved to the host."""
     found: list[int] = []
     meshes: dict[Any, list[int]] = {}
     for i in numbers:
-        if not _is_at_hand(leaves[i]):
-            meshes.setdefault(frozenset(leaves[i].sharding.device_set), []).append(i)
+        devices = list(leaves[i].sharding.device_set)
+        # NumPy reads it without a copy. Several processes must look in the same way, because they read the results together.
+        at_hand = jax.process_count() == 1 and len(devices) == 1 and devices[0].platform == "cpu"
+        if not at_hand or leaves[i].dtype not in (np.float32, np.float64):
+            meshes.setdefault(frozenset(devices), []).append(i)
         elif (x := np.asarray(leaves[i])).size:
             with np.errstate(invalid="ignore"):  # the extremes need no array of as many bools
                 found += [] if np.isfinite(x.min()) and np.isfinite(x.max()) else [i]

@@ -249,15 +249,11 @@ class Result:
             about |= {"data": self.description["data"]}
             about["config"] |= {"data": self.description["config"]["data"]} if "data" in about["config"] else {}
         return dataclasses.replace(
-            self,
-            experiment=experiment,
-            description={**self.description, **about},
+            self, experiment=experiment, description={**self.description, **about}, evaluation=last, folder=None,
             history={n: x[:, rows] if x.shape[1:2] == (self.members,) else x for n, x in self.history.items()},
             run_state=agent.with_data(map_members(lambda x: x[rows], agent.without_data(self.run_state))),
             registers=tuple(x[rows] for x in self.registers),
-            evaluation=last,
-            folder=None,
-        )
+        )  # fmt: skip
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the state of a member, compiled: it takes the number of the member in place of the state."""
