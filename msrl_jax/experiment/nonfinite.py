@@ -43,7 +43,7 @@ _ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they 
 _WRAPPERS = EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 
 
-def _all(x: Any, on: bool) -> Any:
+def _all(x: Any, on: int) -> Any:
     return jax.tree.map(lambda _: on, x)
 
 
@@ -54,17 +54,17 @@ def _of_env(env_state: Any) -> Any:
     return chosen._replace(env_state=_of_env(env_state.env_state)) if goes_in else chosen
 
 
-def _selected(agent: Agent, state: Any, *, buffers: bool) -> list[int]:
-    """The positions of the leaves of a run's state that are watched; only floats are."""
+def _watched(agent: Agent, state: Any) -> dict[int, bool]:
+    """The positions of the watched leaves of a run's state, which are floats, and whether they are in a replay buffer."""
     is_buffer = lambda x: isinstance(x, ReplayState | FifoState)  # noqa: E731
-    chosen = jax.tree.map(lambda x: _all(x, buffers or not is_buffer(x)), state, is_leaf=is_buffer)
+    chosen = jax.tree.map(lambda x: _all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
     own = innermost(state)
-    others = {name: _all(getattr(own, name), False) for name in agent.data}
+    others = {name: _all(getattr(own, name), 0) for name in agent.data}
     if hasattr(own, "env_state"):
         others["env_state"] = _of_env(own.env_state)
     chosen = with_innermost(chosen, innermost(chosen)._replace(**others))
     pairs = zip(jax.tree.leaves(chosen), jax.tree.leaves(state), strict=True)
-    return [i for i, (on, x) in enumerate(pairs) if on and jnp.issubdtype(x.dtype, jnp.inexact)]
+    return {i: on == 2 for i, (on, x) in enumerate(pairs) if on and jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 @functools.lru_cache(maxsize=16)
@@ -104,10 +104,10 @@ class Watch:
         leaves = jax.tree.leaves_with_path(state)
         # Pytree paths of all leaves, in the algorithm's own state: such as `.obs`.
         self.paths = [re.sub(r"^(\.inner\b)+", "", jax.tree_util.keystr(path)) for path, _ in leaves]
-        everything = _selected(agent, state, buffers=True)
-        odd = {i for i in non_finite([x for _, x in leaves], everything) if not self.paths[i].startswith(_ALWAYS)}
-        self._chosen = [i for i in _selected(agent, state, buffers=False) if i not in odd]
-        self._everything = [i for i in everything if i not in odd]  # with the floats in replay buffers
+        watched = _watched(agent, state)
+        odd = {i for i in non_finite([x for _, x in leaves], [*watched]) if not self.paths[i].startswith(_ALWAYS)}
+        self._everything = [i for i in watched if i not in odd]  # with the floats in replay buffers
+        self._chosen = [i for i in self._everything if not watched[i]]
 
     def bad(self, state: Any) -> list[str]:
         """The pytree paths of the watched leaves of a state that are not finite."""

@@ -286,11 +286,10 @@ class Experiment:
             raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
         named: Any = env or given["env_spec"]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
-        if fields.get("data") is not None or data is not None:
+        if data is not None:
             fields["data"] = data
-            if data is None:  # the rest of the config is checked without a data set
-                fields.pop("data")
-                fields.pop("data_fraction", None)
+        elif fields.get("data") is not None:  # the rest of the config is checked without a data set
+            fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
         try:
             known = given["algorithm"] in algorithms.names()
             algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)

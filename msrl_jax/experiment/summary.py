@@ -17,13 +17,6 @@ MOST_LINES = 10  # with more settings than this, a figure shows the mean over al
 _PREFIX = "pbt/"
 
 
-def _members_at_end(result: Result) -> list[dict[str, Any]]:
-    """The settings of the members, with the values of the last chunk if they evolve."""
-    members = result.settings
-    last = {name: x.tolist() for name, x in final_values(result.history).items()}
-    return [member | {name: values[i] for name, values in last.items()} for i, member in enumerate(members)]
-
-
 def summarize(result: Result) -> dict[str, Any]:
     """A run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
@@ -31,24 +24,22 @@ def summarize(result: Result) -> dict[str, Any]:
     if result.evaluation is not None:
         means = result.evaluation.means.items()
         returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
-    settings = result.description.get("settings")
-    each = "member" if settings else "seed"
-    per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
+    about |= {"members": result.settings} if result.description["settings"] else {}
+    if result.description["pbt"]:
+        last = final_values(result.history)
+        evolved = [{name: x[i].item() for name, x in last.items()} for i in range(result.members)]
+        about["members_at_end"] = [member | now for member, now in zip(result.settings, evolved, strict=True)]
+    each = "member" if result.description["settings"] else "seed"
+    devices = result.description["devices"]
     return about | {
-        **({"members": result.settings} if settings else {}),
-        **({"members_at_end": _members_at_end(result)} if result.description.get("pbt") else {}),
-        "devices": result.description["devices"]["count"],
-        "platform": result.description["devices"]["platform"],
-        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
-        "status": result.status,
+        "devices": devices["count"], "platform": devices["platform"],
+        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0, "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
-        **per_member,
-        "steps_per_second": result.steps_per_second,
-        "compile_seconds": result.compile_seconds,
-        **result.timings,
+        **{f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim},
+        "steps_per_second": result.steps_per_second, "compile_seconds": result.compile_seconds, **result.timings,
         "wall_seconds": result.wall_seconds,
-    }
+    }  # fmt: skip
 
 
 def describe(result: Result) -> str:
@@ -83,7 +74,7 @@ def describe(result: Result) -> str:
         lines.append(f"  greedy return over {last.returns.shape[-1]} episodes {_returns(mean, by_team, what)}")
         if fields and not np.isnan(mean).all():
             best = int(np.nanargmax(mean))
-            setting = in_words(_members_at_end(result)[best])
+            setting = in_words(s.get("members_at_end", s["members"])[best])
             lines.append(f"  best: member {best} with {mean[best]:.{decimals(mean, np.ptp(mean))}f} ({setting})")
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
