@@ -98,12 +98,11 @@ def read_description(path: Path) -> dict[str, Any]:
 def choose(path: Path, which: Any) -> Checkpoint:
     """Finds a checkpoint of a run that is whole: "newest", "best", or the one after a number of iterations."""
     found = [c for c in checkpoint.complete(path) if c.is_readable]
+    chosen = checkpoint.best(found) if which == "best" else next((c for c in found if c.iteration == which), None)
     if which == "newest":
         chosen = checkpoint.newest(path, _note)
-    elif which == "best":
-        chosen = checkpoint.best(found)
-    else:
-        chosen = next((c for c in found if c.iteration == which), None)
+    elif chosen is not None:
+        checkpoint.verify(chosen)
     if chosen is None:
         has = ", ".join(str(c.iteration) for c in reversed(found))
         why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
@@ -115,8 +114,6 @@ def choose(path: Path, which: Any) -> Checkpoint:
         elif found:
             why = f"those after iterations {has} are complete"
         raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
-    if which != "newest":
-        checkpoint.verify(chosen)
     return chosen
 
 
@@ -145,15 +142,14 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoin
 # --- how a run goes on
 
 
-def _registers(saved: Checkpoint, state: Any) -> list[tuple[str, Any]]:
-    """The leaves of a state that the registers of a checkpoint hold, with their paths, in the order of the registers."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-    depths = saved.progress["registers"]
-    if unknown := [name for name in depths if name not in leaves]:
+def _registers(saved: Checkpoint, state: Any) -> list[int]:
+    """The positions of the leaves of a state that the registers of a checkpoint hold, in the order of the registers."""
+    names, depths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)], saved.progress["registers"]
+    if unknown := [name for name in depths if name not in names]:
         raise CheckpointError(
             f"the checkpoint {saved.path} holds registers of state{unknown[0]}, which this version does not have"
         )
-    return [(name, leaves[name]) for name, depth in depths.items() for _ in range(depth)]
+    return [names.index(name) for name, depth in depths.items() for _ in range(depth)]
 
 
 def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -> Any:
@@ -162,19 +158,17 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     full = jax.eval_shape(experiment.initial_state)
     places, register_places = program.shardings
     like = agent.without_data(at_rest(full))
-    flat = jax.tree.leaves(agent.without_data(at_rest(places)))
-    at = dict(zip((jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(like)), flat, strict=True))
-    held = _registers(saved, like)
-    depths = saved.progress["registers"]
+    to = jax.tree.leaves(agent.without_data(at_rest(places)))
+    held, depths, leaves = _registers(saved, like), saved.progress["registers"], jax.tree.leaves(like)
     same = depths == program.registers
     if not same:
         old, new = (max(each.values(), default=0) for each in (depths, program.registers))
         now = f"and are now {new}: the run goes on from its newest parameters"
         _note(f"the parameters of the actors were {old} iterations old, {now}")
-    to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
+    to = [*to, *(register_places if same else [to[i] for i in held])]
     if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
-    state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
+    state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
     state = agent.with_data(awake(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
 
@@ -336,7 +330,8 @@ def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpo
             if saved.progress["recorded"] is not None and experiment.recorded_steps is None:
                 experiment = experiment.record(1)
             like = experiment.agent.without_data(at_rest(jax.eval_shape(experiment.initial_state)))
-            state, registers = checkpoint.load(saved, like, [leaf for _, leaf in _registers(saved, like)])
+            leaves = jax.tree.leaves(like)
+            state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
             return saved, without_experience(state), registers
         except CheckpointError:
             if checkpoint.complete(path) == before:
@@ -348,8 +343,7 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
     """Rebuilds an evaluation from plain data."""
     if episodes is None:
         return None
-    dtypes: dict[str, Any] = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
-    if episodes.get("agent_returns") is not None:
-        dtypes["agent_returns"] = np.float32
+    dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_, "agent_returns": np.float32}
+    fields: Any = {name: np.asarray(x, dtypes[name]) for name, x in episodes.items() if name in dtypes and x is not None}
     teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}
-    return Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()}, team_returns=teams)
+    return Evaluation(**fields, team_returns=teams)
