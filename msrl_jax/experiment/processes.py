@@ -101,9 +101,7 @@ def start(address: str | None = None, number: int | None = None, index: int | No
     """Joins the processes of a run; before anything of JAX starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(
-            address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60
-        )
+        jax.distributed.initialize(address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(

@@ -18,7 +18,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
 from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
-from msrl_jax.experiment.history import in_words, last_mean
+from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
@@ -369,10 +369,6 @@ class Result:
         finally:
             release(evaluator.env)
 
-    @property
-    def _title(self) -> str:
-        return f"{self.experiment.name} on {self.experiment.env_name}"
-
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
@@ -388,12 +384,7 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
-        groups: dict[str, list[int]] = {}
-        if self.experiment.settings and not self.experiment.pbt:
-            for member, setting in enumerate(self.settings):
-                groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-        figure = plot_history(self.history, metrics, groups, unit=self.behavior.agent.unit, title=self._title)
-        return _saved(figure, path)
+        return _saved(plot_history(self, metrics), path)
 
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
@@ -407,11 +398,9 @@ class Result:
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
         """
-        pbt = self.experiment.pbt
-        if pbt is None or not len(self.history.get("step", ())):
+        if self.experiment.pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
-        figure = plot_lineage(self.history, pbt, unit=self.behavior.agent.unit, title=self._title)
-        return _saved(figure, path)
+        return _saved(plot_lineage(self), path)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

@@ -122,7 +122,7 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
-def _figure(names: Sequence[str], unit: str, title: str) -> tuple["Figure", Any]:
+def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
     """A figure with a panel for each name."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
@@ -131,24 +131,26 @@ def _figure(names: Sequence[str], unit: str, title: str) -> tuple["Figure", Any]
     for panel, name in zip(panels[:, 0], names, strict=True):
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)
-    panels[-1, 0].set_xlabel(unit)
-    panels[0, 0].set_title(title)
+    panels[-1, 0].set_xlabel(result.behavior.agent.unit)
+    panels[0, 0].set_title(f"{result.experiment.name} on {result.experiment.env_name}")
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure, panels[:, 0]
 
 
-def plot_history(
-    history: Mapping[str, np.ndarray], metrics: Sequence[str], groups: Mapping[str, Sequence[int]], *, unit: str, title: str
-) -> "Figure":
-    """See `Result.plot`; up to `MOST_LINES` groups of members have a line each, by its label."""
+def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
+    """See `Result.plot`."""
+    history, groups = result.history, dict[str, list[int]]()
+    if result.experiment.settings and not result.experiment.pbt:
+        for member, setting in enumerate(result.settings):
+            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
     if missing := [name for name in metrics if name not in history]:
         raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
-    figure, panels = _figure(metrics, unit, title)
+    figure, panels = _figure(result, metrics)
     for panel, name in zip(panels, metrics, strict=True):
         column = history[name]
         if 0 < len(groups) <= MOST_LINES and column.ndim > 1:
             for label, members in groups.items():
-                _draw(panel, history["step"], column[:, list(members)], label, "-")
+                _draw(panel, history["step"], column[:, members], label, "-")
         else:
             _draw(panel, history["step"], column, name.replace("_", " "), "-")
             for other in history:
@@ -171,10 +173,11 @@ def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: 
         panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)
 
 
-def plot_lineage(history: Mapping[str, np.ndarray], pbt: Any, *, unit: str, title: str) -> "Figure":
+def plot_lineage(result: Result) -> "Figure":
     """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied."""
+    history, pbt = result.history, result.experiment.pbt
     fields = list(final_values(history))
-    figure, panels = _figure(fields, unit, title)
+    figure, panels = _figure(result, fields)
     ends = np.asarray(history["step"])
     begins = np.concatenate([[0], ends[:-1]])
     for panel, name in zip(panels, fields, strict=True):
