@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.guard import Guard
-from msrl_jax.experiment.hooks import Checkpoints, Interval
+from msrl_jax.experiment.hooks import Checkpoints
 from msrl_jax.experiment.run import Pace, Run
 
 KINDS = ("neither", "checkpoint", "guard")
@@ -25,7 +25,7 @@ def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> d
     """The shares of the rate that checkpoints and the guard take, and the time that training waits for a checkpoint."""
     experiment, where = make_experiment(algo, env, total_steps=10**15), resolve_policy(policy)
     program = experiment.compile(where)
-    about, pace = {"rollbacks": [], "eval_every": None}, Pace(10**7, fixed=False)
+    about, pace = {"rollbacks": [], "eval_every": None, "registers": program.registers}, Pace(10**7, fixed=False)
     run = Run(experiment, where, None, None, about, program, experiment.start(program), pace, (), time.perf_counter())
     guard = Guard()
     guard.begin(run)
@@ -35,7 +35,7 @@ def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> d
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     waits = []
     with tempfile.TemporaryDirectory() as folder:
-        saver = Checkpoints(Path(folder), Interval(seconds=seconds), keep=2)
+        saver = Checkpoints(Path(folder), (None, seconds), keep=2)
         for window in range(len(KINDS) * windows):
             kind, start, step = KINDS[window % len(KINDS)], time.monotonic(), run.step
             if kind == "checkpoint":

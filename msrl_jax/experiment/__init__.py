@@ -1,17 +1,16 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
-from msrl_jax.experiment.arguments import make_experiment as make_experiment
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
 from msrl_jax.experiment.callbacks import WandB as WandB
 from msrl_jax.experiment.checkpoint import CheckpointError as CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation as Evaluation
-from msrl_jax.experiment.failure import Failure as Failure
-from msrl_jax.experiment.failure import replay_step as replay_step
 from msrl_jax.experiment.folder import RunFolderError as RunFolderError
 from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError
+from msrl_jax.experiment.nonfinite import Failure as Failure
+from msrl_jax.experiment.nonfinite import replay_step as replay_step
 from msrl_jax.experiment.pbt import PBT as PBT
 from msrl_jax.experiment.result import Result as Result
 from msrl_jax.experiment.run import Ending as Ending

@@ -18,38 +18,27 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_
 from msrl_jax.algorithms.registry import with_traced
 from msrl_jax.replay import SHARD_AXIS
 
+# Names of columns that a run adds to the metrics of its algorithm.
 RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
-"""Names of columns that a run adds to the metrics of its algorithm."""
+SKIPPED = "skipped_updates"  # the metric that counts the dropped updates
 
-SKIPPED = "skipped_updates"
-"""The metric that counts the dropped updates."""
+_ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of what actors, environments and buffers compute
 
-_ELSEWHERE = {"env", SHARD_AXIS}
-"""Logical axes of what actors, environments and buffers compute."""
-
+# What JAX raises if Python needs the value of an array in a trace.
 _BRANCHES = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
 )  # fmt: skip
-"""What JAX raises if Python needs the value of an array in a trace."""
 
 
 class Member(NamedTuple):
-    """The state of a member whose config has numbers of its own.
+    """The state of a member whose config has numbers of its own."""
 
-    Attributes:
-      inner: the state of the agent.
-      numbers: the numbers by field of the config. shape=() each, dtype=float32
-    """
-
-    inner: Any
-    numbers: dict[str, jax.Array]
+    inner: Any  # the state of the agent
+    numbers: dict[str, jax.Array]  # by field of the config. shape=() each, dtype=float32
 
 
 def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
-    """An agent that finds the fields `names` of its config in its state, a `Member`; `build` makes the agent of a config.
-
-    Its `init` takes a key and the numbers by field; those of `config` if they are left out.
-    """
+    """An agent that finds the fields `names` of its config in its state, a `Member`; `init` takes a key and maybe numbers."""
     agent = build(config)
     note = (
         f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
@@ -148,12 +137,10 @@ def numbers_only(agent: Agent, name: str) -> Agent:
 
 
 def skip_nonfinite(agent: Agent) -> Agent:
-    """An agent that keeps its parameters if an iteration makes them nan or infinite.
+    """An agent that keeps all that learners compute if an iteration makes it nan or infinite; counters and keys go on.
 
-    Everything that learners compute is kept together: parameters, target parameters, states of optimizers, and copies of
-    parameters for acting. Counters and keys go on. Running statistics of the environment are kept on their own: they do not
-    depend on the learner, so actors do not wait for it. Both are plain selections between the old and the new value, so every
-    distribution policy computes the same. The metric `skipped_updates` is 1 in an iteration whose update was dropped.
+    Running statistics of the environment are kept on their own: they do not depend on the learner, so actors do not wait for
+    it. Both are plain selections between the old and the new value, so every distribution policy computes the same.
     """
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,11 @@ from msrl_jax._checks import check_seed, whole
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.pbt import GivenPBT, read
-from msrl_jax.experiment.spec import Experiment, Settings, check_guard, difference
-from msrl_jax.experiment.store import Saved
+from msrl_jax.experiment.spec import Experiment, Settings, check_settings, difference
 from msrl_jax.fragments.placement import DistributionPolicy
-
-_DEFAULTS = {
-    "algo": "ppo", "env": "CartPole-v1", "total_steps": 500_000, "seed": 0, "seeds": 1, "env_params": None, "pbt": None,
-    "guard": "halt",
-}  # fmt: skip
-"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
 
 
 def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
@@ -40,50 +31,27 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
 
 
 def make_experiment(
-    algo: Any = "ppo",
-    env: str | Environment = "CartPole-v1",
-    *,
-    total_steps: Any = 500_000,
-    seed: Any = 0,
-    seeds: Any = 1,
-    env_params: GivenParams | None = None,
-    pbt: GivenPBT | None = None,
-    guard: str = "halt",
-    overrides: Mapping[str, Any] | None = None,
-) -> Experiment:
-    """Looks everything up, checks it, and builds the agent of one member.
+    algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
+    overrides: Mapping[str, Any] | None = None, **others: Any,
+) -> Experiment:  # fmt: skip
+    """Looks everything up, checks it, and builds the agent of one member; raises ValueError on an unknown name or a bad value.
 
-    Args:
-      algo: name of an algorithm, its config, or the class of its config.
-      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
-      total_steps: steps of each member.
-      seed: the first seed.
-      seeds: the number of members of each setting.
-      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
-      pbt: how the population is trained; None if its members are independent.
-      guard: what happens on nan and infinities.
-      overrides: fields of the config to replace; those that are tunable may have a sequence of values.
-
-    Returns:
-      The experiment.
-
-    Raises:
-      ValueError: on an unknown name or field, or an invalid value.
+    The arguments are those of `train`; `overrides` are fields of the config to replace, of which the tunable ones may have
+    a sequence of values, and `others` are further fields of the experiment.
     """
-    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
-    pbt = None if pbt is None else read(pbt)
-    if pbt is not None and seeds > 1:
-        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
-    seed = check_seed(seed, seeds if pbt is None else pbt.members)
+    pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
     if pbt is not None:
+        if seeds > 1:
+            raise ValueError(
+                f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"
+            )
         pbt.check(base, overrides)
-        overrides = pbt.initial(seed) | overrides
+        overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
     overrides, settings = _split(base, overrides, seeds)
     experiment = Experiment(
-        algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
-        seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
-    )  # fmt: skip
+        algorithm=algorithms.make(base, overrides), env=env, seed=seed, seeds=seeds, settings=settings, pbt=pbt, **others
+    )
     _ = experiment.behavior if pbt is None else experiment.agent
     return experiment
 
@@ -91,55 +59,31 @@ def make_experiment(
 def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
     """Separates the fields that have several values from the others, which get the values of the first setting."""
     kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
-    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
+    overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
-        values = _values(value)
-        if values is None or name not in fields or _holds_sequences(fields[name]):
+        if not isinstance(value, list | tuple | range) or name not in fields:
             continue
+        if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
+            continue  # a single value of the field may be a sequence
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(kind)) or "none of its fields"
             raise ValueError(
                 f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
-        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
-    if not several:
-        return dict(overrides), {}
-    lengths = {name: len(values) for name, values in several.items()}
-    if 0 in lengths.values() or len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(
-            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
-            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
-        )
-    for i in range(next(iter(lengths.values()))):
-        setting = {name: values[i] for name, values in several.items()}
-        try:
-            algorithms.make(base, {**overrides, **setting})
-        except ValueError as error:
-            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
+        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
+    check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
     return {**overrides, **{name: values[0] for name, values in several.items()}}, several
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
-
-
-def _values(value: Any) -> Sequence[Any] | None:
-    """The values of a field that has several."""
-    if isinstance(value, list | tuple | range):
-        return value
-    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
-
-
-def _holds_sequences(field: dataclasses.Field) -> bool:
-    """Whether a single value of the field may be a sequence."""
-    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
+def _plain(value: Any) -> Any:
+    """Arrays as Python numbers and lists."""
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
 def _number(kind: type, name: str, i: int, value: Any) -> float:
-    value, where = value.item() if _is_scalar(value) else value, f"{kind.__name__}.{name}[{i}]"
+    value, where = _plain(value), f"{kind.__name__}.{name}[{i}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
         raise ValueError(f"{where}={value!r}: use a number for each member")
     number: Any = value
@@ -165,7 +109,7 @@ def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, boo
 
 
 @contextlib.contextmanager
-def opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
+def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
     """Locks the folder of the run; gives the run in it that goes on."""
     if path is None:
         yield None
@@ -175,22 +119,25 @@ def opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
         yield store.open_run(path) if goes_on else None
 
 
-def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
+def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None) -> Experiment:
     """The experiment that the arguments and the folder say."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
         for name, value in (given | overrides).items():
             if value is not None and name != "algo":
                 raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
-        if saved is not None:
-            _check_same(saved, experiment)
     elif saved is None:
-        known = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-        experiment = make_experiment(**known, overrides=overrides)
+        experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
     else:
         experiment = _resumed(saved, given, overrides)
-    if experiment.pbt is not None and chunk is not None:
-        experiment.pbt.check_chunk(chunk)
+    if saved is not None and (differs := difference(saved.description, experiment.to_json())):
+        raise _differs(saved, *differs)
+    every = experiment.pbt.every if experiment.pbt else 0
+    if chunk is not None and every % chunk:
+        raise ValueError(
+            f"chunk={chunk} does not divide PBT.every={every}, so a row of the history would mix hyper-parameters from "
+            "before and after an exploit; use a chunk that does, or leave it out"
+        )
     experiment.check_length()
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration
@@ -201,12 +148,8 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | No
     return experiment
 
 
-def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
-    """The experiment of a run that goes on: its length and its guard may be others.
-
-    `given` are arguments of `make_experiment`, None where they are not given, and `overrides` fields of the config. Raises
-    RunFolderError if something that decides what the run computes differs.
-    """
+def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
+    """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
     own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None
@@ -223,9 +166,7 @@ def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any
     kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
-    experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    _check_same(saved, experiment)
-    return experiment
+    return make_experiment(algo, **(defaults | chosen), overrides=settings)
 
 
 def _is_rounded(given: Any, saved: Any) -> bool:
@@ -235,13 +176,7 @@ def _is_rounded(given: Any, saved: Any) -> bool:
     return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
 
 
-def _check_same(saved: Saved, experiment: Experiment) -> None:
-    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
-    if differs := difference(saved.description, experiment.to_json()):
-        raise _differs(saved, *differs)
-
-
-def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
+def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderError:
     was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
     if name == "env_object":
         was, given, remedy = f"the environment {before}", str(now), "give the same one"
@@ -250,7 +185,7 @@ def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
     )
 
 
-def _find_dataset(saved: Saved, given: Any) -> Any:
+def _find_dataset(saved: store.Saved, given: Any) -> Any:
     """What a config takes to find the data set of a run again; None if the run has none."""
     was = saved.description.get("data")
     if was is None:

@@ -1,20 +1,25 @@
-"""Callbacks: functions of a `Tick` that are called after every chunk, and loggers."""
+"""Callbacks: functions of a `Tick` that are called after every chunk; loggers, and displays of progress, are such."""
 
+import contextlib
 import dataclasses
 import hashlib
+import html
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax._terminal import Lasting, progress_stream
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
-from msrl_jax.experiment.history import scalars
+from msrl_jax.experiment.history import scalars, team_of
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.fragments.runtime.transfer import put
 
@@ -55,20 +60,12 @@ class Tick:
         return self.get_state()
 
 
-def short_unit(unit: str) -> str:
-    """A unit of steps in one word: `"steps"` for `"environment steps"`."""
-    return unit.removeprefix("environment ")
-
-
 Callback: TypeAlias = Callable[[Tick], object]
 """Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
 
 
 class Callbacks:
-    """A hook that calls functions of a `Tick`, and puts the parameters of environments that they set into the state.
-
-    A KeyboardInterrupt from a function ends the run like Ctrl-C.
-    """
+    """A hook that calls functions of a `Tick`, and puts the parameters of environments that they set into the state."""
 
     def __init__(self, functions: Sequence[Callback]):
         self._functions, self._values = functions, None
@@ -84,7 +81,7 @@ class Callbacks:
             try:
                 stops = [_answer(function, tick) for function in self._functions]
                 answer = "stop" if any(stops) else ""
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # ends the run like Ctrl-C
                 answer = "SIGINT"
         answers = processes.gathered(answer)
         self._apply_env_params(run)
@@ -120,15 +117,10 @@ class Callbacks:
             run.changed_at = run.iteration
 
 
-def _is_true(answer: Any) -> bool:
-    """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
-    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
-
-
 def _answer(function: Callback, tick: Tick) -> bool:
-    """Whether a function stops the run; raises ValueError if it took the state that the run goes on with."""
+    """Whether a function stops the run, by True of Python, NumPy or JAX; raises ValueError if it took the run's state."""
     given = []
-    stops = _is_true(function(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1])))
+    answer: Any = function(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1]))
     for path, leaf in jax.tree.leaves_with_path(given[-1:]):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -136,7 +128,7 @@ def _answer(function: Callback, tick: Tick) -> bool:
                 f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, with which the run goes "
                 "on; give away a copy: jax.tree.map(jnp.copy, tick.state)"
             )
-    return stops
+    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
@@ -219,3 +211,102 @@ class WandB:
     def close(self) -> None:
         """Uploads pending entries and ends the run."""
         self._run.finish()
+
+
+# --- displays of progress, on stderr or in a notebook; if one cannot be written any more, the run continues without it
+
+Progress = bool | Literal["auto", "bar", "lines", "notebook"]
+Show = Callable[[Tick], None]
+Display = Callable[..., contextlib.AbstractContextManager[Show]]
+
+_SHOWN = {"episode_return": "return", "eval_return": "eval"}
+
+
+def choose_display(progress: Progress) -> Display:
+    """Chooses the display of a run's progress."""
+    if progress is False:
+        return lambda *args: contextlib.nullcontext(lambda tick: None)
+    if progress in ("auto", True):
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython else None
+        is_notebook = shell is not None and "IPKernelApp" in shell.config
+        progress = "notebook" if is_notebook else "bar" if Lasting(sys.stderr).isatty() else "lines"
+    displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
+    if progress not in displays:
+        raise ValueError(f"progress={progress!r}: choose one of {['auto', *displays]}, or False")
+    return displays[progress]
+
+
+def _facts(tick: Tick) -> str:
+    """The most important metrics as text, averaged over the members."""
+    facts = [f"{tick.metrics['steps_per_second']:,.0f} {tick.unit.removeprefix('environment ')}/s"]
+    known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
+    for name, word in _SHOWN.items():
+        teams = [f"{team} {x:.1f}" for column, x in known.items() if (team := team_of(column, name))]
+        if name in known:
+            facts.append(f"{word} {known[name]:.1f}" + f" ({', '.join(teams)})" * bool(teams))
+    return "  ".join(facts)
+
+
+@contextlib.contextmanager
+def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+    from rich.text import Text
+
+    console = Console(file=progress_stream())  # type: ignore[arg-type]
+    narrow = console.width < 100
+    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}", table_column=Column(no_wrap=True))
+    name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=30))
+    elapsed = () if narrow else (TimeElapsedColumn(),)
+    bar = Bar(
+        SpinnerColumn(), name, BarColumn(bar_width=12 if narrow else 40), count, *elapsed, TextColumn("eta"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    task = bar.add_task(title, total=total_steps)
+
+    def lines(facts: str) -> Group:  # two lines, so that the text takes no space from the bar
+        return Group(bar, Text(f"  {facts}", no_wrap=True, overflow="ellipsis"))
+
+    with Live(lines("compiling"), console=console) as live:
+
+        def show(tick: Tick) -> None:
+            bar.update(task, completed=tick.step)
+            live.update(lines(_facts(tick)))
+
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+    stream = progress_stream()
+    print(f"{title}: compiling", file=stream, flush=True)
+    last = -np.inf
+
+    def show(tick: Tick) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1 or tick.step >= total_steps:
+            last = now
+            done = f"{tick.step:,}/{total_steps:,} {unit} ({tick.step / total_steps:.0%})"
+            print(f"{title}: {done}  {_facts(tick)}", file=stream, flush=True)
+
+    yield show
+
+
+@contextlib.contextmanager
+def _notebook(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+    from IPython.display import HTML, display
+
+    def page(step: int, facts: str) -> HTML:
+        return HTML(
+            f"<div><b>{html.escape(title)}</b> <progress max='{total_steps}' value='{step}'></progress> "
+            f"{step:,}/{total_steps:,} {html.escape(unit)} &nbsp; {html.escape(facts)}</div>"
+        )
+
+    handle = display(page(0, "compiling"), display_id=True)
+    assert handle is not None  # display_id=True asks for one
+    yield lambda tick: handle.update(page(tick.step, _facts(tick)))

@@ -32,7 +32,6 @@ from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_
 
 SEAL = "run.json"
 _DIGITS = 12
-_REGISTER = "register"
 _OURS = re.compile(rf"\d{{{_DIGITS}}}(\.orbax-checkpoint-tmp.*)?")
 
 
@@ -42,21 +41,13 @@ class CheckpointError(RunFolderError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
+    """A complete checkpoint on disk."""
 
-    Attributes:
-      path: its folder.
-      iteration: number of training iterations done.
-      progress: the host's part of the state, as plain data.
-      score: the run's measure of success at that time, if it has one; more is better.
-      is_readable: whether its seal is sound; if not, `progress` is empty.
-    """
-
-    path: Path
-    iteration: int
-    progress: Mapping[str, Any]
-    score: float | None
-    is_readable: bool = True
+    path: Path  # its folder
+    iteration: int  # training iterations done
+    progress: Mapping[str, Any]  # the host's part of the state, as plain data; empty if its seal is not sound
+    score: float | None  # the run's measure of success at that time, if it has one; more is better
+    is_readable: bool = True  # whether its seal is sound
 
 
 def _is_key(leaf: Any) -> bool:
@@ -82,7 +73,7 @@ def _by_itself() -> Any:
 
 def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
     named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
-    return named + [(f"{_REGISTER} {i}", leaf) for i, leaf in enumerate(registers)]
+    return named + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
 
 
 class CheckpointWriter:
@@ -139,10 +130,7 @@ class CheckpointWriter:
         self._prune()
 
     def set_aside(self, after: int) -> None:
-        """Renames the checkpoints that are newer than the one that the run goes on from.
-
-        They are damaged, or hold numbers that are not finite.
-        """
+        """Renames checkpoints newer than the one that the run goes on from: damaged ones, or with nan or infinities."""
         for saved in complete(self._folder.parent):
             if saved.iteration > after:
                 other = saved.path.with_name(f"{saved.path.name}.damaged")
@@ -169,7 +157,6 @@ class CheckpointWriter:
 
 
 def _sum(seal: Mapping[str, Any]) -> str:
-    """The SHA-256 of the content of a seal without its own sum."""
     content = {name: value for name, value in seal.items() if name != "sum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -258,10 +245,7 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Finds the newest checkpoint that is whole; None if there is none at all.
-
-    Calls `note` with a sentence about each damaged checkpoint that is passed over; raises CheckpointError if each is damaged.
-    """
+    """Finds the newest whole checkpoint, if there is one; calls `note` with a sentence about each damaged one passed over."""
     problems = []
     for checkpoint in complete(path):
         try:
@@ -290,8 +274,8 @@ def load(
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """Reads a checkpoint onto any devices: its state and registers.
 
-    `like` and `registers` are arrays or `jax.ShapeDtypeStruct`s with the saved shapes and dtypes; `shardings` has one for each
-    leaf of both, None takes one device for all. CheckpointError names the first difference from what was saved.
+    `like` and `registers` have the saved shapes and dtypes; `shardings` has one for each leaf of both, None takes one device
+    for all. CheckpointError names the first difference from what was saved.
     """
     import orbax.checkpoint as ocp
 

@@ -56,15 +56,11 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
     config: Any = jax.config
     return {
-        "platform": devices[0].platform,
-        "kind": devices[0].device_kind,
-        "count": len(devices),
+        "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
         "processes": len({d.process_index for d in devices}),
-        "matmul_precision": config.jax_default_matmul_precision or "default",
-        "x64": config.jax_enable_x64,
-        "threefry_partitionable": config.jax_threefry_partitionable,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+        "matmul_precision": config.jax_default_matmul_precision or "default", "x64": config.jax_enable_x64,
+        "threefry_partitionable": config.jax_threefry_partitionable, "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }  # fmt: skip
 
 
 def to_json(value: Any) -> Any:
@@ -84,16 +80,19 @@ def to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a JSON file beside `path` and renames it, so that a reader sees either the whole file or none."""
-    _replace(path, json.dumps(to_json(value), indent=indent) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
-        partial.write_text(text, newline="")
+        yield partial
         os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a JSON file."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(to_json(value), indent=indent) + "\n", newline="")
 
 
 def check_free(path: Path) -> None:
@@ -168,15 +167,16 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), restval="")
     table.writeheader()
     table.writerows({k: "" if isinstance(x, float) and math.isnan(x) else x for k, x in row.items()} for row in rows)
-    _replace(path, text.getvalue())
+    with replacing(path) as partial:
+        partial.write_text(text.getvalue(), newline="")
 
 
-def rewind_rows(path: Path, count: int) -> list[Row]:
-    """Removes the rows of a killed run that are newer than its checkpoint; gives the others."""
-    rows, file = read_rows(path, count), path / ROWS
+def rewind_rows(path: Path, count: int) -> None:
+    """Removes the rows of a killed run that are newer than its checkpoint."""
+    file = path / ROWS
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    _replace(file, "".join(lines[:count]))
-    return rows
+    with replacing(file) as partial:
+        partial.write_text("".join(lines[:count]), newline="")
 
 
 def read_rows(path: Path, count: int | None = None) -> list[Row]:

@@ -1,5 +1,6 @@
 """The guard of a run: notices nan and infinities within one chunk, tells where the first one came from, and may go back."""
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -13,28 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs.base import release
-from msrl_jax.experiment import failure, folder, processes, store
+from msrl_jax.experiment import checkpoint, folder, nonfinite, processes, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
-from msrl_jax.experiment.failure import Failure
-from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
+from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
-from msrl_jax.experiment.nonfinite import Watch, locate
+from msrl_jax.experiment.nonfinite import Failure, Watch
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.fragments.program import Delayed
 from msrl_jax.fragments.runtime.memory import array_bytes
 
-KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
-"""The guard copies the state at most this often, and only if it is not larger."""
-
-LOCATE_SECONDS = 300.0
-"""A run goes again for at most about this long to find its first nan."""
-
-MOST_SKIPPED = 100
-"""With `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped."""
-
-MOST_ROLLBACKS = 5
-"""A run goes back at most this often, and diverges after that."""
+KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
+LOCATE_SECONDS = 300.0  # a run goes again for at most about this long to find its first nan
+MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped
+MOST_ROLLBACKS = 5  # a run goes back at most this often, and diverges after that
 
 CAUSES = (
     "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
@@ -44,30 +36,15 @@ CAUSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a run that is not finite.
+    """Something in a run that is not finite."""
 
-    Attributes:
-      metric: the metric that is not finite, or None.
-      leaf: pytree path of the part of the state that is not finite, or None.
-      iteration: the first such iteration as far as known, counted from 1.
-      member: number of the member; None for a run of one seed, or if it is not known.
-      failure: the computation that is to blame, or None.
-      note: why there is no `failure`.
-      replay: the file for `replay_step`, or None.
-    """
-
-    metric: str | None
-    leaf: str | None
-    iteration: int
-    member: int | None
-    failure: Failure | None = None
-    note: str = ""
-    replay: Path | None = None
-
-    @property
-    def path(self) -> str | None:
-        """Pytree path of the result of the fragment, or else of the part of the state."""
-        return self.failure.origin.path if self.failure else self.leaf
+    metric: str | None  # the metric that is not finite
+    leaf: str | None  # pytree path of the part of the state that is not finite
+    iteration: int  # the first such iteration as far as known, counted from 1
+    member: int | None  # None for a run of one seed, or if it is not known
+    failure: Failure | None = None  # the computation that is to blame
+    note: str = ""  # why there is no `failure`
+    replay: Path | None = None  # the file for `replay_step`
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
         """The finding in words; `settings` are those of the members of the run."""
@@ -97,16 +74,16 @@ class DivergedError(FloatingPointError):
         super().__init__(f"{finding.describe(result.settings)}. The history so far is in the error's `result`")
         self.finding, self.result = finding, result
         self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member
-        self.fragment = finding.failure.origin.fragment if finding.failure else None
-        self.path, self.replay = finding.path, finding.replay
+        origin = finding.failure.origin if finding.failure else None
+        self.fragment, self.path = (origin.fragment, origin.path) if origin else (None, finding.leaf)
+        self.replay = finding.replay
 
 
 class Guard:
-    """A hook that notices what is not finite.
+    """A hook that notices what is not finite, at the end of a chunk, by its metrics and one bool per leaf of the state.
 
-    The programs of the run are those of an unwatched run. At the end of a chunk, the guard looks at the metrics and asks the
-    devices for one bool per leaf of the state. Now and then it keeps a copy of a small state. If something is not finite, the
-    run goes again from the last copy, because a run is deterministic.
+    The programs of the run are those of an unwatched run. Now and then the guard keeps a copy of a small state, from which the
+    run goes again if something is not finite, because a run is deterministic.
     """
 
     def begin(self, run: Run) -> None:
@@ -125,25 +102,23 @@ class Guard:
         if run.experiment.guard == "skip":
             run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
             return
-        run.finding = self._check(run, run.metrics)
+        run.finding = self._check(run)
         if run.finding is None:
             self._keep(run)
 
-    def _check(self, run: Run, metrics: HostMetrics) -> Finding | None:
+    def _check(self, run: Run) -> Finding | None:
         if self._first_bad:
             return Finding(None, self._first_bad[0], self._begin + 1, None)
-        if found := first_non_finite(metrics):
+        if found := first_non_finite(run.metrics):
             metric, within, member = found
-            return Finding(metric, None, run.iteration - len(jax.tree.leaves(metrics)[0]) + within + 1, member)
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
         bad = self._watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
     def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
         """What dropped updates cannot repair."""
         rows = skipped.reshape(len(skipped), -1) > 0
-        for member in range(rows.shape[1]):
-            fine = np.flatnonzero(~rows[:, member])
-            self._streak[member] = len(rows) - 1 - fine[-1] if len(fine) else self._streak[member] + len(rows)
+        self._streak = np.where(rows.all(axis=0), self._streak + len(rows), np.argmax(~rows[::-1], axis=0))
         worst = int(self._streak.argmax())
         if self._streak[worst] < MOST_SKIPPED:
             if not rows.any():
@@ -166,15 +141,15 @@ class Guard:
         self._keep(run)
 
     def earlier(self, run: Run) -> tuple[Any, int]:
-        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state.
-
-        A checkpoint may hold a nan in its replay buffer that no update has used yet.
-        """
-        for state, iteration in store.saved_states(run.path, run):
-            if self._kept is not None and iteration <= self._kept[1]:
+        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state."""
+        for saved in [] if run.path is None else checkpoint.complete(run.path):
+            if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
-            if self._watch.is_whole(run.program.unwrap(state)):
-                return state, iteration
+            with contextlib.suppress(checkpoint.CheckpointError):
+                checkpoint.verify(saved)
+                state = store.restore_state(saved, run.experiment, run.program)
+                if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
+                    return state, saved.iteration
         return self._kept or (run.experiment.start(run.program), 0)
 
     def locate(self, run: Run) -> Finding:
@@ -188,19 +163,18 @@ class Guard:
         found = self._search(run)
         if isinstance(found, str):
             return dataclasses.replace(finding, note=f"{found} {CAUSES}")
-        blamed, begin = found
-        finding = dataclasses.replace(finding, iteration=begin, failure=blamed, member=blamed.member)
-        if blamed.origin.fragment is None:
+        finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
+        if found.origin.fragment is None:
             return finding
-        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / failure.FILE
+        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / nonfinite.FILE
         try:
-            saved = failure.save(path, blamed, run.description, run.experiment.recorded_steps)
+            saved = nonfinite.save(path, found, run.description, run.experiment.recorded_steps)
         except OSError as error:
             return dataclasses.replace(finding, note=f"The step could not be written: {error}")
         return dataclasses.replace(finding, replay=saved)
 
-    def _search(self, run: Run) -> tuple[Failure, int] | str:
-        """What is to blame, and its iteration; or why that is not known."""
+    def _search(self, run: Run) -> Failure | str:
+        """What is to blame, or why that is not known."""
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
         state, begin = self.earlier(run)
@@ -218,7 +192,7 @@ class Guard:
                 "the cause was not looked for."
             )
         try:
-            found = locate(run.program, run.again, state, iterations, self._watch)
+            found = self._watch.search(run, state, iterations)
         except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
             return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
         if found is None:
@@ -229,8 +203,7 @@ class Guard:
         if isinstance(origin, int):
             where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
             return f"Before that iteration, {where} was not finite."
-        number = begin + before + 1
-        return Failure.of(origin, number, run.experiment.has_members, run.experiment.behavior.agent.env), number
+        return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
 
 
 class Divergence:
@@ -258,7 +231,10 @@ class Divergence:
         state, iteration = self._guard.earlier(run)
         state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, run.experiment))
         release(run.experiment.agent.env)
-        run.experiment = run.experiment.slower()
+        config = run.experiment.algorithm
+        names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
+        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(config, name), float)}
+        run.experiment = run.experiment.replaced(algorithm=dataclasses.replace(config, **rates))
         run.compiled_before += run.program.compile_seconds
         run.program = run.experiment.compile(run.policy, run.devices)
         run.run_state = run.program.place(state)
@@ -280,18 +256,14 @@ class Divergence:
 
 
 def again(state: Any, number: int, experiment: Experiment) -> Any:
-    """The state with which a run begins again after it went back for the `number`-th time.
+    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members."""
 
-    Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
-    """
-    state = fold_keys(state, number)
-    return _slower(state, number, experiment) if experiment.settings else state
+    def slower(part: Any) -> Any:
+        if not isinstance(part, Member):
+            return part
+        # Rates that evolve are halved once, others as often as the run went back.
+        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2)
+        rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+        return part._replace(numbers=part.numbers | rates)
 
-
-def _slower(state: Any, number: int, experiment: Experiment) -> Any:
-    if not isinstance(state, Member):
-        field = "state" if isinstance(state, Delayed) else "inner"
-        return state._replace(**{field: _slower(getattr(state, field), number, experiment)})
-    now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (state.numbers, 2)
-    slower = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
-    return state._replace(numbers=state.numbers | slower)
+    return jax.tree.map(slower, fold_keys(state, number), is_leaf=lambda x: isinstance(x, Member))

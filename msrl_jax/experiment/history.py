@@ -6,8 +6,9 @@ and `M` the number of members (seeds) of a run; a run of one seed has no member 
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,10 +19,6 @@ Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
 
 
-def _as_cell(value: np.ndarray) -> float | np.ndarray:
-    return value if np.ndim(value) else float(value)
-
-
 def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     """The mean of each metric of a chunk, `[N]` or `[N, M]`, in float64; that of a `Mean` weighs an iteration by its samples.
 
@@ -29,45 +26,39 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     """
     row = {}
     for name, value in metrics.items():
-        if finite and name == SKIPPED:
-            row[name] = _as_cell(np.sum(np.asarray(value, np.float64), axis=0))
-            continue
-        if finite and not isinstance(value, Mean):
-            value = Mean(value, np.ones_like(value))
-        if isinstance(value, Mean):
-            fine = np.isfinite(value.total) if finite else True
-            row[name] = Mean(np.where(fine, value.total, 0.0), np.where(fine, value.count, 0.0)).mean(axis=0)
+        if isinstance(value, Mean) or (finite and name != SKIPPED):
+            row[name] = _sums(value, finite).mean(axis=0)
         else:
-            row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
+            reduced = (np.sum if finite else np.mean)(np.asarray(value, np.float64), axis=0)
+            row[name] = reduced if np.ndim(reduced) else float(reduced)
     return row
 
 
-_EPISODES = 100
-"""How many of the last episodes of each member tell its success during training."""
+def _sums(value: np.ndarray | Mean, finite: bool) -> Mean:
+    """A metric as sums and counts in float64; `finite` leaves out those that are not finite."""
+    given = value if isinstance(value, Mean) else Mean(value, np.ones_like(value))
+    total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
+    fine = np.isfinite(total) if finite else True
+    return Mean(np.where(fine, total, 0.0), np.where(fine, count, 0.0))
+
+
+_EPISODES = 100  # how many of the last episodes of each member tell its success during training
 
 
 @dataclasses.dataclass(frozen=True)
 class LastEpisodes:
-    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
+    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut."""
 
-    Attributes:
-      iterations: the iterations. `[K]`
-      total: sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
-      count: numbers of episodes.
-    """
-
-    iterations: np.ndarray
-    total: np.ndarray
-    count: np.ndarray
+    iterations: np.ndarray  # `[K]`
+    total: np.ndarray  # sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+    count: np.ndarray  # numbers of episodes
 
     def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
         """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
-        given = returns if isinstance(returns, Mean) else Mean(returns, np.ones_like(returns))
-        total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
-        fine = np.isfinite(total) if finite else True
-        iterations = np.append(self.iterations, first + 1 + np.arange(len(total)))
-        total = np.concatenate([self.total.reshape(-1, *total.shape[1:]), np.where(fine, total, 0.0)])
-        count = np.concatenate([self.count.reshape(-1, *count.shape[1:]), np.where(fine, count, 0.0)])
+        new = _sums(returns, finite)
+        iterations = np.append(self.iterations, first + 1 + np.arange(len(new.total)))
+        total = np.concatenate([self.total.reshape(-1, *new.total.shape[1:]), new.total])
+        count = np.concatenate([self.count.reshape(-1, *new.count.shape[1:]), new.count])
         later = np.cumsum(count[::-1], axis=0)[::-1] - count
         needed = (count > 0) & (later < _EPISODES)
         kept = needed.any(axis=tuple(range(1, needed.ndim)))
@@ -109,10 +100,7 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column, `[C]` or `[C, M]`, over the last part of the run, at least one chunk, without nan entries.
-
-    If all are nan, it is the last known value; nan if there is none.
-    """
+    """The mean of a column, `[C]` or `[C, M]`, over the last part of the run without nan entries, or the last known value."""
     column = np.asarray(column, np.float64)
     tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
@@ -133,9 +121,10 @@ def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
 
 
-def in_words(setting: Mapping[str, float]) -> str:
+def in_words(setting: Mapping[str, Any]) -> str:
     """A setting as text, such as `seed 3, learning_rate=0.001`."""
-    return ", ".join(f"seed {value}" if name == "seed" else f"{name}={value:.6g}" for name, value in setting.items())
+    words = {name: f"{x:.6g}" if isinstance(x, numbers.Real) else repr(x) for name, x in setting.items()}
+    return ", ".join(f"seed {setting[name]}" if name == "seed" else f"{name}={text}" for name, text in words.items())
 
 
 def team_of(column: str, name: str) -> str:

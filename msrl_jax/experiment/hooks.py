@@ -1,11 +1,17 @@
-"""Hooks that evaluate a run, record it, and write it to its folder: a run never ends because of its disk."""
+"""Hooks that stop a run, evaluate it, record it, and write it to its folder: a run never ends because of its disk."""
 
+import contextlib
 import dataclasses
 import math
 import os
+import re
+import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic as now
 from typing import Any
 
 import jax
@@ -15,28 +21,86 @@ from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter, at_rest
 from msrl_jax.data.files import check_new
 from msrl_jax.data.spaces import bytes_per_step
-from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment import folder, processes
 from msrl_jax.experiment.checkpoint import CheckpointWriter, complete
 from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.folder import SaveWarning
 from msrl_jax.experiment.history import Row
-from msrl_jax.experiment.run import Run, chunk_length
+from msrl_jax.experiment.run import Ending, Run, chunk_length
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import Saved
+from msrl_jax.experiment.store import Saved, progress_of
 
-AUTOMATIC = 60.0
-"""Seconds between checkpoints if the user gives no interval."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+TIME_LIMIT = "time limit"
 
-_SHARE = 0.02
-"""Largest share of the time that training waits for checkpoints at automatic intervals."""
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
+_SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
+_RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
-_RING_BYTES = 2**26
-"""Largest size of the recorded steps of a chunk on the devices, if `chunk` is not given."""
+
+def seconds(name: str, value: Any) -> float:
+    """Reads a duration."""
+    found: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value)
+    elif isinstance(value, str) and value and (match := _DURATION.fullmatch(value.strip().lower())) and any(match.groups()):
+        found = sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
+    if found is None or not 0 < found < float("inf"):
+        raise ValueError(f"{name}={value!r}: use seconds, or text such as '90s', '10m' or '5h50m'")
+    return found
+
+
+class StopRequests:
+    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason."""
+
+    def __init__(self, deadline: float | None = None):
+        self.deadline = deadline  # time of `now` at which the run has to be over
+        self.signal = ""  # the name of the signal that came, if one did
+
+    def reason(self, next_seconds: float) -> str:
+        """Why the run has to stop now."""
+        if self.signal:
+            return self.signal
+        late = self.deadline is not None and now() + next_seconds > self.deadline
+        return TIME_LIMIT if late else ""
+
+    def before(self, run: Run) -> Ending | None:
+        """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
+        reasons = processes.gathered(self.reason(run.last_seconds + run.saving_seconds))
+        reason = next(filter(None, reasons), "")
+        return Ending("interrupted", reason) if reason else None
+
+    def on_signal(self, signum: int, frame: Any) -> None:
+        """Notes the first signal. A second one ends the process at once; a second Ctrl-C raises KeyboardInterrupt."""
+        if self.signal and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or signal.Signals(signum).name
+        for other in SIGNALS:  # the default action takes effect even while compiled code runs
+            if other != signal.SIGINT:
+                signal.signal(other, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
+    """Notes signals that ask the process to end; outside of the main thread, which gets no signals, only the time limit."""
+    requests = StopRequests(None if limit is None else now() + limit)
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    for signum in SIGNALS:
+        # A shell's nohup, for example, has the process ignore SIGHUP.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            before[signum] = signal.signal(signum, requests.on_signal)
+    try:
+        yield requests
+    finally:
+        for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 class Evaluating:
-    """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member, so
-    that only policies make differences."""
+    """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member."""
 
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
@@ -66,11 +130,11 @@ class Evaluating:
             run.rows[-1] |= run.evaluation.means
 
 
+@dataclasses.dataclass
 class Recording:
     """Writes the steps of every chunk to a data set."""
 
-    def __init__(self, writer: ExperienceWriter):
-        self.writer = writer
+    writer: ExperienceWriter
 
     def after(self, run: Run) -> None:
         """Writes the steps since the last chunk."""
@@ -112,10 +176,7 @@ def recorded(
 
 
 class Rows:
-    """Writes `config.json`, and every row to `metrics.jsonl`, so that a killed run keeps all logged rows.
-
-    If a file cannot be written, the run goes on: the rows are kept, and written with a later one.
-    """
+    """Writes `config.json`, and rows to `metrics.jsonl`; if that fails, rows are kept, and written with a later one."""
 
     def __init__(self):
         self._has_config = self._failed = False
@@ -134,7 +195,7 @@ class Rows:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", SaveWarning, stacklevel=2)
+                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", folder.SaveWarning, stacklevel=2)
             self._failed = True
 
     def after(self, run: Run) -> None:
@@ -143,42 +204,27 @@ class Rows:
         self.begin(run)
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """The time between checkpoints: steps of the run, or seconds; automatic if both are None."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def interval(every: Any) -> Interval:
-    """Reads the time between checkpoints: a whole number of steps, a duration such as `"10m"`, or None for automatic ones."""
+def interval(every: Any) -> tuple[int | None, float | None]:
+    """Reads the time between checkpoints: whole steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
     if every is None:
-        return Interval()
+        return None, None
     if isinstance(every, str):
         try:
             every = float(every)
         except ValueError:
-            return Interval(seconds=stopping.seconds("checkpoint_every", every))
-    return Interval(steps=whole("checkpoint_every", every))
+            return None, seconds("checkpoint_every", every)
+    return whole("checkpoint_every", every), None
 
 
 class Checkpoints:
-    """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end.
+    """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end; warns if one fails."""
 
-    If one fails, it warns, and the run goes on. If several processes run it, process 0 writes the whole state.
-
-    Attributes:
-      error: why the last checkpoint could not be written; None if it is there.
-      every: steps between checkpoints, if steps count.
-    """
-
-    def __init__(self, path: Path, every: Interval, keep: int, recording: Recording | None = None):
+    def __init__(self, path: Path, every: tuple[int | None, float | None], keep: int, recording: Recording | None = None):
         """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
-        self._interval, self.every, self._recording = every, every.steps, recording
-        self._saved_at, self._saved_step, self._best = time.monotonic(), 0, -math.inf
-        self.error: OSError | None = None
+        self.every, self._seconds = every
+        self._recording, self._saved_at, self._saved_step, self._best = recording, now(), 0, -math.inf
+        self.error: OSError | None = None  # why the last checkpoint could not be written
 
     def begin(self, run: Run) -> None:
         """Notes where the run goes on; newer checkpoints are damaged or were left behind, and set aside."""
@@ -198,9 +244,8 @@ class Checkpoints:
             return True
         if self.every is not None:
             return run.step // self.every > self._saved_step // self.every
-        wait = self._interval.seconds
-        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if wait is None else wait
-        return time.monotonic() - self._saved_at >= wait and not busy
+        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if self._seconds is None else self._seconds
+        return now() - self._saved_at >= wait and not busy
 
     def _is_best(self, run: Run) -> bool:
         """Whether an evaluation is the best so far; its agent would be lost, because evaluations seldom fall on checkpoints."""
@@ -210,32 +255,22 @@ class Checkpoints:
 
     def save(self, run: Run) -> None:
         """Starts to write a checkpoint; warns if this one or the one before fails."""
-        start = time.monotonic()
+        start = now()
         self._saved_at, self._saved_step = start, run.step
         state = run.experiment.agent.without_data(at_rest(run.program.unwrap(run.run_state)))
         state, registers = processes.to_hosts((state, run.registers))
         if self._writer is None:
             return
-        progress = {
-            "settings": run.experiment.fingerprint(run.deployment["rollbacks"]),
-            "rows": len(run.rows),
-            "last_episodes": dataclasses.asdict(run.last_episodes),
-            "rollbacks": len(run.deployment["rollbacks"]),
-            "evaluation": run.evaluation,
-            "registers": run.program.registers,
-            "recorded": None if self._recording is None else self._recording.writer.progress,
-            "wall_seconds": time.perf_counter() - run.started,
-            "compile_seconds": run.compile_seconds,
-            **run.seconds,
-        }
+        recorded = None if self._recording is None else self._recording.writer.progress
+        progress = progress_of(run.description, len(run.rows), run.evaluation, run.times, run.last_episodes, recorded)
         found = score(run)
         try:
             self._writer.save(run.iteration, state, registers, progress, found)
             self.error, self._best = None, max(self._best, -math.inf if found is None else found)
         except OSError as error:
             self.error = error
-            warnings.warn(f"the run goes on without a new checkpoint: {error}", SaveWarning, stacklevel=2)
-        run.saving_seconds = time.monotonic() - start
+            warnings.warn(f"the run goes on without a new checkpoint: {error}", folder.SaveWarning, stacklevel=2)
+        run.saving_seconds = now() - start
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk; notes an error."""

@@ -27,19 +27,12 @@ from msrl_jax.experiment.history import in_words
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 
-PARENT = "pbt/parent"
-"""The metric that tells whom each member copied at the last exploit; its own number if nobody."""
+PARENT = "pbt/parent"  # the metric that tells whom each member copied at the last exploit; its own number if nobody
+FACTORS = 0.8, 1.2  # what perturbation multiplies a number by
 
-FACTORS = 0.8, 1.2
-"""What perturbation multiplies a number by."""
-
-_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
-"""The type of a hyper-parameter."""
-
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)  # the type of a hyper-parameter
 _WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resample")}
-
-_INITIAL, _MEMBER = 1711_09846, 0x9B7
-"""Keep the draws of the initial values, and of the members, apart from other uses of the seed."""
+_INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,22 +129,20 @@ class PBT:
                     "that does, or a wider range"
                 )
 
-    def check_chunk(self, chunk: int) -> None:
-        """Raises ValueError unless chunks of so many iterations end at the exploits."""
-        if self.every % chunk:
-            raise ValueError(
-                f"chunk={chunk} does not divide PBT.every={self.every}, so a row of the history would mix hyper-parameters "
-                "from before and after an exploit; use a chunk that does, or leave it out"
-            )
-
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
         """The initial values of all members, `[M]` by field."""
         random = np.random.default_rng([_INITIAL, seed])
         found = {}
         for name in sorted(self.search):
             quantiles = (random.permutation(self.members) + random.random(self.members)) / self.members
-            values = np.asarray(_at_quantiles(self.search[name], quantiles), np.float32)
-            found[name] = tuple(map(float, values))
+            kind, options = self.search[name].kind, np.asarray(self.search[name].numbers)
+            if kind == "choice":
+                values = options[(quantiles * len(options)).astype(int)]
+            else:
+                low, high = np.log(options) if kind == "log_uniform" else options
+                values = low + quantiles * (high - low)
+                values = np.clip(np.exp(values) if kind == "log_uniform" else values, *options)
+            found[name] = tuple(map(float, values.astype(np.float32)))
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -173,11 +164,9 @@ def read(given: GivenPBT) -> PBT:
     if isinstance(given, str):
         wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
         values = read_values(given, distributions.CALLS, wrong=wrong)
-        search = {name: x for name, x in values.items() if name not in own}
-        for name, x in search.items():
-            if not isinstance(x, Distribution) and (near := suggestion(name, own)):
-                raise ValueError(f"pbt has no field {name!r}{near}; its fields are {', '.join(own)}")
-        return PBT(search, **{name: x for name, x in values.items() if name in own})
+        others = {name: x for name, x in values.items() if name not in own}
+        search = {name: x for name, x in others.items() if isinstance(x, Distribution) or not suggestion(name, own)}
+        given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={given!r}: give msrl.PBT(search=..., members=..., every=...)")
     for name in given:
@@ -203,38 +192,18 @@ def _distribution(name: str, value: Any) -> Distribution:
     return Distribution(value.kind, options)
 
 
-def _at_quantiles(distribution: Distribution, quantiles: np.ndarray) -> np.ndarray:
-    options = np.asarray(distribution.numbers)
-    if distribution.kind == "choice":
-        return options[(quantiles * len(options)).astype(int)]
-    low, high = np.log(options) if distribution.kind == "log_uniform" else options
-    values = low + quantiles * (high - low)
-    return np.clip(np.exp(values) if distribution.kind == "log_uniform" else values, *options)
-
-
 class Standing(NamedTuple):
-    """How the members stand.
+    """How the members stand."""
 
-    Attributes:
-      score_sum: sum of the scores since a member was last compared. shape=(M,), dtype=float32
-      num_scores: number of these scores. shape=(M,), dtype=float32
-      since: iterations since the last exploit, shape=(), dtype=int32
-      parent: the member that each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
-      key: a typed key of each member, for both steps. shape=(M,)
-    """
-
-    score_sum: jax.Array
-    num_scores: jax.Array
-    since: jax.Array
-    parent: jax.Array
-    key: jax.Array
+    score_sum: jax.Array  # sum of the scores since a member was last compared. shape=(M,), dtype=float32
+    num_scores: jax.Array  # number of these scores. shape=(M,), dtype=float32
+    since: jax.Array  # iterations since the last exploit. shape=(), dtype=int32
+    parent: jax.Array  # whom each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
+    key: jax.Array  # a typed key of each member, for both steps. shape=(M,)
 
 
 def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> jax.Array:
-    """Chooses whom each member copies, itself unless the other one is better, by scores, of which more is better.
-
-    Members that are not `ready` take no part. All arrays are `[M]`; `keys` are typed, the result is int32.
-    """
+    """Whom each member copies, itself unless another one has a higher score; those that are not `ready` take no part. `[M]`"""
     order = jnp.arange(pbt.members)
     score = jnp.where(ready, score, -jnp.inf)
     tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
@@ -261,34 +230,27 @@ def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
 
 def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[str, jax.Array]:
     """Changes the hyper-parameters of the members, `[M]` float32 by field, within the ranges of the search."""
-    change = _resampled if pbt.explore == "resample" else _perturbed
+
+    def change(distribution: Distribution, value: jax.Array, key: jax.Array) -> jax.Array:
+        options = distribution.numbers
+        if pbt.explore == "resample":
+            which, draw = jax.random.split(key)
+            new = distributions.draw(distribution, draw, _NUMBER, ())
+            return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+        up = jax.random.bernoulli(key)
+        if distribution.kind == "choice":
+            nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
+            return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
+        return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
+
     own = {name: jax.vmap(functools.partial(jax.random.fold_in, data=i))(keys) for i, name in enumerate(sorted(values))}
-    return {name: jax.vmap(functools.partial(change, pbt, name))(value, own[name]) for name, value in values.items()}
-
-
-def _perturbed(pbt: PBT, name: str, value: jax.Array, key: jax.Array) -> jax.Array:
-    up, options = jax.random.bernoulli(key), pbt.search[name].numbers
-    if pbt.search[name].kind == "choice":
-        nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
-        return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
-    return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
-
-
-def _resampled(pbt: PBT, name: str, value: jax.Array, key: jax.Array) -> jax.Array:
-    which, draw = jax.random.split(key)
-    new = distributions.draw(pbt.search[name], draw, _NUMBER, ())
-    return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+    return {name: jax.vmap(functools.partial(change, pbt.search[name]))(x, own[name]) for name, x in values.items()}
 
 
 class Evolving(NamedTuple):
-    """The state of a population that is trained.
+    """The state of a population that is trained."""
 
-    Attributes:
-      inner: the state of the members.
-      standing: how they stand.
-    """
-
-    inner: Member
+    inner: Member  # the state of the members
     standing: Standing
 
 
@@ -305,7 +267,7 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
     The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
     compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
     statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
-    decision only. Metrics tell the lineage, `pbt/parent`, and the values in effect, `pbt/FIELD`. `[M]`
+    decision only.
     """
     if not agent.ranked:
         raise ValueError(

@@ -17,8 +17,7 @@ from msrl_jax.fragments.runtime.transfer import read
 
 Tree = TypeVar("Tree")
 
-HEARTBEAT = 15
-"""Seconds without a sign of life after which a process counts as dead."""
+HEARTBEAT = 15  # seconds without a sign of life after which a process counts as dead
 
 _LOST = re.compile(r"gloo|nccl|rccl|coordination|heartbeat|connection (reset|closed|refused)|distributed service", re.I)
 _TEXT = 64
@@ -102,9 +101,7 @@ def start(address: str | None = None, number: int | None = None, index: int | No
     """Joins the processes of a run; before anything of JAX starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(
-            address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60
-        )
+        jax.distributed.initialize(address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(

@@ -16,10 +16,9 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
-from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import map_members
-from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.experiment.history import in_words, last_mean
+from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
+from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
@@ -242,8 +241,7 @@ class Result:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
         agent, last = self.behavior.agent, self.evaluation
         if last is not None:
-            fields = [f.name for f in dataclasses.fields(Evaluation)]
-            last = Evaluation(**{name: jax.tree.map(lambda x: x[rows], getattr(last, name)) for name in fields})
+            last = Evaluation(**jax.tree.map(lambda x: x[rows], vars(last)))
         first = {name: values[0] for name, values in changes.get("settings", {}).items()}
         experiment = self.experiment.replaced(**changes, algorithm=dataclasses.replace(self.config, **first))
         about = experiment.to_json()
@@ -251,15 +249,11 @@ class Result:
             about |= {"data": self.description["data"]}
             about["config"] |= {"data": self.description["config"]["data"]} if "data" in about["config"] else {}
         return dataclasses.replace(
-            self,
-            experiment=experiment,
-            description={**self.description, **about},
+            self, experiment=experiment, description={**self.description, **about}, evaluation=last, folder=None,
             history={n: x[:, rows] if x.shape[1:2] == (self.members,) else x for n, x in self.history.items()},
             run_state=agent.with_data(map_members(lambda x: x[rows], agent.without_data(self.run_state))),
             registers=tuple(x[rows] for x in self.registers),
-            evaluation=last,
-            folder=None,
-        )
+        )  # fmt: skip
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the state of a member, compiled: it takes the number of the member in place of the state."""
@@ -375,10 +369,6 @@ class Result:
         finally:
             release(evaluator.env)
 
-    @property
-    def _title(self) -> str:
-        return f"{self.experiment.name} on {self.experiment.env_name}"
-
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
@@ -394,12 +384,7 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
-        groups: dict[str, list[int]] = {}
-        if self.experiment.settings and not self.experiment.pbt:
-            for member, setting in enumerate(self.settings):
-                groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-        figure = plot_history(self.history, metrics, groups, unit=self.behavior.agent.unit, title=self._title)
-        return _saved(figure, path)
+        return _saved(plot_history(self, metrics), path)
 
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
@@ -413,11 +398,9 @@ class Result:
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
         """
-        pbt = self.experiment.pbt
-        if pbt is None or not len(self.history.get("step", ())):
+        if self.experiment.pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
-        figure = plot_lineage(self.history, pbt, unit=self.behavior.agent.unit, title=self._title)
-        return _saved(figure, path)
+        return _saved(plot_lineage(self), path)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

@@ -31,14 +31,14 @@ from msrl_jax.fragments.program import Delayed, Program
 
 Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
 
-TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")
-"""Parts of a run's time, besides compiling."""
+TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")  # parts of a run's time, besides compiling
 
+# Limits of one dispatched part of a chunk: bytes of its metrics, and its iterations in plans of both kinds.
 _METRICS_BYTES, _HOST_DRIVEN, _FUSED = 2**22, 256, 2**16
-"""Limits of one dispatched part of a chunk: bytes of its metrics, and its iterations in plans of both kinds."""
 
-_FIRST = ("diverged", "interrupted", "finished", "stopped")
-"""If a run ends for several reasons, the first one of these counts."""
+_FIRST = ("diverged", "interrupted", "finished", "stopped")  # if a run ends for several reasons, the first one counts
+_TICKS = 50  # the approximate number of chunks of a run that takes less than a minute; every chunk ends with a tick
+_SECONDS = 1.0  # the approximate length of a chunk of longer runs
 
 
 class Ending(NamedTuple):
@@ -51,39 +51,26 @@ class Ending(NamedTuple):
 _NOT_YET = Ending("unfinished")
 
 
-TICKS = 50
-"""The approximate number of chunks of a run that takes less than a minute; every chunk ends with a tick."""
-
-SECONDS = 1.0
-"""The approximate length of a chunk of longer runs, in seconds."""
-
-
-def chunk_length(iterations: int, ticks: int = TICKS) -> int:
-    """The largest number of iterations of a chunk.
-
-    It is the divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice as many; without
-    such a divisor, a length with a shorter last chunk.
-    """
-    if iterations <= ticks:
+def chunk_length(iterations: int) -> int:
+    """The largest length of a chunk: the divisor of `iterations` that gives about 50 chunks; else the last one is shorter."""
+    if iterations <= _TICKS:
         return 1
     if iterations > 100_000:  # a run of this many is long, so that time decides
-        return iterations // ticks
-    lengths = range(math.ceil(iterations / (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
+        return iterations // _TICKS
+    lengths = range(math.ceil(iterations / (2 * _TICKS)), iterations * 5 // (2 * _TICKS) + 1)
     divisors = [length for length in lengths if iterations % length == 0]
-    return min(divisors, key=lambda n: abs(iterations / n - ticks)) if divisors else round(iterations / ticks)
+    return min(divisors, key=lambda n: abs(iterations / n - _TICKS)) if divisors else round(iterations / _TICKS)
 
 
 class Pace:
-    """Chooses the lengths of chunks by the time that iterations take.
+    """Chooses the lengths of chunks by the time of iterations: powers of two that change by factors of two, or `most`.
 
-    Lengths are powers of two and change by factors of two, or are `most`. Chunks end at multiples of their length where they
-    can, so that runs have their ticks at the same iterations.
+    Chunks end at multiples of their length where they can, so that runs have their ticks at the same iterations.
     """
 
-    def __init__(self, most: int, *, fixed: bool, target: float = SECONDS):
+    def __init__(self, most: int, *, fixed: bool):
         """Starts without a measurement."""
-        self.most, self._fixed, self._target = most, fixed, target
-        self._length = most if fixed else 0
+        self.most, self._fixed, self._length = most, fixed, most if fixed else 0
 
     @property
     def is_known(self) -> bool:
@@ -95,9 +82,9 @@ class Pace:
         if self._fixed:
             return
         each = max(seconds / iterations, 1e-9)
-        if self._length and self._target / 2 <= self._length * each <= 2 * self._target:
+        if self._length and _SECONDS / 2 <= self._length * each <= 2 * _SECONDS:
             return
-        wanted = self._target / each
+        wanted = _SECONDS / each
         if self._length:  # a single slow chunk changes little
             wanted = min(max(wanted, self._length / 2), self._length * 2)
         self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
@@ -172,9 +159,10 @@ class Run:
         return self.experiment.iterations
 
     @property
-    def compile_seconds(self) -> float:
-        """Time spent on tracing the training program, and on waiting until it was compiled."""
-        return self.compiled_before + self.program.compile_seconds
+    def times(self) -> dict[str, float]:
+        """Time since the start, and its parts: on compiling (tracing the training program and waiting for it), and others."""
+        compiling = self.compiled_before + self.program.compile_seconds
+        return {"wall_seconds": time.perf_counter() - self.started, "compile_seconds": compiling, **self.seconds}
 
     @property
     def registers(self) -> tuple[jax.Array, ...]:
@@ -219,20 +207,22 @@ class Run:
             self.last_episodes = self.last_episodes.add(first, returns, finite=self.experiment.guard == "skip")
 
     @property
-    def _most(self) -> int:
-        return most_at_once(self.program, self.pace.most)
+    def most_at_once(self) -> int:
+        """The largest number of iterations between two readings of the metrics."""
+        limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
+        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled."""
-        self.program.warm_up(self._most)
+        self.program.warm_up(self.most_at_once)
 
     def again(self, state: Any, count: int) -> tuple[Any, Any]:
         """Runs iterations from another state, which stays valid."""
-        return self.program.run(state, count, chunk=self._most)
+        return self.program.run(state, count, chunk=self.most_at_once)
 
     def _iterate(self, count: int) -> Any:
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self._most, donate=True)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
         jax.block_until_ready(self.run_state)
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
@@ -244,12 +234,6 @@ class Run:
         each = self.experiment.steps_per_iteration
         multiples = ((iteration * each // every + 1) * every for every in self.boundaries)
         return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
-
-
-def most_at_once(program: Program, most: int) -> int:
-    """The largest number of iterations between two readings of the metrics, if a chunk has at most `most`."""
-    limit = _FUSED if program.is_fused else _HOST_DRIVEN
-    return min(limit, most, max(1, _METRICS_BYTES // max(program.metrics_bytes, 1)))
 
 
 def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:

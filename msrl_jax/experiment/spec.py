@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -22,9 +22,10 @@ from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
-from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.experiment.evaluate import Behavior
 from msrl_jax.experiment.folder import RunFolderError, to_json
+from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.pbt import PBT, evolve, read
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -71,18 +72,17 @@ class Experiment:
         algorithms.get(type(self.algorithm))
         if self.pbt is not None and not isinstance(self.pbt, PBT):
             raise TypeError(f"Experiment.pbt={self.pbt!r}: give a PBT")
-        whole("seeds", self.seeds)
-        whole("total_steps", self.total_steps)
-        check_guard(self.guard)
-        kind, lengths = type(self.algorithm), {len(values) for values in self.settings.values()}
-        if unknown := [name for name in self.settings if name not in tunable_fields(kind)]:
-            known = ", ".join(tunable_fields(kind))
-            raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind.__name__} can differ in {known}")
-        if len(lengths) > 1 or 0 in lengths:
-            raise ValueError(f"Experiment.settings={dict(self.settings)!r}: give all fields equally many values, at least one")
-        check_seed(self.seed, self.members)
-        for values in zip(*self.settings.values(), strict=True):
-            algorithms.make(self.algorithm, dict(zip(self.settings, values, strict=True)))
+        if self.guard not in get_args(GuardPolicy):
+            words = get_args(GuardPolicy)
+            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, words)}; use one of {', '.join(words)}")
+        if unknown := [name for name in self.settings if name not in tunable_fields(type(self.algorithm))]:
+            kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
+            raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
+        object.__setattr__(self, "env_params", self.env_params or None)
+        object.__setattr__(self, "seeds", whole("seeds", self.seeds))
+        object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
+        check_settings(self.algorithm, self.settings, self.seeds)
+        object.__setattr__(self, "seed", check_seed(self.seed, self.members))
 
     @property
     def name(self) -> str:
@@ -221,42 +221,29 @@ class Experiment:
         check_rows_fit(self.environment, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
         return self.replaced(recorded_steps=steps)
 
-    def slower(self) -> "Experiment":
-        """The same run with half of every learning rate that is a constant."""
-        names = [f.name for f in dataclasses.fields(self.algorithm) if f.name.endswith("learning_rate")]
-        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(self.algorithm, name), float)}
-        return self.replaced(algorithm=dataclasses.replace(self.algorithm, **rates))
-
     def replaced(self, **changes: Any) -> "Experiment":
         """The same run on the same environment and data, which are not made again."""
         new = dataclasses.replace(self, **changes)
-        vars(new).update({name: vars(self)[name] for name in ("environment", "dataset") if name in vars(self)})
+        vars(new).update({name: vars(self)[name] for name in ("environment", "dataset", "_data") if name in vars(self)})
         return new
 
     def to_json(self) -> dict[str, Any]:
         """The experiment as plain data: the part of `config.json` that decides what is computed."""
-        return self._plain() | {"data": self._data_source}
+        return self._plain() | {"data": self._data}
 
     def _plain(self) -> dict[str, Any]:
-        kind = type(self.algorithm)
+        kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
-            "algorithm": self.name,
-            "class": f"{kind.__module__}:{kind.__qualname__}",
-            "env": self.env_name,
+            "algorithm": self.name, "class": f"{kind.__module__}:{kind.__qualname__}", "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
-            "env_object": None if isinstance(self.env, str) else describe_env(self.env),
-            "env_params": describe(self.env_params or None),
-            "total_steps": self.total_steps,
-            "seed": self.seed,
-            "seeds": self.seeds,
-            "settings": {name: list(values) for name, values in self.settings.items()} or None,
-            "pbt": None if self.pbt is None else self.pbt.to_json(),
-            "guard": self.guard,
-            "config": to_json(self.algorithm),
-        }
+            "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
+            "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
+            "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
+            "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard, "config": to_json(self.algorithm),
+        }  # fmt: skip
 
-    @property
-    def _data_source(self) -> dict[str, Any] | None:
+    @functools.cached_property
+    def _data(self) -> dict[str, Any] | None:
         """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
         if self.dataset is None:
             return None
@@ -298,11 +285,10 @@ class Experiment:
             raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
         named: Any = env or given["env_spec"]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
-        if fields.get("data") is not None or data is not None:
+        if data is not None:
             fields["data"] = data
-            if data is None:  # the rest of the config is checked without a data set
-                fields.pop("data")
-                fields.pop("data_fraction", None)
+        elif fields.get("data") is not None:  # the rest of the config is checked without a data set
+            fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
         try:
             known = given["algorithm"] in algorithms.names()
             algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)
@@ -322,23 +308,13 @@ class Experiment:
         """
         return difference(self._plain(), other._plain())
 
-    def fingerprint(self, rollbacks: Sequence[Any] = ()) -> str:
-        """The SHA-256 of what `difference` compares, and of what changed it during the run."""
-        return fingerprint(self._plain(), rollbacks)
-
     def about(self) -> dict[str, Any]:
         """A description of the run for its data sets."""
-        return {
-            "env": self.env_name,
-            "observation_space": str(self.environment.observation_space),
-            "action_space": str(self.environment.action_space),
-            **agents_of(self.environment),
-            "made_by": f"training {self.name}",
-            "seed": self.seed,
-            "seeds": self.seeds,
-            **({"settings": self.settings} if self.settings else {}),
-            **({"pbt": self.pbt.to_json()} if self.pbt else {}),
-        }
+        space, actions = (str(x) for x in (self.environment.observation_space, self.environment.action_space))
+        about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(self.environment)}
+        about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
+        about |= {"settings": self.settings} if self.settings else {}
+        return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,20 +330,23 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str,
     return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
-def fingerprint(about: Mapping[str, Any], rollbacks: Sequence[Any] = ()) -> str:
+def fingerprint(about: Mapping[str, Any]) -> str:
     """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
-    return hashlib.sha256(json.dumps(to_json([_facts(about), list(rollbacks)]), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(to_json([_facts(about), about["rollbacks"]]), sort_keys=True).encode()).hexdigest()
 
 
-def describe_env(env: Any) -> str | None:
-    """An environment object as text with its parameters, if it has such a text (as dataclasses have)."""
-    text = repr(env.env if isinstance(env, RandomizeParams) else env)
-    return None if " at 0x" in text else text
-
-
-def check_guard(guard: str) -> GuardPolicy:
-    """Checks what a run does about numbers that are not finite."""
-    if guard not in get_args(GuardPolicy):
-        words = get_args(GuardPolicy)
-        raise ValueError(f"guard={guard!r}{suggestion(guard, words)}; use one of {', '.join(words)}")
-    return cast(GuardPolicy, guard)
+def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError unless the fields have equally many values, each of which the config takes, with these `constants`."""
+    lengths = {name: len(values) for name, values in settings.items()}
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"{counts} values; give all of these fields equally many values, at least one: the first ones are one setting, the "
+            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
+        )
+    for i, values in enumerate(zip(*settings.values(), strict=True)):
+        setting = dict(zip(settings, values, strict=True))
+        try:
+            algorithms.make(base, {**(constants or {}), **setting})
+        except ValueError as error:
+            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -25,25 +27,19 @@ from msrl_jax.experiment.run import TIMINGS
 from msrl_jax.experiment.spec import Experiment, fingerprint
 from msrl_jax.fragments.program import Delayed, Program
 
-Result: TypeAlias = Any
-"""A `msrl_jax.Result`, whose methods call this module."""
+Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
-FORMAT = 2
-"""The version of the format of run folders, which `config.json` has."""
+FORMAT = 2  # the version of the format of run folders, which `config.json` has
+_TRIES = 10  # how often a checkpoint is read that a running process deletes at the same time
 
-_TRIES = 10
-"""How often a checkpoint is read that a running process deletes at the same time."""
-
-_FIELDS: dict[str, tuple[Any, str]] = {
-    "algorithm": (str, "text"), "env": (str, "text"), "env_spec": (str | None, "text or null"), "class": (str, "text"),
-    "env_object": (str | None, "text or null"), "env_params": (dict | str | None, "an object, text or null"),
-    "policy": (str, "text"), "seed": (int, "an integer"), "seeds": (int, "an integer"), "total_steps": (int, "an integer"),
-    "config": (dict, "an object"), "settings": (dict | None, "an object or null"), "pbt": (dict | None, "an object or null"),
-    "guard": (str, "text"), "rollbacks": (list, "a list"), "resumed": (list, "a list"), "record": (str | None, "text or null"),
-    "eval_episodes": (int, "an integer"), "eval_every": (int | None, "an integer or null"),
-    "chunk": (int | None, "an integer or null"),
+_KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
+_FIELDS = {
+    "text": ("algorithm", "env", "class", "policy", "guard"), "text or null": ("env_spec", "env_object", "record"),
+    "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
+    "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
+    "a list": ("rollbacks", "resumed"),
 }  # fmt: skip
-"""What `config.json` of every run has: types, also in words."""
+"""What `config.json` of every run has, by types in words."""
 
 
 class ResumeWarning(UserWarning):
@@ -52,17 +48,11 @@ class ResumeWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A run in a folder.
-
-    Attributes:
-      path: the folder.
-      description: the content of `config.json`.
-      checkpoint: the newest checkpoint that is whole; None if the run was killed before its first one.
-    """
+    """A run in a folder."""
 
     path: Path
-    description: dict[str, Any]
-    checkpoint: Checkpoint | None
+    description: dict[str, Any]  # the content of `config.json`
+    checkpoint: Checkpoint | None  # the newest one that is whole; None if the run was killed before its first one
 
     @property
     def iteration(self) -> int:
@@ -94,22 +84,25 @@ def read_description(path: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
         )
-    content = folder.read_json(file, *_FIELDS)
-    for name, (kind, words) in _FIELDS.items():
-        if not isinstance(value := content[name], kind) or (kind is int and isinstance(value, bool)):
-            raise RunFolderError(f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run")
+    content = folder.read_json(file, *itertools.chain(*_FIELDS.values()))
+    for words, names in _FIELDS.items():
+        kinds = tuple(_KINDS[word] for word in re.split(", | or ", words))
+        for name in names:
+            if isinstance(value := content[name], bool) or not isinstance(value, kinds):
+                raise RunFolderError(
+                    f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run"
+                )
     return content
 
 
 def choose(path: Path, which: Any) -> Checkpoint:
     """Finds a checkpoint of a run that is whole: "newest", "best", or the one after a number of iterations."""
     found = [c for c in checkpoint.complete(path) if c.is_readable]
+    chosen = checkpoint.best(found) if which == "best" else next((c for c in found if c.iteration == which), None)
     if which == "newest":
         chosen = checkpoint.newest(path, _note)
-    elif which == "best":
-        chosen = checkpoint.best(found)
-    else:
-        chosen = next((c for c in found if c.iteration == which), None)
+    elif chosen is not None:
+        checkpoint.verify(chosen)
     if chosen is None:
         has = ", ".join(str(c.iteration) for c in reversed(found))
         why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
@@ -121,8 +114,6 @@ def choose(path: Path, which: Any) -> Checkpoint:
         elif found:
             why = f"those after iterations {has} are complete"
         raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
-    if which != "newest":
-        checkpoint.verify(chosen)
     return chosen
 
 
@@ -143,23 +134,22 @@ def open_run(path: Path) -> Saved:
 
 def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
     """Raises RunFolderError if `config.json` is not what the run was saved with."""
-    written, rollbacks = saved.progress.get("settings"), description["rollbacks"]
-    if written != fingerprint(description, rollbacks) and saved.progress.get("rollbacks") == len(rollbacks):
+    same = saved.progress.get("settings") == fingerprint(description)
+    if not same and saved.progress.get("rollbacks") == len(description["rollbacks"]):
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
 # --- how a run goes on
 
 
-def _registers(saved: Checkpoint, state: Any) -> list[tuple[str, Any]]:
-    """The leaves of a state that the registers of a checkpoint hold, with their paths, in the order of the registers."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-    depths = saved.progress["registers"]
-    if unknown := [name for name in depths if name not in leaves]:
+def _registers(saved: Checkpoint, state: Any) -> list[int]:
+    """The positions of the leaves of a state that the registers of a checkpoint hold, in the order of the registers."""
+    names, depths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)], saved.progress["registers"]
+    if unknown := [name for name in depths if name not in names]:
         raise CheckpointError(
             f"the checkpoint {saved.path} holds registers of state{unknown[0]}, which this version does not have"
         )
-    return [(name, leaves[name]) for name, depth in depths.items() for _ in range(depth)]
+    return [names.index(name) for name, depth in depths.items() for _ in range(depth)]
 
 
 def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -> Any:
@@ -168,29 +158,19 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     full = jax.eval_shape(experiment.initial_state)
     places, register_places = program.shardings
     like = agent.without_data(at_rest(full))
-    flat = jax.tree.leaves(agent.without_data(at_rest(places)))
-    at = dict(zip((jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(like)), flat, strict=True))
-    held = _registers(saved, like)
-    depths = saved.progress["registers"]
+    to = jax.tree.leaves(agent.without_data(at_rest(places)))
+    held, depths, leaves = _registers(saved, like), saved.progress["registers"], jax.tree.leaves(like)
     same = depths == program.registers
     if not same:
         old, new = (max(each.values(), default=0) for each in (depths, program.registers))
         now = f"and are now {new}: the run goes on from its newest parameters"
         _note(f"the parameters of the actors were {old} iterations old, {now}")
-    to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
+    to = [*to, *(register_places if same else [to[i] for i in held])]
     if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
-    state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
+    state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
     state = agent.with_data(awake(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
-
-
-def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
-    """The states and iterations of the checkpoints of a run in progress, the newest first."""
-    for found in [] if path is None else checkpoint.complete(path):
-        with contextlib.suppress(CheckpointError):
-            checkpoint.verify(found)
-            yield restore_state(found, run.experiment, run.program), found.iteration
 
 
 def take_over(saved: Saved, run: Any) -> None:
@@ -232,6 +212,18 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     )
 
 
+def progress_of(
+    description: Mapping[str, Any], rows: int, evaluation: Evaluation | None, times: Mapping[str, float],
+    last_episodes: LastEpisodes = NO_EPISODES, recorded: Mapping[str, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The host's part of a run's state, as a checkpoint holds it."""
+    return {
+        "settings": fingerprint(description), "rollbacks": len(description["rollbacks"]), "rows": rows,
+        "registers": description["registers"], "last_episodes": dataclasses.asdict(last_episodes), "recorded": recorded,
+        "evaluation": evaluation, **times,
+    }  # fmt: skip
+
+
 # --- results as folders
 
 
@@ -245,14 +237,9 @@ def save(result: Result, path: Path) -> Path:
     folder.write_json(partial / folder.CONFIG, result.description)
     count = len(result.history.get("step", ()))
     folder.append_rows(partial, [{name: column[i] for name, column in result.history.items()} for i in range(count)])
-    rollbacks = result.description["rollbacks"]
-    progress = {
-        "settings": fingerprint(result.description, rollbacks), "rollbacks": len(rollbacks),
-        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "recorded": None,
-        "registers": result.description["registers"],
-        "wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds,
-        **{name: result.timings.get(name, 0.0) for name in TIMINGS},
-    }  # fmt: skip
+    timings = {name: result.timings.get(name, 0.0) for name in TIMINGS}
+    times = {"wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds, **timings}
+    progress = progress_of(result.description, count, result.evaluation, times)
     writer = checkpoint.CheckpointWriter(partial, keep=1)
     try:
         iteration = int(result.history["iteration"][-1]) if count else 0
@@ -275,14 +262,15 @@ def finish(result: Result, path: Path) -> None:
 
 def complete(result: Result, path: Path, error: OSError | None) -> Result:
     """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
-    if error is None and not (path / folder.CONFIG).exists():
-        error = FileNotFoundError(f"its {folder.CONFIG} is gone")
-    if error is None:
-        try:
-            finish(result, path)
-            return result
-        except OSError as problem:
-            error = problem
+    try:
+        if error is not None:
+            raise error
+        if not (path / folder.CONFIG).exists():
+            raise FileNotFoundError(f"its {folder.CONFIG} is gone")
+        finish(result, path)
+        return result
+    except OSError as problem:
+        error = problem
     other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
     try:
         result.save(other)
@@ -308,10 +296,8 @@ def _not_needed(what: str) -> Iterator[None]:
 def load(
     path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
-    """Reads a run from its folder, to which another process may be writing; see `Result.load`.
-
-    Returns the fields of the result; its state is on one device, without recorded steps and data.
-    """
+    """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
+    `Result.load`."""
     description = read_description(path)
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=f"the run in {path}")
     saved, state, registers = _load_agent(path, which, experiment)
@@ -327,20 +313,13 @@ def load(
     rows: list[Row] = []
     with _not_needed("the history of the run"):
         rows = folder.read_rows(path, progress["rows"])
-    return {
-        "experiment": experiment,
-        "description": description,
-        "history": stack_rows(rows),
-        "run_state": state,
-        "registers": registers,
-        "status": summary.get("status", "unfinished"),
-        "stop_reason": summary.get("stop_reason", ""),
-        "compile_seconds": summary.get("compile_seconds", progress["compile_seconds"]),
-        "wall_seconds": summary.get("wall_seconds", progress["wall_seconds"]),
+    times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
+    return times | {
+        "experiment": experiment, "description": description, "history": stack_rows(rows), "run_state": state,
+        "registers": registers, "status": summary.get("status", "unfinished"), "stop_reason": summary.get("stop_reason", ""),
         "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
-        "evaluation": read_evaluation(progress["evaluation"]),
-        "folder": path,
-    }
+        "evaluation": read_evaluation(progress["evaluation"]), "folder": path,
+    }  # fmt: skip
 
 
 def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
@@ -351,7 +330,8 @@ def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpo
             if saved.progress["recorded"] is not None and experiment.recorded_steps is None:
                 experiment = experiment.record(1)
             like = experiment.agent.without_data(at_rest(jax.eval_shape(experiment.initial_state)))
-            state, registers = checkpoint.load(saved, like, [leaf for _, leaf in _registers(saved, like)])
+            leaves = jax.tree.leaves(like)
+            state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
             return saved, without_experience(state), registers
         except CheckpointError:
             if checkpoint.complete(path) == before:
@@ -363,8 +343,7 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
     """Rebuilds an evaluation from plain data."""
     if episodes is None:
         return None
-    dtypes: dict[str, Any] = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
-    if episodes.get("agent_returns") is not None:
-        dtypes["agent_returns"] = np.float32
+    dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_, "agent_returns": np.float32}
+    fields: Any = {name: np.asarray(x, dtypes[name]) for name, x in episodes.items() if name in dtypes and x is not None}
     teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}
-    return Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()}, team_returns=teams)
+    return Evaluation(**fields, team_returns=teams)

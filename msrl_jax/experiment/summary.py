@@ -1,31 +1,20 @@
 """What a run says of itself: its summary as plain data and as text, and its figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from msrl_jax.experiment.callbacks import short_unit
 from msrl_jax.experiment.history import decimals, in_words, last_known, team_of
 from msrl_jax.experiment.pbt import PARENT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Result: TypeAlias = Any
-"""A `msrl_jax.Result`, whose methods call this module."""
+Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
-MOST_LINES = 10
-"""With more settings than this, a figure shows the mean over all of them."""
-
+MOST_LINES = 10  # with more settings than this, a figure shows the mean over all of them
 _PREFIX = "pbt/"
-
-
-def _members_at_end(result: Result) -> list[dict[str, Any]]:
-    """The settings of the members, with the values of the last chunk if they evolve."""
-    members = result.settings
-    last = {name: x.tolist() for name, x in final_values(result.history).items()}
-    return [member | {name: values[i] for name, values in last.items()} for i, member in enumerate(members)]
 
 
 def summarize(result: Result) -> dict[str, Any]:
@@ -35,24 +24,22 @@ def summarize(result: Result) -> dict[str, Any]:
     if result.evaluation is not None:
         means = result.evaluation.means.items()
         returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
-    settings = result.description.get("settings")
-    each = "member" if settings else "seed"
-    per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
+    about |= {"members": result.settings} if result.description["settings"] else {}
+    if result.description["pbt"]:
+        last = final_values(result.history)
+        evolved = [{name: x[i].item() for name, x in last.items()} for i in range(result.members)]
+        about["members_at_end"] = [member | now for member, now in zip(result.settings, evolved, strict=True)]
+    each = "member" if result.description["settings"] else "seed"
+    devices = result.description["devices"]
     return about | {
-        **({"members": result.settings} if settings else {}),
-        **({"members_at_end": _members_at_end(result)} if result.description.get("pbt") else {}),
-        "devices": result.description["devices"]["count"],
-        "platform": result.description["devices"]["platform"],
-        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
-        "status": result.status,
+        "devices": devices["count"], "platform": devices["platform"],
+        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0, "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
-        **per_member,
-        "steps_per_second": result.steps_per_second,
-        "compile_seconds": result.compile_seconds,
-        **result.timings,
+        **{f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim},
+        "steps_per_second": result.steps_per_second, "compile_seconds": result.compile_seconds, **result.timings,
         "wall_seconds": result.wall_seconds,
-    }
+    }  # fmt: skip
 
 
 def describe(result: Result) -> str:
@@ -67,7 +54,7 @@ def describe(result: Result) -> str:
         seeds += f", {count} setting{'s' * (count > 1)} of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
-    unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
+    unit, asked = result.behavior.agent.unit.removeprefix("environment "), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < asked
     why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
     each = " per member" if fields else " per seed" * (s["seeds"] > 1)
@@ -80,30 +67,18 @@ def describe(result: Result) -> str:
     ]
     what = "members" if fields else "seeds"
     if "episode_return" in result.history:
-        lines.append(f"  training return {_by_team(result, 'episode_return', what)} over the last tenth")
-    if result.evaluation is not None:
-        greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
-        teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
-        lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
-        lines += _best_setting(np.asarray(result.evaluation.mean_return), _members_at_end(result)) if fields else []
+        by_team = {team: result.final(name) for name in result.history if (team := team_of(name, "episode_return"))}
+        lines.append(f"  training return {_returns(result.final('episode_return'), by_team, what)} over the last tenth")
+    if (last := result.evaluation) is not None:
+        mean, by_team = np.asarray(last.mean_return), {team: x.mean(-1) for team, x in last.team_returns.items()}
+        lines.append(f"  greedy return over {last.returns.shape[-1]} episodes {_returns(mean, by_team, what)}")
+        if fields and not np.isnan(mean).all():
+            best = int(np.nanargmax(mean))
+            setting = in_words(s.get("members_at_end", s["members"])[best])
+            lines.append(f"  best: member {best} with {mean[best]:.{decimals(mean, np.ptp(mean))}f} ({setting})")
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
-
-
-def _best_setting(returns: np.ndarray, members: list[dict[str, Any]]) -> list[str]:
-    """The member with the highest return, as a line of text."""
-    if np.isnan(returns).all():
-        return []
-    best = int(np.nanargmax(returns))
-    digits = decimals(returns, np.ptp(returns))
-    return [f"  best: member {best} with {returns[best]:.{digits}f} ({in_words(members[best])})"]
-
-
-def _by_team(result: Result, name: str, what: str) -> str:
-    """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
-    teams = [team for column in result.history if (team := team_of(column, name))]
-    return _spread(result.final(name), what) + _of_teams({team: result.final(f"{name}/{team}") for team in teams}, what)
 
 
 def _parts(result: Result) -> str:
@@ -115,9 +90,10 @@ def _parts(result: Result) -> str:
     return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
 
 
-def _of_teams(returns: Mapping[str, np.ndarray], what: str) -> str:
-    """The returns of teams as text; empty if there are none."""
-    return f" ({', '.join(f'{team} {_spread(x, what)}' for team, x in returns.items())})" if returns else ""
+def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], what: str) -> str:
+    """Returns as text, and those of the teams if there are any."""
+    teams = ", ".join(f"{team} {_spread(x, what)}" for team, x in by_team.items())
+    return _spread(values, what) + (f" ({teams})" if teams else "")
 
 
 def _spread(values: np.ndarray, what: str) -> str:
@@ -130,21 +106,13 @@ def _spread(values: np.ndarray, what: str) -> str:
     return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
 
 
-class Copied(NamedTuple):
-    """A member took over another one, its `parent`, after a number of steps."""
-
-    step: int
-    member: int
-    parent: int
-
-
-def copies(history: Mapping[str, np.ndarray], every: int) -> list[Copied]:
-    """What members copied, in the order of time; an exploit at the very end has no chunk behind it, and is left out."""
+def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
+    """What members copied, in the order of time, before a chunk: the steps until then, the member, and its parent."""
     found = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
         if iteration and iteration % every == 0:
-            found += [Copied(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
+            found += [(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
     return found
 
 
@@ -154,7 +122,7 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
-def _figure(names: Sequence[str], unit: str, title: str) -> tuple["Figure", Any]:
+def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
     """A figure with a panel for each name."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
@@ -163,25 +131,26 @@ def _figure(names: Sequence[str], unit: str, title: str) -> tuple["Figure", Any]
     for panel, name in zip(panels[:, 0], names, strict=True):
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)
-    panels[-1, 0].set_xlabel(unit)
-    panels[0, 0].set_title(title)
+    panels[-1, 0].set_xlabel(result.behavior.agent.unit)
+    panels[0, 0].set_title(f"{result.experiment.name} on {result.experiment.env_name}")
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure, panels[:, 0]
 
 
-def plot_history(
-    history: Mapping[str, np.ndarray], metrics: Sequence[str], groups: Mapping[str, Sequence[int]], *, unit: str, title: str
-) -> "Figure":
-    """Draws columns of a history against steps: the mean over the members, and their range; up to `MOST_LINES` groups of
-    members have a line each, by its label."""
+def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
+    """See `Result.plot`."""
+    history, groups = result.history, dict[str, list[int]]()
+    if result.experiment.settings and not result.experiment.pbt:
+        for member, setting in enumerate(result.settings):
+            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
     if missing := [name for name in metrics if name not in history]:
         raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
-    figure, panels = _figure(metrics, unit, title)
+    figure, panels = _figure(result, metrics)
     for panel, name in zip(panels, metrics, strict=True):
         column = history[name]
         if 0 < len(groups) <= MOST_LINES and column.ndim > 1:
             for label, members in groups.items():
-                _draw(panel, history["step"], column[:, list(members)], label, "-")
+                _draw(panel, history["step"], column[:, members], label, "-")
         else:
             _draw(panel, history["step"], column, name.replace("_", " "), "-")
             for other in history:
@@ -204,10 +173,11 @@ def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: 
         panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)
 
 
-def plot_lineage(history: Mapping[str, np.ndarray], pbt: Any, *, unit: str, title: str) -> "Figure":
+def plot_lineage(result: Result) -> "Figure":
     """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied."""
+    history, pbt = result.history, result.experiment.pbt
     fields = list(final_values(history))
-    figure, panels = _figure(fields, unit, title)
+    figure, panels = _figure(result, fields)
     ends = np.asarray(history["step"])
     begins = np.concatenate([[0], ends[:-1]])
     for panel, name in zip(panels, fields, strict=True):

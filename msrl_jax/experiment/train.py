@@ -16,18 +16,16 @@ from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, processes, stopping, store
+from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened, resolve_policy
-from msrl_jax.experiment.callbacks import Callback, Callbacks, check_callbacks, is_hook, short_unit
+from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
-from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded
+from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
 from msrl_jax.experiment.pbt import GivenPBT
-from msrl_jax.experiment.progress import Progress, choose_display
 from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.run import Pace, Run, finish, loop, most_at_once
-from msrl_jax.experiment.spec import Experiment, GuardPolicy, check_guard
-from msrl_jax.experiment.store import Saved
+from msrl_jax.experiment.run import Pace, Run, finish, loop
+from msrl_jax.experiment.spec import GuardPolicy
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec as policy_text
@@ -123,12 +121,12 @@ def train(
         hook, and the error's `result` is the result.
     """
     started = time.perf_counter()
-    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
-        "pbt": pbt, "guard": None if guard is None else check_guard(guard),
+        "pbt": pbt, "guard": guard,
     }  # fmt: skip
     watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
@@ -137,13 +135,13 @@ def train(
     path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling.on_disk())
-        requests = stack.enter_context(stopping.stop_requests(limit))
+        requests = stack.enter_context(stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(opened(path, goes_on))
-            kept = _WATCHING if saved is None else saved.description
+            kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
             experiment = as_asked(given, overrides, saved, watching["chunk"])
-            if saved is not None and saved.checkpoint is not None and saved.iteration == experiment.iterations:
+            if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, env, env_params)
             if experiment.guard == "rollback" and record is not None:
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
@@ -159,32 +157,26 @@ def train(
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if policy is None and simulated and progress is not False and processes.is_first():
             print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
-        total = experiment.iterations * experiment.steps_per_iteration
-        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, short_unit(agent.unit)))
+        total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
+        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit))
         evaluating = None
         if watching["eval_episodes"]:
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
-        every_hook = (
-            requests,
-            recording,
-            guarding,
-            evaluating,
-            Rows() if path is not None and processes.is_first() else None,
-            *(callback for callback in callbacks if is_hook(callback)),
-            Callbacks([show, *functions]),
-            guarding and Divergence(guarding, saver),
-            saver,
-        )
-        hooks = [hook for hook in every_hook if hook is not None]
+        hooks = [
+            requests, recording, guarding, evaluating, Rows() if path is not None and processes.is_first() else None,
+            *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
+            guarding and Divergence(guarding, saver), saver,
+        ]  # fmt: skip
+        hooks = [hook for hook in hooks if hook is not None]
         deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}
         asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
         if experiment.pbt is not None:
             asked.append(experiment.pbt.every * experiment.steps_per_iteration)
         boundaries = tuple(int(steps) for steps in asked if steps is not None)
         run = Run(
-            experiment, where, devices, path, deployment, program, _first_state(experiment, program, most, saved, deployment),
+            experiment, where, devices, path, deployment, program, None,
             Pace(most, fixed=watching["chunk"] is not None), boundaries, started,
         )  # fmt: skip
         _begin(run, saved)
@@ -214,21 +206,12 @@ def train(
     return result
 
 
-_WATCHING = {"eval_episodes": 32, "eval_every": None, "chunk": None}
-"""What happens between the chunks of a new run if nothing is given."""
-
-
-def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | None) -> dict[str, Any]:
+def _deployment(program: Program, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
     """Where the run runs, as plain data."""
     now = {
-        "format": store.FORMAT,
-        "policy": policy_text(policy),
-        "versions": folder.versions(),
-        "devices": folder.describe_devices(program.devices),
-        "registers": program.registers,
-        "resumed": [],
-        "rollbacks": [],
-    }
+        "format": store.FORMAT, "policy": policy_text(policy), "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],
+    }  # fmt: skip
     if saved is not None:
         was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
         now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
@@ -236,20 +219,17 @@ def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | Non
     return now
 
 
-def _first_state(experiment: Experiment, program: Program, most: int, saved: Saved | None, deployment: dict[str, Any]) -> Any:
-    """Makes the state of a run, or reads it from a checkpoint, while the program is compiled."""
-    program.begin(most_at_once(program, most))
+def _begin(run: Run, saved: store.Saved | None) -> None:
+    """Makes the state of a run, or reads it from its folder, while the program is compiled; compiles what a chunk needs."""
+    run.program.begin(run.most_at_once)
     if saved is None or saved.checkpoint is None:
-        return jax.block_until_ready(experiment.start(program))
-    state = store.restore_state(saved.checkpoint, experiment, program)
-    # The run may have been killed after a rollback, before its next checkpoint.
-    for number in range(saved.checkpoint.progress["rollbacks"], len(deployment["rollbacks"])):
-        state = program.place(again(state, number + 1, experiment))
-    return jax.block_until_ready(state)
-
-
-def _begin(run: Run, saved: Saved | None) -> None:
-    """Takes over what the folder has of a run that goes on, and compiles what a chunk needs."""
+        state = run.experiment.start(run.program)
+    else:
+        state = store.restore_state(saved.checkpoint, run.experiment, run.program)
+        # The run may have been killed after a rollback, before its next checkpoint.
+        for number in range(saved.checkpoint.progress["rollbacks"], len(run.deployment["rollbacks"])):
+            state = run.program.place(again(state, number + 1, run.experiment))
+    run.run_state = jax.block_until_ready(state)
     run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
     if saved is not None:
         store.take_over(saved, run)
@@ -259,23 +239,16 @@ def _begin(run: Run, saved: Saved | None) -> None:
 
 
 def _result(run: Run) -> Result:
+    times = run.times
     return Result(
-        experiment=run.experiment,
-        description=run.description,
-        history=stack_rows(run.rows),
-        run_state=processes.to_hosts(run.whole_state()),
-        status=run.ending.status,
-        stop_reason=run.ending.reason,
-        compile_seconds=run.compile_seconds,
-        wall_seconds=time.perf_counter() - run.started,
-        timings=run.seconds,
-        evaluation=run.evaluation,
-        registers=processes.to_hosts(run.registers),
-        folder=run.path,
-    )
+        experiment=run.experiment, description=run.description, history=stack_rows(run.rows),
+        run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
+        stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
+        timings=run.seconds, evaluation=run.evaluation, folder=run.path,
+    )  # fmt: skip
 
 
-def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Result:
+def _already_done(saved: store.Saved, env: Any, env_params: GivenParams | None) -> Result:
     """The result of a run that has done all its steps, and may have been killed before its summary."""
     result = Result.load(saved.path, env=None if isinstance(env, str) else env, env_params=env_params)
     if result.status == "unfinished":

@@ -21,9 +21,9 @@ from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.experiment.hooks import TIME_LIMIT, StopRequests
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size

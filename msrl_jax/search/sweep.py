@@ -19,10 +19,10 @@ from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment import folder, hooks, processes
 from msrl_jax.experiment.arguments import resolve_policy
+from msrl_jax.experiment.callbacks import Progress, choose_display
 from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.progress import Progress, choose_display
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
@@ -102,7 +102,7 @@ def sweep(
       RunFolderError: a ValueError, if the folder holds another sweep.
       ImportError: if Optuna is asked for and not installed.
     """
-    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
     choose_display(progress)
     num = space.check_method(method, num, halving)
     seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
@@ -136,7 +136,7 @@ def sweep(
     trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling.on_disk())
-        requests = stack.enter_context(stopping.stop_requests(limit))
+        requests = stack.enter_context(hooks.stop_requests(limit))
         with processes.together("setting up the sweep"):
             if path is not None:
                 if processes.is_first():

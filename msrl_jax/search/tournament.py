@@ -35,7 +35,7 @@ from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
-from msrl_jax.experiment import processes, stopping
+from msrl_jax.experiment import hooks, processes
 from msrl_jax.experiment.agents import fold_keys
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Tick
@@ -311,7 +311,7 @@ def compete(
     """
     round_steps, total_steps = whole("round_steps", round_steps), whole("total_steps", total_steps)
     episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
-    end = time.monotonic() + (float("inf") if time_limit is None else stopping.seconds("time_limit", time_limit))
+    end = time.monotonic() + (float("inf") if time_limit is None else hooks.seconds("time_limit", time_limit))
     if round_steps > total_steps:
         raise ValueError(f"round_steps={round_steps} is more than total_steps={total_steps}, those of a whole run; use less")
     if isinstance(fresh, bool) or not isinstance(fresh, numbers.Real) or not 0 <= float(fresh) <= 1:

@@ -16,7 +16,7 @@ from msrl_jax.algorithms.sac import expected_soft_value
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.failure import Failure
+from msrl_jax.experiment.nonfinite import Failure
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide

@@ -299,5 +299,3 @@ def test_acting_with_a_carry(trained):
 def test_acting_without_a_carry_is_refused(trained):
     with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
         trained.act(np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
-        trained.behavior.act(trained.state, np.zeros((1, 3), np.float32))

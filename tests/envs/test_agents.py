@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.guard import Finding
+from msrl_jax.experiment.nonfinite import Failure
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.compiled import COLLECTIVE
 from tests.support.leaving import Leaving

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
-from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.evaluate import Evaluation, make_evaluator
+from msrl_jax.experiment.evaluate import Behavior, Evaluation, make_evaluator
 from msrl_jax.fragments.counters import to_int
 from tests.support.training_envs import Lottery
 

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from msrl_jax.experiment.hooks import AUTOMATIC, Interval, interval
+from msrl_jax.experiment.hooks import AUTOMATIC, TIME_LIMIT, StopRequests, interval, seconds
 from msrl_jax.experiment.run import Pace, chunk_length
-from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests, seconds
 
 
 def ticks(pace, each, count, done=0):
@@ -78,8 +77,8 @@ def test_what_is_no_duration_is_refused(value):
 
 
 def test_intervals():
-    assert interval(None) == Interval() and interval("10m") == Interval(seconds=600)
-    assert interval(5000) == interval("5000") == interval("5e3") == interval(5e3) == Interval(steps=5000)
+    assert interval(None) == (None, None) and interval("10m") == (None, 600)
+    assert interval(5000) == interval("5000") == interval("5e3") == interval(5e3) == (5000, None)
     for wrong in (0, -1, 2.5, "2.5", "ten", True):
         with pytest.raises(ValueError, match=r"checkpoint_every="):
             interval(wrong)
@@ -88,7 +87,7 @@ def test_intervals():
 
 def test_the_time_limit_counts_the_next_chunk(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("msrl_jax.experiment.stopping.now", lambda: clock[0])
+    monkeypatch.setattr("msrl_jax.experiment.hooks.now", lambda: clock[0])
     requests = StopRequests(deadline=110.0)
     assert requests.reason(9.0) == "" and requests.reason(10.5) == TIME_LIMIT
     clock[0] = 111.0

@@ -51,7 +51,7 @@ def test_the_history_holds_lineage_and_schedules(trained):
         at_bound = np.isin(rate[rows[0]], np.float32([1e-5, 1e-2]))
         assert (np.isclose(factor, 0.8) | np.isclose(factor, 1.2) | at_bound)[copied].all()
     found = copies(trained.history, 3)
-    assert found and {c.step for c in found} <= {3 * STEPS, 6 * STEPS, 9 * STEPS}
+    assert found and {step for step, _, _ in found} <= {3 * STEPS, 6 * STEPS, 9 * STEPS}
 
 
 def test_settings_summary_and_text(trained):

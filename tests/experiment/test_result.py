@@ -159,7 +159,7 @@ def test_the_best_member_acts(members):
     assert scores.shape == (3,) and members.best == int(np.argmax(scores))
     obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     np.testing.assert_array_equal(members.act(obs), members.act(obs, member=members.best))
-    alone = members.behavior.act(members.member_state(1), jnp.asarray(obs))
+    alone = members.behavior.act_with_carry(members.member_state(1), jnp.asarray(obs), ())[0]
     np.testing.assert_array_equal(members.act(obs, member=1), alone)
 
 

@@ -275,7 +275,7 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path, capsys):
 def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     """By a clock that moves by an hour per chunk."""
     clock = [0.0]
-    monkeypatch.setattr("msrl_jax.experiment.stopping.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
+    monkeypatch.setattr("msrl_jax.experiment.hooks.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
 
     def tick(tick):
         clock[0] += 3600.0

@@ -250,7 +250,8 @@ def test_columns_that_come_later_are_added_to_the_table(tmp_path):
         "16,2,,3.5,3.0,4.0",
         "24,3,5.0,,,",
     ]
-    assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    rewind_rows(tmp_path, 2)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_folder_that_is_moved_away_is_not_split(tmp_path):

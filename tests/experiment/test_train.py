@@ -11,7 +11,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.transformations import counted
-from msrl_jax.experiment import DivergedError, Ending, Experiment, Result, make_experiment
+from msrl_jax.experiment import DivergedError, Ending, Experiment, Result
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.fragments.counters import to_int
 from tests.support.training_envs import Poison
 

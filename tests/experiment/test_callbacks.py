@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from msrl_jax.experiment import TensorBoard, Tick, WandB
+from msrl_jax.experiment.callbacks import choose_display
 from msrl_jax.experiment.history import scalars
-from msrl_jax.experiment.progress import choose_display
 
 
 def tick(step, **metrics):
@@ -107,7 +107,7 @@ def test_silence_is_silent(capfd):
 def test_a_notebook_gets_a_display_that_updates():
     code = """
 from msrl_jax.experiment import Tick
-from msrl_jax.experiment.progress import choose_display
+from msrl_jax.experiment.callbacks import choose_display
 with choose_display("auto")("ppo <CartPole>", 100) as show:
     for step in (50, 100):
         show(Tick(step, 1, 100, {"steps_per_second": 1234.0, "episode_return": 7.0}, lambda: None))
