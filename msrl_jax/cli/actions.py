@@ -24,9 +24,7 @@ from msrl_jax.cli.flags import UsageError
 
 DIVERGED = DOES_NOT_CONFORM = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
-
-MOST_CPU_DEVICES = 1024
-"""Virtual CPU devices that start within seconds; each has threads of its own."""
+MOST_CPU_DEVICES = 1024  # that start within seconds; each has threads of its own
 
 
 def use_cpu_devices(count: int | None) -> None:

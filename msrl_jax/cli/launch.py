@@ -12,14 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
+# Environment variables that tell a process where process 0 is, how many there are, and which one it is.
 ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"
-"""Environment variables that tell a process where process 0 is, how many there are, and which one it is."""
-
-LOST = 76
-"""Exit code if a process ended, so that the others stopped too."""
-
-PATIENCE = 10
-"""Seconds that the others have to stop by themselves after one has failed."""
+LOST = 76  # exit code if a process ended, so that the others stopped too
+PATIENCE = 10  # seconds that the others have to stop by themselves after one has failed
 
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
 

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_json, write_json
+from msrl_jax.fragments.runtime.crossing import key_impl
 
 SEAL = "run.json"
 _DIGITS = 12
@@ -52,13 +53,6 @@ class Checkpoint:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(leaf: Any) -> str:
-    """The generator of a typed key or of its shape; `jax.random.key_impl` takes only arrays and tracers."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
 
 
 def _by_itself() -> Any:
@@ -302,7 +296,7 @@ def load(
         data = entries.get(name)
         if data is None:
             return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
-        return jax.random.wrap_key_data(data, impl=_key_impl(leaf)) if _is_key(leaf) else data
+        return jax.random.wrap_key_data(data, impl=key_impl(leaf)) if _is_key(leaf) else data
 
     leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
     tree = jax.tree.structure(like)

@@ -130,7 +130,7 @@ class Behavior:
             raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
         leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
         if device is None:
-            at_hand = bool(leaves) and processes.count() == 1
+            at_hand = bool(leaves) and jax.process_count() == 1
             device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
         return jax.device_put(leaves, device)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs.base import release
-from msrl_jax.experiment import checkpoint, folder, nonfinite, processes, store
+from msrl_jax.experiment import checkpoint, folder, nonfinite, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
@@ -90,7 +90,7 @@ class Guard:
         """Looks at the first state."""
         state = run.program.unwrap(run.run_state)
         self._watch = Watch(run.experiment.agent, state)
-        self._can_read = processes.count() == 1
+        self._can_read = jax.process_count() == 1
         self._small = self._can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
         self._first_bad = self._watch.bad(state)
         self._kept: tuple[Any, int] | None = None

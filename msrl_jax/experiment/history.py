@@ -6,7 +6,6 @@ and `M` the number of members (seeds) of a run; a run of one seed has no member 
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -123,8 +122,12 @@ def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
 
 def in_words(setting: Mapping[str, Any]) -> str:
     """A setting as text, such as `seed 3, learning_rate=0.001`."""
-    words = {name: f"{x:.6g}" if isinstance(x, numbers.Real) else repr(x) for name, x in setting.items()}
-    return ", ".join(f"seed {setting[name]}" if name == "seed" else f"{name}={text}" for name, text in words.items())
+    return ", ".join(f"seed {x}" if name == "seed" else f"{name}={value_in_words(x)}" for name, x in setting.items())
+
+
+def value_in_words(value: Any) -> str:
+    """A value of a field as short text."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def team_of(column: str, name: str) -> str:

@@ -114,7 +114,7 @@ class Evaluating:
     def before(self, run: Run) -> None:
         """Has another thread compile the evaluation while the chunks after the first one run."""
         self._from = run.step
-        if not self._has_begun and run.iteration > run.resumed_from and processes.count() == 1:
+        if not self._has_begun and run.iteration > run.resumed_from and jax.process_count() == 1:
             start, self._has_begun = time.perf_counter(), True
             self._play.begin(run.acting_state(), self._key)
             run.seconds["evaluation_seconds"] += time.perf_counter() - start

@@ -27,11 +27,6 @@ class ProcessError(RuntimeError):
     """Another process of the run failed or ended."""
 
 
-def count() -> int:
-    """The number of processes."""
-    return jax.process_count()
-
-
 def is_first() -> bool:
     """Whether this process shows progress and writes files."""
     return jax.process_index() == 0
@@ -39,7 +34,7 @@ def is_first() -> bool:
 
 def gathered(text: str) -> list[str]:
     """A short text of every process, by number; all processes call it."""
-    if count() == 1:
+    if jax.process_count() == 1:
         return [text]
     data = text.encode()
     if len(data) > _TEXT:
@@ -55,7 +50,7 @@ def agreed(value: float) -> float:
 
 def to_hosts(tree: Tree) -> Tree:
     """A state that every process can use alone; all processes call it."""
-    if count() == 1:
+    if jax.process_count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, read(leaves))
@@ -73,13 +68,13 @@ def together(what: str) -> Iterator[None]:
     failed = [(i, name) for i, name in enumerate(gathered("")) if name]
     if failed:
         number, name = failed[0]
-        raise ProcessError(f"{what} failed on process {number} of {count()} ({name}); see its message")
+        raise ProcessError(f"{what} failed on process {number} of {jax.process_count()} ({name}); see its message")
 
 
 def is_loss(error: BaseException) -> bool:
     """Whether an error says that a collective failed, which is how a dead process shows first."""
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    return count() > 1 and is_of_jax and _LOST.search(str(error)) is not None
+    return jax.process_count() > 1 and is_of_jax and _LOST.search(str(error)) is not None
 
 
 @contextlib.contextmanager
@@ -92,8 +87,8 @@ def in_words() -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:160]
         raise ProcessError(
-            f"another process of this run ended, so process {jax.process_index()} of {count()} stops too. Start all of them "
-            f"again, with --resume to go on from the newest checkpoint ({reason})"
+            f"another process of this run ended, so process {jax.process_index()} of {jax.process_count()} stops too. Start "
+            f"all of them again, with --resume to go on from the newest checkpoint ({reason})"
         ) from error
 
 

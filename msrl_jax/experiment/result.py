@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import check_seed
@@ -230,47 +231,29 @@ class Result:
         if not self.has_members:
             return self
         setting = dict(self.settings[number])
-        changes = {"seed": setting.pop("seed"), "seeds": 1}
-        if setting:
-            return self._of_rows(np.array([number]), **changes, settings={name: (x,) for name, x in setting.items()})
-        return self._of_rows(number, **changes)
+        changes = {"seed": setting.pop("seed"), "seeds": 1, "settings": {name: (x,) for name, x in setting.items()}}
+        return self._of_rows(np.array([number]) if setting else number, **changes)
 
     def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
         """The result of some members; `changes` are those of its experiment."""
         if self.experiment.pbt:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
-        agent, last = self.behavior.agent, self.evaluation
-        if last is not None:
-            last = Evaluation(**jax.tree.map(lambda x: x[rows], vars(last)))
-        first = {name: values[0] for name, values in changes.get("settings", {}).items()}
-        experiment = self.experiment.replaced(**changes, algorithm=dataclasses.replace(self.config, **first))
-        about = experiment.to_json()
-        if about["data"] is None:  # the data set of a loaded result is described as it was
-            about |= {"data": self.description["data"]}
-            about["config"] |= {"data": self.description["config"]["data"]} if "data" in about["config"] else {}
-        return dataclasses.replace(
-            self, experiment=experiment, description={**self.description, **about}, evaluation=last, folder=None,
-            history={n: x[:, rows] if x.shape[1:2] == (self.members,) else x for n, x in self.history.items()},
-            run_state=agent.with_data(map_members(lambda x: x[rows], agent.without_data(self.run_state))),
-            registers=tuple(x[rows] for x in self.registers),
-        )  # fmt: skip
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the state of a member, compiled: it takes the number of the member in place of the state."""
-        behavior, many = self.behavior, self.has_members
-
-        def of_member(leaves: list[jax.Array], member: int, *args: Any) -> Any:
-            return function(behavior.restore([x[member] for x in leaves] if many else leaves), *args)
-
-        return functools.partial(jax.jit(of_member), behavior.take(acting_part(self.run_state)))
+        first = {name: values[0] for name, values in changes["settings"].items()}
+        algorithm = dataclasses.replace(self.config, **first)
+        return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property
-    def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
-        return self._compiled(self.behavior.act_with_carry)
+    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, Any]], Callable[..., jax.Array]]:
+        """What `behavior` computes, compiled, `act_with_carry` and `probabilities`, by the number of a member."""
+        behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
 
-    @functools.cached_property
-    def _probabilities(self) -> Callable[..., jax.Array]:
-        return self._compiled(self.behavior.probabilities)
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            def of_member(leaves: list[jax.Array], member: int, *args: Any) -> Any:
+                return function(behavior.restore([x[member] for x in leaves] if many else leaves), *args)
+
+            return functools.partial(jax.jit(of_member), leaves)
+
+        return compiled(behavior.act_with_carry), compiled(behavior.probabilities)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
@@ -315,7 +298,7 @@ class Result:
         obs, single = self.behavior.batched(obs)
         count = jax.tree.leaves(obs)[0].shape[0]
         carry = self.behavior.checked_carry(carry, count)
-        actions, carry = self._act(self.member(member), obs, carry, key)
+        actions, carry = self._compiled[0](self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
 
     def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
@@ -334,7 +317,7 @@ class Result:
             for several agents) or is recurrent, or as in `act`.
         """
         obs, single = self.behavior.batched(obs)
-        probabilities = self._probabilities(self.member(member), obs)
+        probabilities = self._compiled[1](self.member(member), obs)
         return probabilities[0] if single else probabilities
 
     def evaluate(
@@ -443,3 +426,33 @@ class Result:
           RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
         """
         return cls(**store.load(Path(path), env, env_params, checkpoint))
+
+
+def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:
+    """The run of an experiment out of `parts`: other runs, which have equally many chunks, and the rows of members in them."""
+    run, agent = parts[0][0], parts[0][0].behavior.agent
+
+    def rows_of(*xs: Any) -> Any:
+        found = [x[rows] for x, (_, rows) in zip(xs, parts, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        return (jnp if isinstance(found[0], jax.Array) else np).concatenate(found)
+
+    def of_run(run: Result) -> Any:
+        """What has a leading dimension of all members, besides the state."""
+        columns = {name: x.T for name, x in run.history.items() if x.ndim > 1}
+        return columns, run.registers, vars(run.evaluation) if evaluated else None
+
+    evaluated = all(run.evaluation is not None for run, _ in parts)
+    columns, registers, last = jax.tree.map(rows_of, *(of_run(run) for run, _ in parts))
+    states = [agent.without_data(run.run_state) for run, _ in parts]
+    about = experiment.to_json()
+    if about["data"] is None:  # the data set of a loaded result is described as it was
+        about |= {"data": run.description["data"]}
+        about["config"] |= {"data": run.description["config"]["data"]} if "data" in about["config"] else {}
+    return dataclasses.replace(
+        run, experiment=experiment, description={**run.description, **about}, folder=None,
+        history={name: columns[name].T if name in columns else x for name, x in run.history.items()},
+        run_state=agent.with_data(map_members(rows_of, *states)), registers=registers,
+        evaluation=Evaluation(**last) if evaluated else None,
+    )  # fmt: skip

@@ -69,7 +69,6 @@ class Pace:
     """
 
     def __init__(self, most: int, *, fixed: bool):
-        """Starts without a measurement."""
         self.most, self._fixed, self._length = most, fixed, most if fixed else 0
 
     @property
@@ -96,57 +95,31 @@ class Pace:
 
 @dataclasses.dataclass
 class Run:
-    """A run in progress.
+    """A run in progress."""
 
-    Attributes:
-      experiment: what it computes.
-      policy: the distribution policy.
-      devices: the devices that it may use; all if None.
-      path: its folder, or None.
-      deployment: where it runs and what watches it, as plain data: the rest of `config.json`.
-      program: the compiled iteration.
-      run_state: the state, as `Program.run` takes and returns it.
-      pace: chooses the lengths of chunks.
-      boundaries: numbers of steps at whose multiples a chunk has to end.
-      started: time of `time.perf_counter` at which the run would have started if it had never been interrupted.
-      iteration: iterations done.
-      resumed_from: iterations that were done when the run went on; 0 for a new run.
-      metrics: the metrics of the last chunk. `[N]` or `[N, M]`
-      rows: the history.
-      last_episodes: the returns of the last episodes.
-      evaluation: the last evaluation.
-      finding: what is not finite and ends the run.
-      changed_at: the iteration at which the host last changed the state; 0 if it never did.
-      ending: why it ended; "unfinished" while it runs.
-      seconds: time spent on setting up, training and evaluating, by part.
-      compiled_before: time that earlier processes and programs spent on compiling.
-      last_seconds: time of the last chunk.
-      saving_seconds: time that saving takes.
-    """
-
-    experiment: Experiment
+    experiment: Experiment  # what it computes
     policy: DistributionPolicy
-    devices: Sequence[Device] | None
-    path: Path | None
-    deployment: dict[str, Any]
-    program: Program
-    run_state: Any
-    pace: Pace
-    boundaries: tuple[int, ...]
-    started: float
-    iteration: int = 0
-    resumed_from: int = 0
-    metrics: HostMetrics = dataclasses.field(default_factory=dict)
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    devices: Sequence[Device] | None  # that it may use; all if None
+    path: Path | None  # its folder
+    deployment: dict[str, Any]  # where it runs and what watches it, as plain data: the rest of `config.json`
+    program: Program  # the compiled iteration
+    run_state: Any  # as `Program.run` takes and returns it
+    pace: Pace  # chooses the lengths of chunks
+    boundaries: tuple[int, ...]  # numbers of steps at whose multiples a chunk has to end
+    started: float  # time of `time.perf_counter` at which it would have started if it had never been interrupted
+    iteration: int = 0  # iterations done
+    resumed_from: int = 0  # iterations that were done when it went on; 0 for a new run
+    metrics: HostMetrics = dataclasses.field(default_factory=dict)  # of the last chunk. `[N]` or `[N, M]`
+    rows: list[Row] = dataclasses.field(default_factory=list)  # the history
     last_episodes: LastEpisodes = NO_EPISODES
-    evaluation: Evaluation | None = None
-    finding: Any = None
-    changed_at: int = 0
-    ending: Ending = _NOT_YET
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
-    compiled_before: float = 0.0
-    last_seconds: float = 0.0
-    saving_seconds: float = 0.0
+    evaluation: Evaluation | None = None  # the last one
+    finding: Any = None  # what is not finite and ends the run
+    changed_at: int = 0  # the iteration at which the host last changed the state; 0 if it never did
+    ending: Ending = _NOT_YET  # why it ended; "unfinished" while it runs
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))  # spent, by part
+    compiled_before: float = 0.0  # seconds that earlier processes and programs spent on compiling
+    last_seconds: float = 0.0  # that the last chunk took
+    saving_seconds: float = 0.0  # that saving takes
 
     @property
     def step(self) -> int:

@@ -166,7 +166,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
         now = f"and are now {new}: the run goes on from its newest parameters"
         _note(f"the parameters of the actors were {old} iterations old, {now}")
     to = [*to, *(register_places if same else [to[i] for i in held])]
-    if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
+    if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
     state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
     state = agent.with_data(awake(state, agent.without_data(full)))

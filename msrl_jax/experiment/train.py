@@ -145,7 +145,7 @@ def train(
                 return _already_done(saved, env, env_params)
             if experiment.guard == "rollback" and record is not None:
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
-            if experiment.guard == "rollback" and processes.count() > 1:
+            if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy

@@ -94,9 +94,3 @@ def _cells(row: Scaled) -> list[str]:
 def format_table(rows: Sequence[Scaled]) -> str:
     """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration."""
     return "\n".join(table(HEAD, map(_cells, rows)))
-
-
-def format_markdown(rows: Sequence[Scaled]) -> str:
-    """Formats plans as a Markdown table."""
-    lines = [HEAD, ["---"] * len(HEAD), *(["`" + first + "`", *rest] for first, *rest in map(_cells, rows))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

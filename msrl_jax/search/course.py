@@ -18,22 +18,18 @@ from msrl_jax._terminal import progress_stream
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
-from msrl_jax.experiment.agents import map_members
-from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.hooks import TIME_LIMIT, StopRequests
-from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.result import Result, of_members
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
-from msrl_jax.search.space import Stage, Trial, values_in_words
+from msrl_jax.search.space import Stage, Trial
 
-HEADROOM = 0.8
-"""The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
-
-
+HEADROOM = 0.8  # part of the memory that a sweep plans with; programs of initial states and evaluations need some, too
 SWEEP = "sweep.json"
 
 
@@ -111,7 +107,7 @@ class Course:
             # The members of a run that goes on are those that it began with.
             at_once = kept[number]["at_once"] if number < len(kept) else self.wanted or fits
             self.programs.append({**shape._asdict(), "at_once": at_once, "bytes_of_a_trial": nbytes})
-            which = f" ({values_in_words(shape.fields)})" if shape.fields else ""
+            which = f" ({in_words(shape.fields)})" if shape.fields else ""
             room = f"about {size(nbytes)}{'' if limit is None else f' of {size(limit)}'} for each trial"
             members = min(at_once, len(own)) * self.base.seeds
             self.say(f"program {number}{which}: {len(own)} trials, {members} members at once, {room}")
@@ -255,26 +251,11 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
     first = parts[0][0]
     if not first.has_members:
         return first
-    seeds, agent = first.seeds, first.behavior.agent
 
-    def join(*xs: Any) -> Any:
-        rows = [x[m : m + seeds] for x, (_, m) in zip(xs, parts, strict=True)]
-        return (jnp if isinstance(rows[0], jax.Array) else np).concatenate(rows)
+    def cut(run: Result) -> Result:
+        return dataclasses.replace(run, history={name: x[-1:] for name, x in run.history.items()})
 
-    def of_members(run: Result) -> Any:
-        """What has a leading dimension of all members, besides the state."""
-        row = {name: run.history[name][-1] for name, x in first.history.items() if x.ndim > 1}
-        return row, run.registers, vars(run.evaluation) if evaluated else None
-
-    evaluated = all(run.evaluation is not None for run, _ in parts)
-    row, registers, last = jax.tree.map(join, *(of_members(run) for run, _ in parts))
-    states = [agent.without_data(run.run_state) for run, _ in parts]
-    return dataclasses.replace(
-        first, experiment=experiment, description={**first.description, **experiment.to_json()},
-        history={name: row[name][None] if name in row else x[-1:] for name, x in first.history.items()},
-        run_state=agent.with_data(map_members(join, *states)), registers=registers,
-        evaluation=Evaluation(**last) if evaluated else None, folder=None,
-    )  # fmt: skip
+    return of_members([(cut(run), slice(member, member + first.seeds)) for run, member in parts], experiment)
 
 
 def _on_host(result: Result) -> Result:

@@ -15,17 +15,16 @@ from msrl_jax._terminal import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder
-from msrl_jax.experiment.history import decimals
+from msrl_jax.experiment.history import decimals, value_in_words
 from msrl_jax.experiment.result import Result
 from msrl_jax.search.course import SWEEP
-from msrl_jax.search.space import Axis, Trial, by_return, value_in_words
+from msrl_jax.search.space import Axis, Trial, by_return
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE, TABLE_CSV = "table.json", "table.csv"
-SHOWN = 20
-"""Rows of a printed table; the files have all."""
+SHOWN = 20  # rows of a printed table; the files have all
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -14,6 +14,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
+from msrl_jax.experiment.history import in_words
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 """How the trials of a sweep are chosen."""
@@ -191,17 +192,7 @@ class Trial:
         return math.nan if math.isnan(self.mean) else max(self.returns)
 
     def __str__(self) -> str:
-        return f"trial {self.number} ({values_in_words(self.values)})"
-
-
-def values_in_words(values: Mapping[str, Any]) -> str:
-    """Values of fields as text: `learning_rate=0.001, num_envs=8`."""
-    return ", ".join(f"{name}={value_in_words(value)}" for name, value in values.items())
-
-
-def value_in_words(value: Any) -> str:
-    """A value of a field as short text."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+        return f"trial {self.number} ({in_words(self.values)})"
 
 
 def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from msrl_jax._checks import as_path, check_seed, whole, writing
@@ -35,11 +36,11 @@ from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
-from msrl_jax.experiment import hooks, processes
+from msrl_jax.experiment import hooks
 from msrl_jax.experiment.agents import fold_keys
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Tick
-from msrl_jax.experiment.folder import RunFolderError, read_json, to_json, write_json
+from msrl_jax.experiment.folder import RunFolderError, locked, read_json, to_json, write_json
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.store import ResumeWarning
@@ -222,24 +223,17 @@ class Leaderboard:
         """A folder for the runs of one worker, which is removed with its end; also removes what killed workers left."""
         folder = self.path / WORKERS
         folder.mkdir(exist_ok=True)
-        with self._locked():
-            for lock in folder.glob("*.lock"):
-                with lock.open("a") as file, contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                    lock.unlink(missing_ok=True)
-            for gone in (self.path / MEMBERS).glob(".gone-*"):
-                shutil.rmtree(gone, ignore_errors=True)
-            own = folder / uuid.uuid4().hex[:12]
-            file = own.with_suffix(".lock").open("a")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            own.mkdir()
-        try:
+        with contextlib.ExitStack() as stack:
+            with self._locked():
+                for other in folder.iterdir():
+                    with contextlib.suppress(RunFolderError, OSError), locked(other):  # a lock ends with its process
+                        shutil.rmtree(other, ignore_errors=True)
+                for gone in (self.path / MEMBERS).glob(".gone-*"):
+                    shutil.rmtree(gone, ignore_errors=True)
+                own = folder / uuid.uuid4().hex[:12]
+                stack.enter_context(locked(own))
+            stack.callback(shutil.rmtree, own, ignore_errors=True)
             yield own
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
-            own.with_suffix(".lock").unlink(missing_ok=True)
-            file.close()
 
     def __str__(self) -> str:
         head = ("rank", "score", "algorithm", "steps", "member", "parent", "worker")
@@ -318,7 +312,7 @@ def compete(
         raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
     if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(float(target))):
         raise ValueError(f"target={target!r}: use a finite number")
-    if processes.count() > 1:
+    if jax.process_count() > 1:
         raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
     if policy is not None:
         resolve_policy(policy)

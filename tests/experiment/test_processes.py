@@ -232,7 +232,7 @@ def test_an_error_of_a_collective_is_put_in_words(monkeypatch):
         return found.value
 
     assert raised(gloo) is gloo
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     message = str(raised(gloo))
     assert "another process of this run ended" in message and "--resume" in message and "Gloo AllGather" in message
     mine = ValueError("num_envs=3 cannot be split")

@@ -9,7 +9,7 @@ import pytest
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
 from msrl_jax.cli import actions, program
-from msrl_jax.report.scaling import format_markdown, format_table, plans
+from msrl_jax.report.scaling import format_table, plans
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
 DEVICES = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")
@@ -54,10 +54,9 @@ def test_a_split_server_holds_less_on_each_device():
     assert whole / 4.5 < part < whole / 3
 
 
-def test_the_tables_show_every_placement():
-    rows = plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL)
-    for text in (format_table(rows), format_markdown(rows)):
-        assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
+def test_the_table_shows_every_placement():
+    text = format_table(plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL))
+    assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
 
 
 def test_two_numbers_of_environments_are_refused():

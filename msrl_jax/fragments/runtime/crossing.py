@@ -266,7 +266,7 @@ class MeshCrossing:
         self._wires = [(a.shape, a.dtype) for a in wires]
         self._targets = targets
         odd = self._odd = [i for i, a in enumerate(avals) if (a.shape, a.dtype) != self._wires[i]]
-        kinds = [(avals[i].shape, avals[i].dtype, _key_impl(avals[i])) for i in odd]
+        kinds = [(avals[i].shape, avals[i].dtype, key_impl(avals[i])) for i in odd]
         unpack = lambda xs: [_from_wire(x, *kind) for x, kind in zip(xs, kinds, strict=True)]  # noqa: E731
         self._pack = jax.jit(lambda xs: [_to_wire(x) for x in xs], out_shardings=[sources[i] for i in odd])
         self._unpack = jax.jit(unpack, out_shardings=[targets[i] for i in odd])
@@ -314,7 +314,7 @@ def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None)
     return (x.astype(dtype) if impl is None else jax.random.wrap_key_data(x, impl=impl)).reshape(shape)
 
 
-def _key_impl(aval: jax.ShapeDtypeStruct) -> Any:
+def key_impl(aval: jax.ShapeDtypeStruct) -> Any:
     """The generator of typed keys; None for other arrays."""
     if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return None
