@@ -67,8 +67,7 @@ def _folder(place: str, *parts: str | None) -> Path:
     return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
 
 
-def train(args: Train, config: dict[str, Any]) -> int:
-    """Trains an agent."""
+def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import experiment
     from msrl_jax.experiment import processes
 
@@ -95,8 +94,7 @@ def train(args: Train, config: dict[str, Any]) -> int:
     return _exit_code(result, out)
 
 
-def sweep(args: Sweep, config: dict[str, Any]) -> int:
-    """Trains and ranks many settings."""
+def _sweep(args: Sweep, config: dict[str, Any]) -> int:
     from msrl_jax import search
 
     if args.resume and args.out is None:
@@ -145,8 +143,7 @@ def launched(args: Train, argv: Sequence[str]) -> int | None:
     return None
 
 
-def compete(args: Compete, config: dict[str, Any]) -> int:
-    """Works on a leaderboard."""
+def _compete(args: Compete, config: dict[str, Any]) -> int:
     from msrl_jax import search
 
     board = search.compete(args.leaderboard, **_options(args, "leaderboard"), **config)
@@ -154,8 +151,7 @@ def compete(args: Compete, config: dict[str, Any]) -> int:
     return 0
 
 
-def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
-    """Plays greedy episodes."""
+def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.spaces import agents_of
     from msrl_jax.experiment import Result
     from msrl_jax.experiment.history import in_words
@@ -173,8 +169,7 @@ def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     return 0
 
 
-def record(args: Record, config: dict[str, Any]) -> int:
-    """Writes a data set of what an agent does."""
+def _record(args: Record, config: dict[str, Any]) -> int:
     from msrl_jax import data
     from msrl_jax.experiment import Result
 
@@ -186,8 +181,7 @@ def record(args: Record, config: dict[str, Any]) -> int:
     return 0
 
 
-def replay(args: Replay, config: dict[str, Any]) -> int:
-    """Computes a failed step again."""
+def _replay(args: Replay, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import replay_step
 
     failure = replay_step(args.file)
@@ -201,8 +195,7 @@ def replay(args: Replay, config: dict[str, Any]) -> int:
     return 0
 
 
-def explain(args: Explain, config: dict[str, Any]) -> int:
-    """Prints plans."""
+def _explain(args: Explain, config: dict[str, Any]) -> int:
     if args.devices and args.cpu_devices is not None:
         raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
     if args.envs_per_device is not None and not args.devices:
@@ -228,8 +221,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
     return 0
 
 
-def bench(args: Bench, config: dict[str, Any]) -> int:
-    """Measures the speed of training."""
+def _bench(args: Bench, config: dict[str, Any]) -> int:
     from msrl_jax.report import bench as report
 
     grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
@@ -242,9 +234,8 @@ def bench(args: Bench, config: dict[str, Any]) -> int:
     return 0
 
 
-def list_names(args: List, config: dict[str, Any]) -> int:
-    """Lists names, without JAX unless it is imported already."""
-    if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too
+def _list_names(args: List, config: dict[str, Any]) -> int:
+    if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
         from msrl_jax import algorithms, envs, policies
 
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
@@ -285,8 +276,7 @@ def _state(suite: _suites.Suite) -> str:
     return f"{suite.package} {version}, {len(suite.own_names)} environments"
 
 
-def check_env(args: CheckEnv, config: dict[str, Any]) -> int:
-    """Tries an environment out."""
+def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
     from msrl_jax.envs import check
 
     report = check(args.env, **_options(args, "env"))
@@ -295,14 +285,14 @@ def check_env(args: CheckEnv, config: dict[str, Any]) -> int:
 
 
 COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
-    "train": (Train, train),
-    "sweep": (Sweep, sweep),
-    "compete": (Compete, compete),
-    "evaluate": (Evaluate, evaluate),
-    "record": (Record, record),
-    "replay": (Replay, replay),
-    "explain": (Explain, explain),
-    "bench": (Bench, bench),
-    "list": (List, list_names),
-    "check-env": (CheckEnv, check_env),
+    "train": (Train, _train),
+    "sweep": (Sweep, _sweep),
+    "compete": (Compete, _compete),
+    "evaluate": (Evaluate, _evaluate),
+    "record": (Record, _record),
+    "replay": (Replay, _replay),
+    "explain": (Explain, _explain),
+    "bench": (Bench, _bench),
+    "list": (List, _list_names),
+    "check-env": (CheckEnv, _check_env),
 }

@@ -34,11 +34,7 @@ def make_experiment(
     algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
     overrides: Mapping[str, Any] | None = None, **others: Any,
 ) -> Experiment:  # fmt: skip
-    """Looks everything up, checks it, and builds the agent of one member; raises ValueError on an unknown name or a bad value.
-
-    The arguments are those of `train`; `overrides` are fields of the config to replace, of which the tunable ones may have
-    a sequence of values, and `others` are further fields of the experiment.
-    """
+    """The experiment of arguments of `train`, with its agent built; `overrides` are fields of the config."""
     pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
     if pbt is not None:

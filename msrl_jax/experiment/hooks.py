@@ -58,16 +58,13 @@ class StopRequests:
         self.signal = ""  # the name of the signal that came, if one did
 
     def reason(self, next_seconds: float) -> str:
-        """Why the run has to stop now."""
-        if self.signal:
-            return self.signal
-        late = self.deadline is not None and now() + next_seconds > self.deadline
-        return TIME_LIMIT if late else ""
+        """Why the run has to stop now, if any process knows a reason; all processes call it."""
+        late = self.deadline is not None and now() + next_seconds >= self.deadline
+        return next(filter(None, processes.gathered(self.signal or TIME_LIMIT * late)), "")
 
     def before(self, run: Run) -> Ending | None:
         """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
-        reasons = processes.gathered(self.reason(run.last_seconds + run.saving_seconds))
-        reason = next(filter(None, reasons), "")
+        reason = self.reason(run.last_seconds + run.saving_seconds)
         return Ending("interrupted", reason) if reason else None
 
     def on_signal(self, signum: int, frame: Any) -> None:
@@ -220,7 +217,6 @@ class Checkpoints:
     """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end; warns if one fails."""
 
     def __init__(self, path: Path, every: tuple[int | None, float | None], keep: int, recording: Recording | None = None):
-        """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
         self.every, self._seconds = every
         self._recording, self._saved_at, self._saved_step, self._best = recording, now(), 0, -math.inf

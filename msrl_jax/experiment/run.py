@@ -203,7 +203,6 @@ class Run:
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:
-        """Iterations until the chunk has to end."""
         each = self.experiment.steps_per_iteration
         multiples = ((iteration * each // every + 1) * every for every in self.boundaries)
         return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration

@@ -31,11 +31,8 @@ from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 
-GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]
-"""What a run does about numbers that are not finite."""
-
-Settings: TypeAlias = Mapping[str, tuple[float, ...]]
-"""The values of every setting, by field of the config; empty if the config has constants only."""
+GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
+Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +146,6 @@ class Experiment:
         return None if given is None else data.load(given)
 
     def _of_one(self, env: Any, *, skips: bool) -> Agent:
-        """The agent of one member."""
-
         def build(config: Any) -> Agent:
             agent = numbers_only(config.build(env), self.name)
             return skip_nonfinite(agent) if skips else agent

@@ -82,7 +82,6 @@ def describe(result: Result) -> str:
 
 
 def _parts(result: Result) -> str:
-    """The parts of the run's time as text."""
     parts = {name.removesuffix("_seconds"): seconds for name, seconds in result.timings.items()}
     parts = {"compiling": result.compile_seconds, **parts}
     parts["callbacks and metrics"] = max(0.0, result.wall_seconds - sum(parts.values())) if result.timings else 0.0
@@ -123,7 +122,6 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
-    """A figure with a panel for each name."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
     size = (7, 1 + 3 * len(names))

@@ -207,7 +207,6 @@ def train(
 
 
 def _deployment(program: Program, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
-    """Where the run runs, as plain data."""
     now = {
         "format": store.FORMAT, "policy": policy_text(policy), "versions": folder.versions(),
         "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],

@@ -74,9 +74,6 @@ def plans(
     return found
 
 
-HEAD = ("policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory")
-
-
 def _cells(row: Scaled) -> list[str]:
     d = row.to_dict()
 
@@ -93,4 +90,5 @@ def _cells(row: Scaled) -> list[str]:
 
 def format_table(rows: Sequence[Scaled]) -> str:
     """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration."""
-    return "\n".join(table(HEAD, map(_cells, rows)))
+    head = ("policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory")
+    return "\n".join(table(head, map(_cells, rows)))

@@ -20,7 +20,7 @@ from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.history import in_words
-from msrl_jax.experiment.hooks import TIME_LIMIT, StopRequests
+from msrl_jax.experiment.hooks import StopRequests
 from msrl_jax.experiment.result import Result, of_members
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
@@ -156,8 +156,7 @@ class Course:
         ]  # fmt: skip
         for count, (program, i, batch) in enumerate(todo, 1):
             left = None if requests.deadline is None else requests.deadline - now()
-            reasons = processes.gathered(requests.reason(0.0) if left is None or left > 0 else TIME_LIMIT)
-            if reason := next(filter(None, reasons), ""):
+            if reason := requests.reason(0.0):
                 return reason
             where = None if self.path is None else self.path / f"stage-{number}" / f"program-{program}" / f"batch-{i}"
             names = f"trial {batch[0].number}" if len(batch) == 1 else f"{len(batch)} trials from {batch[0].number} on"

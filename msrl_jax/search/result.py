@@ -55,14 +55,6 @@ class SweepResult:
         return self.status == "interrupted"
 
     @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The swept fields."""
-        return tuple(
-            Axis(field, Distribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
-            for field, about in self.description["fields"].items()
-        )
-
-    @property
     def best(self) -> Trial:
         """The trial with rank 1.
 
@@ -164,7 +156,11 @@ class SweepResult:
         trials = [trial for trial in self.trials if not math.isnan(trial.mean)]
         if not trials:
             raise ValueError("no trial of this sweep has a return, so there is nothing to draw")
-        figure = _figure(trials, self.axes, f"{self.description['algorithm']} on {self.description['env']}")
+        axes = [
+            Axis(field, Distribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
+            for field, about in self.description["fields"].items()
+        ]
+        figure = _figure(trials, axes, f"{self.description['algorithm']} on {self.description['env']}")
         if path is not None:
             figure.savefig(path)
         return figure
@@ -234,7 +230,6 @@ def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
 
 
 def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
-    """A panel for each swept field, its values against the return, and parallel coordinates of all fields."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize

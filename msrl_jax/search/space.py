@@ -16,8 +16,7 @@ from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
 from msrl_jax.experiment.history import in_words
 
-Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
-"""How the trials of a sweep are chosen."""
+Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]  # how the trials of a sweep are chosen
 
 
 @dataclasses.dataclass(frozen=True)
