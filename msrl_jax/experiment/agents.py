@@ -20,6 +20,7 @@ from msrl_jax.replay import SHARD_AXIS
 
 # Names of columns that a run adds to the metrics of its algorithm.
 RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
+UNRANKED = "the return is the sum over teams or players that oppose each other, and does not tell which member is better"
 SKIPPED = "skipped_updates"  # the metric that counts the dropped updates
 
 _ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of what actors, environments and buffers compute

@@ -95,16 +95,16 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
         partial.write_text(json.dumps(to_json(value), indent=indent) + "\n", newline="")
 
 
-def check_free(path: Path) -> None:
-    """Raises RunFolderError if `path` holds a run or other files; hidden ones do not count."""
-    if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
+def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, ROWS, SUMMARY, CHECKPOINTS)) -> None:
+    """Raises RunFolderError if `path` holds a run, which has some of these files, or other files; hidden ones do not count."""
+    if taken := [name for name in files if (path / name).exists()]:
         raise RunFolderError(
-            f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
+            f"the folder {path} already holds a {what} ({taken[0]}); go on with it (resume=True, or --resume), name another "
             "folder, or delete it first"
         )
     if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
         some = ", ".join(others[:3])
-        raise RunFolderError(f"the folder {path} holds other files, no run ({some}); name a new or empty folder")
+        raise RunFolderError(f"the folder {path} holds other files, no {what} ({some}); name a new or empty folder")
 
 
 @contextlib.contextmanager

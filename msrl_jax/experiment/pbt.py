@@ -22,7 +22,7 @@ from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.envs import distributions
 from msrl_jax.envs.distributions import Distribution, Ramp
-from msrl_jax.experiment.agents import Member, learned, with_learned
+from msrl_jax.experiment.agents import UNRANKED, Member, learned, with_learned
 from msrl_jax.experiment.history import in_words
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
@@ -270,10 +270,7 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
     decision only.
     """
     if not agent.ranked:
-        raise ValueError(
-            "pbt: the return is the sum over teams or players that oppose each other, and does not tell which member is "
-            "better; train without pbt"
-        )
+        raise ValueError(f"pbt: {UNRANKED}; train without pbt")
     order = jnp.arange(pbt.members, dtype=jnp.int32)
     # Every device knows when it is time; everything else stays with its member until then.
     axes = Evolving(agent.axes, Standing(*[P("member")] * 5)._replace(since=P()))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
-from msrl_jax.experiment.agents import map_members
+from msrl_jax.experiment.agents import UNRANKED, map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
@@ -142,10 +142,7 @@ class Result:
             return 0
         last = self.evaluation
         if not self.behavior.agent.ranked:
-            raise ValueError(
-                "the return is the sum over teams or players that oppose each other, and does not tell which member of this "
-                "run is the best; name one, member=0"
-            )
+            raise ValueError(f"{UNRANKED}; name one, member=0")
         if self.behavior.agent.unit == "updates":
             if "validation_loss" not in self.history:
                 raise ValueError(

@@ -253,26 +253,12 @@ class Experiment:
         cls,
         given: Mapping[str, Any],
         *,
-        env: Environment | str | None = None,
-        env_params: GivenParams | None = None,
-        data: Any = None,
-        where: str = "the run",
+        env: Environment | str | None = None,  # if it was an object
+        env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
+        data: Any = None,  # the data set; without it, the config has none
+        where: str = "the run",  # in messages
     ) -> "Experiment":
-        """Reads an experiment.
-
-        Args:
-          given: what `to_json` returned.
-          env: the environment, if it was an object.
-          env_params: what its parameters are drawn from, if that was a function or a `Curriculum`.
-          data: the data set; without it, the config has none.
-          where: the run in messages.
-
-        Returns:
-          The experiment.
-
-        Raises:
-          RunFolderError: if the environment or its parameters have to be given, or if this version cannot read it.
-        """
+        """Reads what `to_json` returned; raises RunFolderError if a part has to be given, or this version cannot read it."""
         if given["env_spec"] is None and env is None:
             raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
         was = given["env_params"]

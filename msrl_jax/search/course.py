@@ -18,6 +18,7 @@ from msrl_jax._terminal import progress_stream
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
+from msrl_jax.experiment.agents import UNRANKED
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.hooks import StopRequests
@@ -116,10 +117,7 @@ class Course:
         agent = experiment.behavior.agent
         experiment.check_length()
         if not agent.ranked:
-            raise ValueError(
-                f"{experiment.name} trains teams or players that oppose each other, so returns do not rank its trials; train "
-                "them with a list of values, and compare them otherwise"
-            )
+            raise ValueError(f"{experiment.name}: {UNRANKED}; train a list of values, and compare the members otherwise")
         if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
             raise ValueError(
                 f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"

@@ -165,14 +165,9 @@ def sweep(
 
 def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
     """The content of `sweep.json`, empty if there is none; RunFolderError if the folder is not that of the described sweep."""
-    if not (path / SWEEP).exists():
-        folder.check_free(path)
+    if not resume or not (path / SWEEP).exists():
+        folder.check_free(path, "sweep", [SWEEP])
         return {}
-    if not resume:
-        raise RunFolderError(
-            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or "
-            "delete it first"
-        )
     found = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
     was, now = _facts(found["sweep"]), _facts(description)
     if now["members_at_once"] is None:

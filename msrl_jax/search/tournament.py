@@ -200,8 +200,7 @@ class Leaderboard:
                 os.replace(run, self.path / MEMBERS / new.id)
                 entries.append(new)
                 best_first = sorted((entry for entry in entries if entry is not rival), key=lambda entry: -entry.score)
-                losers = [] if rival is None else [rival]
-                for loser in [*losers, *best_first[settings["size"] :]]:  # more than one only after a kill
+                for loser in [*filter(None, [rival]), *best_first[settings["size"] :]]:  # more than one only after a kill
                     gone = self.path / MEMBERS / f".gone-{loser.id}"
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(self.path / MEMBERS / loser.id, gone)

@@ -164,7 +164,7 @@ def test_totals_do_not_rank_opposing_teams(tmp_path):
         "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
         teams={"red": TEXT, "blue": "random"}, **SMALL,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"does not tell which member of this run is the best; name one, member=0"):
+    with pytest.raises(ValueError, match=r"does not tell which member is better; name one, member=0"):
         result.evaluate(4)
     assert result.evaluate(4, member=1).team_returns["red"].shape == (4,)
     assert "(red " in repr(result) and ", blue " in repr(result)
