@@ -34,7 +34,6 @@ def whole_number(text: str) -> int:
 
 
 def _one(metavar: str, read: Callable[[str], Any], is_instance: Callable[[Any], bool] = lambda x: True) -> Any:
-    """How tyro reads a value that is one word."""
     return PrimitiveConstructorSpec(
         nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=is_instance,
         str_from_instance=lambda x: [str(x)],

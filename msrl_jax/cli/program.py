@@ -85,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Whether this process has joined others."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 

@@ -90,9 +90,6 @@ def _number(kind: type, name: str, i: int, value: Any) -> float:
     return float(number)
 
 
-# --- what goes on in a folder
-
-
 def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
     """The folder of the run, and whether the run in it goes on."""
     if isinstance(resume, bool):

@@ -23,16 +23,10 @@ from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.summary import describe, plot_history, plot_lineage, summarize
+from msrl_jax.experiment.summary import describe, plot_history, plot_lineage, saved, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def _saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
-    if path is not None:
-        figure.savefig(path)
-    return figure
 
 
 def _is_number(x: Any) -> bool:
@@ -364,7 +358,7 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
-        return _saved(plot_history(self, metrics), path)
+        return saved(plot_history(self, metrics), path)
 
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
@@ -380,7 +374,7 @@ class Result:
         """
         if self.experiment.pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
-        return _saved(plot_lineage(self), path)
+        return saved(plot_lineage(self), path)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

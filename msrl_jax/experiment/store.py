@@ -64,9 +64,6 @@ def _note(text: str) -> None:
     warnings.warn(text, ResumeWarning, stacklevel=3)
 
 
-# --- what a folder says
-
-
 def holds_run(path: Path) -> bool:
     """Whether a folder holds a run that was started."""
     return (path / folder.CONFIG).exists() or bool(checkpoint.complete(path))
@@ -137,9 +134,6 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoin
     same = saved.progress.get("settings") == fingerprint(description)
     if not same and saved.progress.get("rollbacks") == len(description["rollbacks"]):
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
-
-
-# --- how a run goes on
 
 
 def _registers(saved: Checkpoint, state: Any) -> list[int]:
@@ -222,9 +216,6 @@ def progress_of(
         "registers": description["registers"], "last_episodes": dataclasses.asdict(last_episodes), "recorded": recorded,
         "evaluation": evaluation, **times,
     }  # fmt: skip
-
-
-# --- results as folders
 
 
 def save(result: Result, path: Path) -> Path:

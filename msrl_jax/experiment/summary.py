@@ -1,5 +1,6 @@
 """What a run says of itself: its summary as plain data and as text, and its figures."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -119,6 +120,13 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The hyper-parameters in effect in the last chunk, `[M]` by field; empty if no population was trained."""
     columns = {name.removeprefix(_PREFIX): x for name, x in history.items() if name.startswith(_PREFIX) and name != PARENT}
     return {name: column[-1] for name, column in columns.items() if len(column)}
+
+
+def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+    """The figure, which is written to the file if there is a path."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:

@@ -17,6 +17,7 @@ from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder
 from msrl_jax.experiment.history import decimals, value_in_words
 from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.summary import saved
 from msrl_jax.search.course import SWEEP
 from msrl_jax.search.space import Axis, Trial, by_return
 
@@ -160,10 +161,7 @@ class SweepResult:
             Axis(field, Distribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
             for field, about in self.description["fields"].items()
         ]
-        figure = _figure(trials, axes, f"{self.description['algorithm']} on {self.description['env']}")
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(_figure(trials, axes, f"{self.description['algorithm']} on {self.description['env']}"), path)
 
     def __repr__(self) -> str:
         about, seeds = self.description, self.description["seeds"]
