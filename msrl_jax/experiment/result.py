@@ -229,8 +229,7 @@ class Result:
         """The result of some members; `changes` are those of its experiment."""
         if self.experiment.pbt:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
-        first = {name: values[0] for name, values in changes["settings"].items()}
-        algorithm = dataclasses.replace(self.config, **first)
+        algorithm = dataclasses.replace(self.config, **{name: values[0] for name, values in changes["settings"].items()})
         return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property

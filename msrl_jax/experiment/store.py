@@ -33,13 +33,12 @@ FORMAT = 2  # the version of the format of run folders, which `config.json` has
 _TRIES = 10  # how often a checkpoint is read that a running process deletes at the same time
 
 _KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
-_FIELDS = {
+_FIELDS = {  # what `config.json` of every run has, by types in words
     "text": ("algorithm", "env", "class", "policy", "guard"), "text or null": ("env_spec", "env_object", "record"),
     "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
     "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
     "a list": ("rollbacks", "resumed"),
 }  # fmt: skip
-"""What `config.json` of every run has, by types in words."""
 
 
 class ResumeWarning(UserWarning):

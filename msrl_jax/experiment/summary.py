@@ -91,7 +91,6 @@ def _parts(result: Result) -> str:
 
 
 def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], what: str) -> str:
-    """Returns as text, and those of the teams if there are any."""
     teams = ", ".join(f"{team} {_spread(x, what)}" for team, x in by_team.items())
     return _spread(values, what) + (f" ({teams})" if teams else "")
 

@@ -22,8 +22,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.executables import lower
 from msrl_jax.policies.base import spec
 
-# A chunk of this length hides the host's work between chunks, and is short enough for slow settings.
-_CHUNK_SECONDS = 0.25
+_CHUNK_SECONDS = 0.25  # hides the host's work between chunks, and is short enough for slow settings
 
 
 @dataclasses.dataclass(frozen=True)
