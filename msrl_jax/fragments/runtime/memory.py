@@ -108,17 +108,6 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
     return held
 
 
-def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
-    """Refuses a state that takes more memory than the devices report; names its largest leaf."""
-    if found := lacking_memory(held):
-        devices, taken, limit = found
-        raise ValueError(
-            f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
-            f"{largest}. Use a smaller capacity, fewer environments or seeds, shorter chunks of a recorded run, or a "
-            "policy that splits that leaf over more devices"
-        )
-
-
 def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
     """Devices with a common memory of which more bytes are taken than it has, and both numbers; None if there are none."""
     for devices in sharing_memory(taken):
