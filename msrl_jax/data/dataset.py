@@ -177,11 +177,6 @@ class Dataset:
         return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"
 
     @property
-    def nbytes(self) -> int:
-        """Total size of the arrays in bytes."""
-        return sum(x.nbytes for x in self.columns.values())
-
-    @property
     def episodes(self) -> Episodes:
         """Starts, lengths and returns of the episodes."""
         end = np.flatnonzero(self.ended)
