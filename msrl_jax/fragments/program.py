@@ -19,7 +19,7 @@ from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
 from msrl_jax.fragments.runtime.lower import lower
-from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned, lacking_memory, largest_array, state_bytes
+from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
@@ -128,7 +128,13 @@ class Program(Generic[State]):
     @property
     def state_bytes(self) -> dict[Device, int]:
         """Bytes of the state on every device of this process."""
-        return state_bytes([copies[0].aval for copies in self.schedule.inputs], self._shardings)
+        held: dict[Device, int] = {}
+        for (leaf, *_), copies in zip(self.schedule.inputs, self._shardings, strict=True):
+            for sharding in copies:
+                part = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.aval.shape), leaf.aval.dtype)
+                for device in sharding.addressable_devices:
+                    held[device] = held.get(device, 0) + array_bytes(part)
+        return held
 
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""

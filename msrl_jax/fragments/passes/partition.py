@@ -257,7 +257,6 @@ def _needed_at(
     places: Mapping[Node, list[Placement]],
     home: Mapping[Var, list[Placement]],
 ) -> list[Placement]:
-    """The placements at which variables are used."""
     found: dict[Placement, None] = {}
     for reader in (r for v in variables for r in readers.get(v, ())):
         at = places.get(reader, ()) if isinstance(reader, Node) else home.get(reader, ()) if isinstance(reader, Var) else reader

@@ -315,7 +315,6 @@ def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None)
 
 
 def _key_impl(aval: jax.ShapeDtypeStruct) -> Any:
-    """The generator of typed keys; None for other arrays."""
     if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return None
     found: list[Any] = []
