@@ -24,13 +24,8 @@ def device_names(devices: Iterable[Device]) -> tuple[str, ...]:
     return tuple(f"{d.platform}:{d.id}" for d in devices)
 
 
-Rules = tuple[tuple[str, str], ...]
-
 AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
-
-SEPARATE = ("worker", "shard")
-"""Axes whose arrays are always split: every worker has its networks, every shard its rows."""
 
 HOST = "host"
 """The role of Python functions that the host calls between programs. A policy need not list it."""
@@ -60,9 +55,9 @@ class Placement:
 
     name: str
     mesh: Mesh
-    rules: Rules = (("env", "devices"),)
+    rules: tuple[tuple[str, str], ...] = (("env", "devices"),)
     scatter: str | None = None
-    separate: tuple[str, ...] = SEPARATE
+    separate: tuple[str, ...] = ("worker", "shard")  # every worker has its networks, every shard its rows
 
     @classmethod
     def over(cls, name: str, devices: Sequence[Device], *, split: Sequence[str] = AXES, scatter: bool = False) -> "Placement":
