@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs.check_types import show
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
@@ -98,10 +99,10 @@ class Dataset:
             raise ValueError("a data set needs at least one row: obs of shape [N, ...]")
         for name, x in arrays.items():
             if x.dtype.kind not in "biuf":
-                raise ValueError(f"{name} of a data set is {_kind(x)}, which holds no numbers; give an array of numbers")
+                raise ValueError(f"{name} of a data set is {show(x)}, which holds no numbers; give an array of numbers")
             if name in ("terminated", "truncated", *OPTIONAL):
                 if not ((x == 0) | (x == 1)).all():
-                    raise ValueError(f"{name} of a data set is {_kind(x)} with values other than 0 and 1; give bool")
+                    raise ValueError(f"{name} of a data set is {show(x)} with values other than 0 and 1; give bool")
                 arrays[name] = x.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
         lead = arrays[first].shape[:2] if self.has_agents else num_rows
@@ -115,7 +116,7 @@ class Dataset:
                 each = "observation, and all but truncated an entry for each agent" if self.has_agents else "observation"
                 many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
-                    f"{name} of a data set is {_kind(arrays[name])}, but {first} is {_kind(arrays[first])}; every field has a "
+                    f"{name} of a data set is {show(arrays[name])}, but {first} is {show(arrays[first])}; every field has a "
                     f"row for each {each}, so give {name} of shape {list(shape)}{many}"
                 )
         differs = np.zeros(num_rows[0] - 1, bool)
@@ -130,7 +131,7 @@ class Dataset:
             arrays["truncated"] = arrays["truncated"] | gap
         cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
         if cut.shape != num_rows or cut.dtype != bool:
-            raise ValueError(f"cut of a data set is {_kind(cut)}; give bool{list(num_rows)}, or None")
+            raise ValueError(f"cut of a data set is {show(cut)}; give bool{list(num_rows)}, or None")
         arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
         for name in fields_of(arrays):
             object.__setattr__(self, name, nested(arrays, name))
@@ -176,11 +177,6 @@ class Dataset:
         return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"
 
     @property
-    def nbytes(self) -> int:
-        """Total size of the arrays in bytes."""
-        return sum(x.nbytes for x in self.columns.values())
-
-    @property
     def episodes(self) -> Episodes:
         """Starts, lengths and returns of the episodes."""
         end = np.flatnonzero(self.ended)
@@ -210,7 +206,7 @@ class Dataset:
         digest = hashlib.sha256()
         for name, x in (self.columns | {"cut": self.cut}).items():
             x = np.ascontiguousarray(x)
-            digest.update(f"{name} {_kind(x)}".encode())
+            digest.update(f"{name} {show(x)}".encode())
             digest.update(x.data)
         return digest.hexdigest()
 
@@ -338,7 +334,7 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
         for i, other in enumerate(kept):
             a, b = kept[0][name], other[name]
             if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
-                raise ValueError(f"{name} is {_kind(a)} in the first data set and {_kind(b)} in number {i + 1}; convert one")
+                raise ValueError(f"{name} is {show(a)} in the first data set and {show(b)} in number {i + 1}; convert one")
     about = first.about if about is None else about
     return from_columns({name: np.concatenate([x[name] for x in kept]) for name in kept[0]}, about)
 
@@ -346,7 +342,3 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
 def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
     """Whether the episode has terminated, in the shape of `truncated`; of several agents, whether all have."""
     return terminated if terminated.ndim == truncated.ndim else np.all(terminated, -1)
-
-
-def _kind(x: np.ndarray) -> str:
-    return f"{x.dtype}{list(x.shape)}"

@@ -7,7 +7,7 @@ they look as in Python, `uniform(0.25, 1)`, or on the command line, without comm
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,13 @@ from msrl_jax._checks import whole
 from msrl_jax._spec import read_value, read_values
 from msrl_jax.fragments.counters import Counter, fraction
 
-Kind: TypeAlias = Literal["uniform", "log_uniform", "choice"]
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """A distribution of one parameter; its numbers are the bounds `(low, high)` or the options: numbers, or `Ramp`s."""
 
-    kind: Kind
+    kind: Literal["uniform", "log_uniform", "choice"]
     numbers: tuple[Any, ...]
 
     def __str__(self) -> str:

@@ -222,7 +222,6 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
 
 
 def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]:
-    """The parameters of an episode."""
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
         drawn = strong(dict(values.sample(key, distributions.at(values.level, source.taken))))
@@ -356,7 +355,6 @@ def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
 
 
 def _check_same(what: str, old: PyTree, new: PyTree) -> None:
-    """Raises ValueError unless two values have the same structure and shapes."""
     shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
         was, new = distributions.text(old), distributions.text(new)

@@ -243,14 +243,9 @@ def flat_space(space: Space) -> Box:
 
 
 def flatten(space: Space, x: Any) -> jax.Array:
-    """Flattens values of a space to vectors: ravels arrays, one-hot encodes integers, and concatenates parts.
+    """Flattens values of a space, arrays `[..., *shape]`, to elements of `flat_space(space)`, vectors `[..., D]` float32.
 
-    Args:
-      space: the space of the values.
-      x: the values; arrays `[..., *shape]`.
-
-    Returns:
-      float32 `[..., D]`, elements of `flat_space(space)`.
+    It ravels arrays, one-hot encodes integers, and concatenates parts.
     """
     if isinstance(space, Discrete):
         return jax.nn.one_hot(x, space.n, dtype=jnp.float32)

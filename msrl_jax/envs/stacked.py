@@ -89,7 +89,6 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
 
 
 def _common(name: str, what: str, table: dict[str, spaces.Space]) -> spaces.Space:
-    """The one space of all agents."""
     common, is_action = next(iter(table.values())), what == "actions"
     for agent, other in table.items():
         merged = _merged(common, other, is_action)

@@ -4,6 +4,7 @@ special case.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +24,11 @@ class EnvironmentWrapper(Wrapper):
     agents = of_env("agents")
     action_mask = property(lambda self: self._of_state("action_mask"))
     global_state = property(lambda self: self._of_state("global_state"))
+    _inner = staticmethod(lambda state: state)  # the state inside; a wrapper with a state of its own says where that is
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
         of_env = getattr(self.env, method)
         return lambda state: of_env(self._inner(state))
-
-    def _inner(self, state: Any) -> PyTree:
-        """The state of the environment inside; a wrapper with a state of its own says where that is."""
-        return state
 
     def reset(self, key: jax.Array) -> tuple[Any, PyTree]:
         """Starts an episode."""
@@ -91,13 +89,11 @@ class TimeLimit(EnvironmentWrapper):
 
     env: Environment
     max_steps: int
+    _inner = attrgetter("env_state")
 
     def __post_init__(self):
         if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
             raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1 and below 2**31")
-
-    def _inner(self, state: TimeLimitState) -> PyTree:
-        return state.env_state
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
@@ -133,6 +129,7 @@ class FrameStack(EnvironmentWrapper):
 
     env: Environment
     num_frames: int
+    _inner = attrgetter("env_state")
 
     def __post_init__(self):
         space = self.env.observation_space
@@ -149,9 +146,6 @@ class FrameStack(EnvironmentWrapper):
         bounds = (x[..., None] if x.ndim == 2 else x for x in (space.low, space.high))
         low, high = (np.concatenate([x] * self.num_frames, axis=-1) for x in bounds)
         return spaces.Box(low, high, low.shape, space.dtype)
-
-    def _inner(self, state: FrameStackState) -> PyTree:
-        return state.env_state
 
     def _frame(self, obs: jax.Array) -> jax.Array:
         """The observation, of each agent if there are several, with a channel axis."""

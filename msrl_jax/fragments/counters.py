@@ -14,15 +14,10 @@ _BYTES = tuple(range(24, -1, -8))
 
 
 class Counter(NamedTuple):
-    """The number `high * 2**32 + low`, exact up to 1.8e19.
+    """The number `high * 2**32 + low`, exact up to 1.8e19."""
 
-    Attributes:
-      high: the upper word. shape=(...), dtype=uint32
-      low: the lower word. shape=(...), dtype=uint32
-    """
-
-    high: jax.Array
-    low: jax.Array
+    high: jax.Array  # the upper word. shape=(...), dtype=uint32
+    low: jax.Array  # the lower word. shape=(...), dtype=uint32
 
 
 def counter(value: int = 0) -> Counter:

@@ -1,12 +1,14 @@
 """Where fragments run: a placement is a named sub-mesh with rules for logical axes; a layout maps roles to placements."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from msrl_jax.codecs import Codec
 
 
 class Device(Protocol):
@@ -17,22 +19,13 @@ class Device(Protocol):
     process_index: int  # the number of the process that owns it
 
 
-if TYPE_CHECKING:
-    from msrl_jax.codecs import Codec
-
-
 def device_names(devices: Iterable[Device]) -> tuple[str, ...]:
     """Devices as plans and errors name them, such as `cpu:0`."""
     return tuple(f"{d.platform}:{d.id}" for d in devices)
 
 
-Rules = tuple[tuple[str, str], ...]
-
 AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
-
-SEPARATE = ("worker", "shard")
-"""Axes whose arrays are always split: every worker has its networks, every shard its rows."""
 
 HOST = "host"
 """The role of Python functions that the host calls between programs. A policy need not list it."""
@@ -57,25 +50,17 @@ class Placement:
       rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
       scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest dimension that divides.
         None replicates them. With it a parameter server keeps one shard of every tensor on each device.
-      separate: logical axes of separate arrays, which are split in addition to any other axis; see `must_divide`.
+      separate: logical axes of separate arrays, which have to divide like the first axis of a state that has a rule.
     """
 
     name: str
     mesh: Mesh
-    rules: Rules = (("env", "devices"),)
+    rules: tuple[tuple[str, str], ...] = (("env", "devices"),)
     scatter: str | None = None
-    separate: tuple[str, ...] = SEPARATE
+    separate: tuple[str, ...] = ("worker", "shard")  # every worker has its networks, every shard its rows
 
     @classmethod
-    def over(
-        cls,
-        name: str,
-        devices: Sequence[Device],
-        *,
-        split: Sequence[str] = AXES,
-        scatter: bool = False,
-        separate: Sequence[str] = SEPARATE,
-    ) -> "Placement":
+    def over(cls, name: str, devices: Sequence[Device], *, split: Sequence[str] = AXES, scatter: bool = False) -> "Placement":
         """Makes a placement on a one-dimensional mesh with the axis "devices".
 
         Args:
@@ -83,7 +68,6 @@ class Placement:
           devices: the devices, in order; those of one process are put side by side.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
           scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
-          separate: logical axes of separate arrays, which have to divide in addition to any other axis.
 
         Returns:
           The placement.
@@ -96,7 +80,7 @@ class Placement:
         devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
         mesh = Mesh(np.asarray(devices, dtype=object), ("devices",))
-        return cls(name, mesh, rules, "devices" if scatter else None, tuple(separate))
+        return cls(name, mesh, rules, "devices" if scatter else None)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -107,27 +91,10 @@ class Placement:
         """The number of devices over which the rules split a logical axis."""
         return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
 
-    def must_divide(self, axes: Container[str]) -> Rules:
-        """The rules that a state must follow to the letter; under the others, axes that do not divide stay whole.
-
-        Args:
-          axes: the logical axes of the state.
-
-        Returns:
-          The rule of the first of these axes, over which the work is divided, and those of `separate` axes.
-        """
-        given = [rule for rule in self.rules if rule[0] in axes]
-        return tuple(rule for rule in given if rule[0] in (given[0][0], *self.separate))
-
     def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
         """The sharding of an array: split where a rule applies and the dimension divides, else whole.
 
-        Args:
-          logical: a logical axis name (or a tuple of candidates, or None) for each leading dimension.
-          shape: the array's shape.
-
-        Returns:
-          The sharding on this placement's mesh.
+        `logical` has a logical axis name (or a tuple of candidates, or None) for each leading dimension.
         """
         names = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in logical]
         spec: list[str | None] = [None] * len(names)
@@ -172,12 +139,8 @@ class Edge:
 
     source: str
     destination: str
-    codec: "str | Codec"
+    codec: str | Codec
     only: str = ""
-
-    def matches(self, source: str, destination: str, label: str) -> bool:
-        """Whether a value with this label that crosses from `source` to `destination` is packed."""
-        return (self.source, self.destination) == (source, destination) and self.only in label
 
 
 def check_staleness(staleness: int) -> None:
@@ -209,18 +172,7 @@ class Layout:
         check_staleness(self.staleness)
 
     def placement(self, role: str, fragment: str) -> Placement:
-        """The placement of a role.
-
-        Args:
-          role: the role.
-          fragment: name of a fragment of that role, for the error.
-
-        Returns:
-          Its placement.
-
-        Raises:
-          ValueError: if the layout has none.
-        """
+        """The placement of a role; raises ValueError, which names the `fragment` of that role, if the layout has none."""
         general = role.partition(":")[0]
         neighbors = _FALLBACK.get(general, ())
         for candidate in (role, general, *neighbors):

@@ -19,14 +19,7 @@ from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
 from msrl_jax.fragments.runtime.lower import lower
-from msrl_jax.fragments.runtime.memory import (
-    array_bytes,
-    check_program_fits,
-    check_state_fits,
-    is_planned,
-    largest_array,
-    state_bytes,
-)
+from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
@@ -116,11 +109,6 @@ class Program(Generic[State]):
         return self._executables.seconds
 
     @property
-    def num_compilations(self) -> int:
-        """XLA compilations so far."""
-        return self._executables.count
-
-    @property
     def registers(self) -> dict[str, int]:
         """The number of values that `Delayed.registers` holds of each delayed leaf, by its pytree path, in their order."""
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
@@ -140,14 +128,24 @@ class Program(Generic[State]):
     @property
     def state_bytes(self) -> dict[Device, int]:
         """Bytes of the state on every device of this process."""
-        return state_bytes([copies[0].aval for copies in self.schedule.inputs], self._shardings)
+        held: dict[Device, int] = {}
+        for (leaf, *_), copies in zip(self.schedule.inputs, self._shardings, strict=True):
+            for sharding in copies:
+                part = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.aval.shape), leaf.aval.dtype)
+                for device in sharding.addressable_devices:
+                    held[device] = held.get(device, 0) + array_bytes(part)
+        return held
 
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
-        avals = [copies[0].aval for copies in self.schedule.inputs]
-        largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
-        aval, label = avals[largest], self.schedule.inputs[largest][0].label
-        check_state_fits(self.state_bytes, f"{label}, {aval.dtype}{list(aval.shape)}")
+        if found := lacking_memory(self.state_bytes):
+            devices, taken, limit = found
+            largest = max((copies[0] for copies in self.schedule.inputs), key=lambda v: v.nbytes)
+            raise ValueError(
+                f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
+                f"{largest.label}, {largest.aval.dtype}{list(largest.aval.shape)}. Use a smaller capacity, fewer environments "
+                "or seeds, shorter chunks of a recorded run, or a policy that splits that leaf over more devices"
+            )
 
     def _check_present(self) -> None:
         check_no_mesh_is_set()

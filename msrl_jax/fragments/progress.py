@@ -29,11 +29,7 @@ class Progress:
     @property
     def fraction(self) -> jax.Array:
         """The fraction of the run that is done, from 0 to 1; 0 if the length of the run is not known. `[]` float32."""
-        return self.fraction_of(self.total) if self.total else jnp.float32(0.0)
-
-    def fraction_of(self, iterations: int, scale: int = 1) -> jax.Array:
-        """The iterations done, times `scale`, as a fraction of a number, at most 1. `[]` float32."""
-        return counters.fraction(self.iteration, scale, iterations)
+        return counters.fraction(self.iteration, 1, self.total) if self.total else jnp.float32(0.0)
 
     def times(self, number: int) -> Counter:
         """The iterations done, times a number below 2**32, exactly: steps or updates done. shape=()."""

@@ -134,7 +134,6 @@ def test_rows_are_selected_joined_and_split_part_by_part(recorded):
     training, validation = dataset.split(0.25)
     assert len(training) + len(validation) == 160
     true_steps(validation)
-    assert dataset.nbytes == sum(x.nbytes for x in dataset.columns.values())
     # A gap in any part is one.
     odd = {**dataset.next_obs, "choice": (dataset.next_obs["choice"] + 1) % 3}
     assert dataclasses.replace(dataset, next_obs=odd).ended.all()

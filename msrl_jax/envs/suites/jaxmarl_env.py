@@ -34,7 +34,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     if other := SUITES["jaxmarl"].lacks(name):
         remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
         raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not bring; {remedy}")
-    suite = _suite_of(name)
+    suite = next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
     weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
     with common.quiet():
         params = {key: _named(full, key, value) for key, value in params.items()}
@@ -69,7 +69,6 @@ def _check_params(full: str, suite: "_Suite", params: dict[str, Any], env: Any) 
 
 
 def _weight(full: str, value: Any) -> float:
-    """The weight of shaped rewards."""
     number = not isinstance(value, bool) and isinstance(value, int | float | np.integer | np.floating)
     if not number or not 0 <= float(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a number of float32 from 0 up, such as 1.0")
@@ -151,10 +150,6 @@ _SUITES = {  # by the start of the names of their environments
 }  # fmt: skip
 
 
-def _suite_of(name: str) -> _Suite:
-    return next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
-
-
 class JaxMARLEnvironment:
     """An environment of JaxMARL without its automatic reset, in dicts by agent name; `stack_agents` stacks it.
 
@@ -197,7 +192,6 @@ class JaxMARLEnvironment:
         return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
 
     def _action_mask(self, state: PyTree) -> dict[str, jax.Array]:
-        """The legal actions of every agent."""
         return {agent: mask.astype(bool) for agent, mask in self._by_agent(getattr(self.env, self.suite.legal)(state)).items()}
 
     def _by_agent(self, values: Any) -> dict[str, Any]:

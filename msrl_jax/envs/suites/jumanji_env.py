@@ -54,11 +54,7 @@ class _Adapter:
     env: Any
     lead: tuple[int, ...] = ()  # the shape before what is one agent's
 
-    def _name_legal_actions(self) -> None:
-        self.action_mask = lambda state: state.mask
-
     def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
-        """Starts an episode."""
         with common.quiet():
             state, first = strong(self.env.reset(key))
         return self._state(state, first), self._observe(first)
@@ -93,7 +89,7 @@ class JumanjiEnvironment(_Adapter):
         self.env, self.name, self._sizes = env, name, _sizes(spec := env.action_spec)
         mask = getattr(emitted(env.reset)[1].observation, "action_mask", None)
         if mask is not None and mask.shape == self._sizes:
-            self._name_legal_actions()
+            self.action_mask = lambda state: state.mask
         self.observation_space = _space(env.observation_spec, emitted(self.reset)[1])
         self.action_space = spaces.Discrete(math.prod(self._sizes)) if self._sizes else _space(spec, spec)
 
@@ -119,7 +115,7 @@ class JumanjiTeam(_Adapter):
         self.agents = tuple(f"agent_{i}" for i in range(spec.shape[0]))
         mask = getattr(first.observation, "action_mask", None)
         if mask is not None:
-            self._name_legal_actions()
+            self.action_mask = lambda state: state.mask
         self.action_space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
         declared = _space(env.observation_spec, super()._observe(first))
         assert isinstance(declared, spaces.Dict)

@@ -226,7 +226,9 @@ def _mark(
         arrays = [None if i in fixed else a for i, a in enumerate(args)]
         leaves, tree = jax.tree.flatten((arrays, {k: None if k in fixed else v for k, v in kwargs.items()}))
         if any(map(_fault, leaves)):
-            raise _refusal(name, signature, static, args, kwargs)
+            given = _leaves(_named(signature, static, args, kwargs))
+            path, fault = next((path, _fault(leaf)) for path, leaf in given.items() if _fault(leaf))
+            raise TypeError(f"fragment {name!r}: argument {path} is a {fault}")
 
         def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
@@ -273,14 +275,6 @@ def _makes_reference(jaxpr: Jaxpr) -> bool:
     return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
 
 
-def _refusal(
-    name: str, signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TypeError:
-    leaves = _leaves(_named(signature, static, args, kwargs))
-    path, fault = next((path, _fault(leaf)) for path, leaf in leaves.items() if _fault(leaf))
-    return TypeError(f"fragment {name!r}: argument {path} is a {fault}")
-
-
 def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that are no static ones, by their names."""
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
@@ -288,7 +282,6 @@ def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[
 
 
 def _leaves(named: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of named arguments, by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(named)
     return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
 

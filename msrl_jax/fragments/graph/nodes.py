@@ -85,18 +85,6 @@ class Region:
         """The node that makes each variable."""
         return {v: node for node in self.nodes for v in node.eqn.outvars}
 
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self.nodes)
-
-    def __str__(self) -> str:
-        def lines(region: Region, indent: str) -> Iterator[str]:
-            for node in region.nodes:
-                yield f"{indent}{node}"
-                if node.loop is not None:
-                    yield from lines(node.loop, indent + "  ")
-
-        return "\n".join(lines(self, ""))
-
 
 @dataclass(frozen=True, eq=False)
 class Packed:
@@ -155,19 +143,13 @@ class Graph:
         """The names of the Python functions that the host calls."""
 
         def names(region: Region) -> Iterator[str]:
-            for node in region:
+            for node in region.nodes:
                 if node.is_host_call:
                     yield node.title
                 if node.loop is not None:
                     yield from names(node.loop)
 
         return list(dict.fromkeys(names(self.region)))
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self.region)
-
-    def __str__(self) -> str:
-        return str(self.region)
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:

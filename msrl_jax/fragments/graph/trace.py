@@ -177,7 +177,8 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     avals, paths = state_avals(state)
     for spec, aval, path in zip(found, avals, paths, strict=True):
-        if wrong := [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,)) if not _names_axis(e)]:
+        entries = [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,))]
+        if wrong := [e for e in entries if not isinstance(e, str | None)]:
             raise ValueError(
                 f"axes of {path} hold {wrong[0]!r}; name logical axes by text, such as 'env', in the order of the dimensions"
             )
@@ -186,10 +187,6 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
                 f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most as many as it has"
             )
     return found
-
-
-def _names_axis(entry: Any) -> bool:
-    return entry is None or isinstance(entry, str)
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:

@@ -118,7 +118,9 @@ class Fit:
                     )
 
     def _check(self, placement: Placement, policy: str) -> None:
-        for axis, mesh_axis in placement.must_divide(self.leaves):
+        given = [rule for rule in placement.rules if rule[0] in self.leaves]
+        # The work is divided over the first axis. Others that do not divide stay whole, unless they are of separate arrays.
+        for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]

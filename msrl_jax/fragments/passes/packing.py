@@ -77,7 +77,8 @@ class _Packer:
         label = self.graph.labels.get(atom, "")
         for edge in self.layout.codecs:
             codec = get(edge.codec)
-            if edge.matches(made[0].name, to.name, label) and codec.takes(aval(atom)):
+            matches = (edge.source, edge.destination) == (made[0].name, to.name) and edge.only in label
+            if matches and codec.takes(aval(atom)):
                 if (atom, to) not in self.decoded:
                     self.decoded[atom, to] = self.pack(atom, made[0], to, codec, edge)
                 return self.decoded[atom, to]

@@ -33,11 +33,6 @@ class Group:
         """Whether this is one Python function that the host calls."""
         return self.nodes[0].is_host_call
 
-    @property
-    def is_pure_glue(self) -> bool:
-        """Whether no node is a fragment or has effects."""
-        return not any(n.fragments or n.has_effects for n in self.nodes)
-
 
 @dataclass(eq=False)
 class Partition:
@@ -262,7 +257,6 @@ def _needed_at(
     places: Mapping[Node, list[Placement]],
     home: Mapping[Var, list[Placement]],
 ) -> list[Placement]:
-    """The placements at which variables are used."""
     found: dict[Placement, None] = {}
     for reader in (r for v in variables for r in readers.get(v, ())):
         at = places.get(reader, ()) if isinstance(reader, Node) else home.get(reader, ()) if isinstance(reader, Var) else reader
@@ -328,7 +322,7 @@ def _sink(groups: list[Group]) -> list[Group]:
     A result that is carried to the next repetition delays no program: where it is carried, it is also made.
     """
     for group in list(groups):
-        if group.placement is None or not group.is_pure_glue:
+        if group.placement is None or any(n.fragments or n.has_effects for n in group.nodes):
             continue
         made = {v for n in group.nodes for v in n.eqn.outvars}
         readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]

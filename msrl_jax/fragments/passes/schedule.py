@@ -83,7 +83,6 @@ class _Emitter:
         self._read_from = self._find_readers(stacked)
 
     def define(self, var: Var, placement: Placement) -> Value:
-        """Names a variable's value at a placement."""
         value = self.names.new(aval(var), placement, self.names.labels.get(var, ""), self.names.packed.get(var))
         self.table[var, placement.mesh] = value
         return value
@@ -117,7 +116,6 @@ class _Emitter:
         return self.at(atom, self.source(atom, self.default))
 
     def flush(self) -> None:
-        """Emits the pending moves."""
         for pairs in self._moves.values():
             sources, results = zip(*pairs, strict=True)
             self.out.append(Move(sources, results))
@@ -140,7 +138,6 @@ class _Emitter:
         return value
 
     def groups(self) -> None:
-        """Emits all programs and loops."""
         for group in self.part.groups:
             if group.placement is None:
                 self.loop(group)

@@ -122,7 +122,6 @@ class _Search:
         return self._functions[id(eqn)][1]
 
     def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
-        """The values of all variables."""
         env = dict(env)
         for eqn in eqns:
             outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))

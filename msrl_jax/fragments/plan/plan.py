@@ -1,8 +1,9 @@
 """The plan of a compiled training loop: plain data that prints as a text table."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,9 +168,7 @@ def _shorten(name: str, most: int = 40) -> str:
     return name if len(name) <= most else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
 
 
-def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return table(head, rows, indent=2)
-
+_columns = functools.partial(table, indent=2)
 
 # Groups: the root with its first step and attributes; then keys and indices, such as those of parameters; then the rest.
 _PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
@@ -216,14 +215,7 @@ def _table(plan: Plan) -> str:
     lines += _columns(
         ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
         [
-            (
-                "  " * f.depth + f.name,
-                f.role,
-                f.placement,
-                str(f.devices),
-                _count(f.flops),
-                str(f.calls),
-            )
+            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls))
             for f in plan.fragments
         ],
     )

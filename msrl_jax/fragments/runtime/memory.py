@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from msrl_jax._compat import Jaxpr, ShapedArray, Var, sub_jaxprs
 from msrl_jax.fragments.graph.marker import is_fragment
@@ -95,28 +94,6 @@ def _limits_of_container(root: Path = Path("/")) -> list[int]:
 def array_bytes(aval: Any) -> int:
     """Bytes of anything with a shape and a dtype, typed PRNG keys included (8 for each threefry key, 16 for each rbg key)."""
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
-    """The bytes that a state takes on every device of this process."""
-    held: dict[Device, int] = {}
-    for aval, copies in zip(avals, shardings, strict=True):
-        for sharding in copies:
-            part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
-            for device in sharding.addressable_devices:
-                held[device] = held.get(device, 0) + array_bytes(part)
-    return held
-
-
-def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
-    """Refuses a state that takes more memory than the devices report; names its largest leaf."""
-    if found := lacking_memory(held):
-        devices, taken, limit = found
-        raise ValueError(
-            f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
-            f"{largest}. Use a smaller capacity, fewer environments or seeds, shorter chunks of a recorded run, or a "
-            "policy that splits that leaf over more devices"
-        )
 
 
 def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:

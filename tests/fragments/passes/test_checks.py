@@ -170,7 +170,8 @@ class Markets:
         self.separate = separate
 
     def layout(self, devices, sizes):
-        placement = msrl.policies.Placement.over("all", devices, split=("env", "market"), separate=self.separate)
+        placement = msrl.policies.Placement.over("all", devices, split=("env", "market"))
+        placement = dataclasses.replace(placement, separate=self.separate)
         return msrl.policies.Layout({"env": placement, "learner": placement}, policy="Markets")
 
 

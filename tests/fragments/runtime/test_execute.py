@@ -106,7 +106,7 @@ def test_dispatch_is_measured_per_instruction(name, programs):
 def test_a_fused_loop_has_no_instructions_to_measure(devices):
     state = toy.initial_state()
     program = msrl.compile(toy.iteration, state, policy=msrl.policies.GPUOnly(), axes=toy.AXES, devices=devices[:1])
-    assert program.measure_dispatch(state) is None and program.num_compilations == 0
+    assert program.measure_dispatch(state) is None and program._executables.count == 0
 
 
 def test_programs_of_numbers_smaller_than_a_byte_are_measured_too(devices):
