@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from msrl_jax.experiment.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
+from msrl_jax.experiment.history import decimals, first_non_finite, in_words, last_mean, reduce_chunk, stack_rows
 from msrl_jax.experiment.run import chunk_length
 from msrl_jax.fragments.metrics import Mean
 
@@ -84,3 +84,8 @@ def test_chunks_give_a_readable_number_of_ticks_and_two_lengths_at_most():
 def test_numbers_show_useful_digits(mean, spread, shown):
     digits = decimals(mean, spread)
     assert f"{mean:.{digits}f} ± {spread:.{digits}f}" == shown
+
+
+def test_a_setting_in_words_names_its_seed_as_people_do():
+    setting = {"seed": 3, "learning_rate": 0.0005, "activation": "tanh"}
+    assert in_words(setting) == "seed 3, learning_rate=0.0005, activation=tanh"

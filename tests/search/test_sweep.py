@@ -173,6 +173,8 @@ def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
     written = [text.get_text() for part in figure.subfigs for panel in part.axes for text in panel.texts]
     means = [trial.mean for trial in swept.trials]
     assert written == ["0.001", "0.03", "8", "16", f"{min(means):.4g}", f"{max(means):.4g}"], "the ends of every coordinate"
+    lines = [line.get_ydata() for line in figure.subfigs[-1].axes[0].lines[: len(means)]]
+    assert sorted(y[-1] for y in lines)[:: len(means) - 1] == [0.0, 1.0], "the return from the least to the most"
 
 
 def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, monkeypatch):

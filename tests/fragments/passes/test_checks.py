@@ -146,6 +146,11 @@ def test_options_that_are_none_are_refused(options, error, message):
         msrl.compile(lambda s: (s, {}), jnp.ones(8), **{"policy": COARSE, "axes": P("env"), **options})
 
 
+def test_groups_of_one_entry_divide_anything():
+    program = msrl.compile(lambda s: (s, {}), jnp.ones(8), policy=COARSE, axes=P("env"), groups={"env": 1})
+    assert program.run(jnp.ones(8), 1)[0].tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize("field", ["actors", "learners", "buffers"])
 def test_booleans_are_no_numbers_of_devices(field):
     with pytest.raises(ValueError, match=f"{field}=True"):
