@@ -71,7 +71,7 @@ def test_evaluation_repeats_with_its_key(lottery):
 
 @pytest.mark.parametrize("arguments", [{"episodes": 0}, {"episodes": 1, "max_steps": 0}, {"episodes": 1, "max_steps": 2**31}])
 def test_an_evaluation_of_nothing_is_refused(lottery, arguments):
-    with pytest.raises(ValueError, match="use an integer of at (least 1|most 2147483647)"):
+    with pytest.raises(ValueError, match=r"use an integer of at (least 1|most 2147483647)"):
         make_evaluator(lottery[0], **arguments)
 
 
