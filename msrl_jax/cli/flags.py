@@ -7,7 +7,7 @@ import io
 import itertools
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Union
 
 import tyro
@@ -154,7 +154,8 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
     swept = getattr(command, "SWEEPS", False)
 
     def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
-        kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
+        kinds = [part for hint in hints for part in _parts(hint[field.name]) if typing.get_origin(part) is not Mapping]
+        kind = Union[tuple(kinds)]  # noqa: UP007
         if swept and {int, float} & set(_parts(kind)):
             kind = Annotated[Any, _SPEC]
         elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in _parts(kind)}:

@@ -20,6 +20,22 @@ def test_whole_numbers_may_be_written_as_floats(text, number):
 
 
 
+def test_every_field_of_every_algorithm_is_a_flag(capsys):
+    for name in algorithms.names():
+        with pytest.raises(SystemExit):
+            main(["train", "--algo", name, "--help"])
+        text = capsys.readouterr().out
+        for field in dataclasses.fields(algorithms.get(name)):
+            assert f"--{field.name.replace('_', '-')}" in text, (name, field.name)
+            assert f"{{{field.name.replace('_', '-')}:" not in text, (name, field.name, "is a subcommand")
+
+
+def test_teams_are_texts_of_one_flag():
+    teams = ("adversary=mappo:learning_rate=7e-4", "agent=ippo")
+    _, config = parse("train", Train, ["--algo", "teams", "--teams", *teams, "--num-envs", "8"])
+    assert config == {"teams": teams, "num_envs": 8}
+
+
 def test_a_flag_that_equals_its_default_was_given():
     default = algorithms.get("ppo")()
     flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
