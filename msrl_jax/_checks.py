@@ -81,7 +81,7 @@ def imported(kind: str, path: str, what: str) -> Any:
     sys.path.insert(0, here)  # a console script has its own folder there
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{kind} {path!r}: {error}; give MODULE:CLASS of {what}") from None
     finally:
         sys.path.remove(here)

@@ -61,7 +61,7 @@ SCALED_UINT8 = Codec(
     encode=_quantize,
     decode=lambda packed, aval: (packed[0].astype(jnp.float32) * packed[2] + packed[1]).astype(aval.dtype),
     takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 4,  # offset and scale cross too
-    holds=lambda x: jnp.isfinite(x.max() - x.min()),
+    holds=lambda x: jnp.isfinite(x).all() & jnp.isfinite(x.max() - x.min()),
     promise="an absolute error of at most 1/510 of the array's range, for finite values with a finite range",
     lossless=False,
 )

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._checks import whole
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.registry import with_traced
+from msrl_jax.fragments.metrics import Mean
 from msrl_jax.replay import SHARD_AXIS
 
 # Names of columns that a run adds to the metrics of its algorithm.
@@ -118,6 +120,8 @@ def numbers_only(agent: Agent, name: str) -> Agent:
     """An agent that refuses metrics that are no numbers."""
     if not isinstance(agent, Agent):
         raise TypeError(f"algorithm {name!r}: build returned {agent!r}; return an msrl_jax.algorithms.Agent")
+    for number in ("steps_per_iteration", "updates_per_iteration"):
+        whole(f"algorithm {name!r}: Agent.{number}", getattr(agent, number), least=int(number.startswith("steps")))
     if not hasattr(own := innermost(agent.axes), "_fields"):
         raise TypeError(
             f"algorithm {name!r} has axes of a {type(own).__name__}; its state is a NamedTuple, whose field 'inner', if it has "
@@ -125,10 +129,13 @@ def numbers_only(agent: Agent, name: str) -> Agent:
         )
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
-        state, metrics = agent.iteration(state, progress)
+        result = agent.iteration(state, progress)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise TypeError(f"algorithm {name!r}: its iteration returns a {type(result).__name__}; return (state, metrics)")
+        state, metrics = result
         for metric, value in metrics.items():
-            is_complex = jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating)
-            if isinstance(value, str | bytes) or value is None or is_complex:
+            dtype = getattr(value.total if isinstance(value, Mean) else value, "dtype", type(value))
+            if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
                 raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are real numbers")
             if metric in RESERVED:
                 raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")

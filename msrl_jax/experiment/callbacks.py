@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import html
 import importlib
+import inspect
 import os
 import sys
 import time
@@ -138,8 +139,10 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
         raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")
     callbacks = tuple(callbacks)
     for i, callback in enumerate(callbacks):
-        if not callable(callback) and not is_hook(callback):
-            raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick")
+        if isinstance(callback, type) or (not callable(callback) and not is_hook(callback)):
+            raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick, or an instance of a hook")
+        if inspect.isgeneratorfunction(callback) or inspect.iscoroutinefunction(callback):
+            raise TypeError(f"callbacks[{i}]={callback!r} would not run when it is called; use a plain function")
         if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
             whole(f"callbacks[{i}].every", every)
     return callbacks

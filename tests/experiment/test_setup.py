@@ -61,12 +61,19 @@ def test_a_codec_is_looked_up_by_text_and_made_of_whole_numbers():
 
 
 def test_callbacks_are_a_sequence_of_functions():
+    class Series:
+        def after(self, run): ...
+
+    async def later(tick): ...
+
     assert check_callbacks(iter([print, len])) == (print, len) and check_callbacks(()) == ()
     refused = {
         "callbacks=3 is no sequence": 3,
         "callbacks=None .*leave it out": None,
         "write callbacks=.<built-in function print>.": print,
         r"callbacks\[1\]=3 cannot be called": [print, 3],
+        "Series'> cannot be called; use .* an instance of a hook": [Series],
+        "later at .* would not run when it is called": [later],
     }
     for message, given in refused.items():
         with pytest.raises(TypeError, match=message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -34,7 +35,10 @@ def test_what_cannot_be_run_is_refused(given, message):
         Experiment(**{"algorithm": PPO(), **given})
 
 
-LOST = [*((name, 1.0) for name in RESERVED), ("waves", np.complex64(1j)), ("note", "good"), ("nothing", None)]
+LOST = [
+    *((name, 1.0) for name in RESERVED), ("waves", np.complex64(1j)), ("note", "good"), ("nothing", None),
+    ("tree", {"loss": 1.0}), ("key", jax.random.key(0)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("metric", "value"), LOST)
@@ -43,3 +47,19 @@ def test_metrics_that_would_be_lost_are_refused(metric, value):
     loud = numbers_only(dataclasses.replace(agent, iteration=lambda state, progress: (state, {metric: value})), "own")
     with pytest.raises((TypeError, ValueError), match=f"'own' reports the metric '{metric}'"):
         loud.iteration(None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps_per_iteration": 0}, "'own': Agent.steps_per_iteration=0: use an integer of at least 1"),
+        ({"steps_per_iteration": 1.5}, "Agent.steps_per_iteration=1.5"),
+        ({"updates_per_iteration": -1}, "Agent.updates_per_iteration=-1: use an integer of at least 0"),
+        ({"iteration": lambda state, progress: state}, "its iteration returns a .*return .state, metrics."),
+        ({"iteration": lambda state, progress: (state, 1.0)}, "its iteration returns a tuple"),
+    ],
+)
+def test_agents_of_wrong_numbers_or_results_are_refused(change, message):
+    agent = dataclasses.replace(PPO(num_envs=8, unroll_length=8, hidden_sizes=(4,)).build(RandomWalk()), **change)
+    with pytest.raises((TypeError, ValueError), match=message):
+        numbers_only(agent, "own").iteration(None, None)

@@ -6,7 +6,8 @@
 - Gradients of windows that take the largest element: they lack the terms of windows that cross from one shard to the next.
   Dimensions along which windows are longer than one element are made whole.
 - Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
-  partial results if the reduction has a second operand.
+  partial results if the reduction has a second operand. So do the largest and the smallest of floats along a first dimension,
+  whose collective on CPUs loses a nan. (Along others it may be lost: most of those are not split, such as that of actions.)
 """
 
 import operator
@@ -38,6 +39,7 @@ _PADDING = frozenset(
     )
 )
 _BITWISE = {"reduce_xor": jax.lax.bitwise_xor, "reduce_or": jax.lax.bitwise_or, "reduce_and": jax.lax.bitwise_and}
+_EXTREMES: dict[str, tuple[Any, float]] = {"reduce_max": (jax.lax.max, -np.inf), "reduce_min": (jax.lax.min, np.inf)}
 # Their bodies see one shard, or one block of it: nothing is partitioned there.
 _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
@@ -66,6 +68,10 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_unsplit(eqn, xs, mesh)), **eqn.params))
         elif name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
             yield from inlined_at(eqn, _bitwise(eqn))
+        elif name in _EXTREMES and 0 in eqn.params["axes"] and jnp.issubdtype(aval(eqn.invars[0]).dtype, jnp.floating):
+            combine, start = _EXTREMES[name]
+            reduce = _gathered(combine, eqn.params["axes"])
+            yield from inlined_at(eqn, lambda x: reduce(x, jnp.asarray(start, x.dtype)))
         elif name == "reduce" and len(eqn.invars) == 2:
             computation = jaxpr_as_fun(eqn.params["jaxpr"])
             yield from inlined_at(eqn, _gathered(lambda a, b: computation(a, b)[0], eqn.params["dimensions"]))

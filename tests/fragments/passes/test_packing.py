@@ -183,6 +183,15 @@ LOST = [
 ]
 
 
+def test_one_nan_among_several_shards_is_no_range():
+    state = toy.initial_state()
+    state = state._replace(x=state.x.at[1].set(jnp.nan))
+    packed = Packed(SingleLearnerCoarse(actors=4), Edge("actors", "learners", "scaled_uint8", only="x"))
+    program = msrl.compile(toy.iteration, state, policy=packed, axes=toy.AXES)
+    with pytest.raises(ValueError, match=r"'scaled_uint8' cannot hold state\.x .* for finite values"):
+        program.run(state, 1)
+
+
 @pytest.mark.parametrize(("policy", "name", "scale", "message"), LOST)
 def test_values_that_a_codec_cannot_hold_stop_the_run(policy, name, scale, message):
     lower = "actors" if policy is SingleLearnerCoarse else "envs"

@@ -105,6 +105,23 @@ def test_xla_has_no_collective_for_exclusive_or():
         jax.block_until_ready(jax.jit(jnp.bitwise_xor.reduce)(bits))
 
 
+def test_xla_s_collectives_lose_a_nan():
+    """The smallest program in plain JAX: once it is right, `repairs` need not rewrite the largest and the smallest."""
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    x = jax.device_put(jnp.array([jnp.nan, 1.0, 2.0]), NamedSharding(mesh, P("devices")))
+    assert float(jax.jit(jnp.max)(x)) == 2.0
+
+
+@by_name("policy", POLICIES)
+def test_a_nan_is_the_largest_and_the_smallest(policy):
+    extremes = lambda x: jnp.stack([x.max(), x.min(), jnp.abs(x).max(), x[:, None].max(0)[0]])  # noqa: E731
+    act, learn = (msrl.fragment(role=role)(extremes) for role in ("env", "learner"))
+    program = msrl.compile(lambda x: (x, {"env": act(x), "learner": learn(x)}), X, policy=policy, axes=P("env"))
+    for x in (X, np.where(np.arange(24) == 5, np.nan, X).astype(np.float32)):
+        for found in program.run(x, 1)[1].values():
+            np.testing.assert_array_equal(found[0], [x.max(), x.min(), np.abs(x).max(), x.max()])
+
+
 @by_name("policy", POLICIES)
 def test_operations_along_a_split_axis_compute_as_numpy(policy):
     """In fragments of an actor and a learner, and between them."""
