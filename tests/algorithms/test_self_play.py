@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 import msrl_jax as msrl
 from msrl_jax.algorithms import MAPPO, Progress, SelfPlay
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.self_play import draw, no_games, replicator_dynamics, two_players
+from msrl_jax.algorithms.self_play import draw, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 from msrl_jax.fragments.counters import counter
@@ -281,3 +281,9 @@ def test_a_run_goes_on_exactly(tmp_path):
     resumed = msrl.train(out=tmp_path, resume=True)
     data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
+
+
+def test_a_policy_enters_the_game_with_its_mean_results_even_of_one_episode():
+    met = no_games(3)._replace(total=jnp.array([0.5, 0.0, -6.0]), games=jnp.array([1.0, 0.0, 4.0]))
+    payoff = enter(met, jnp.int32(1), jnp.int32(3)).payoff
+    np.testing.assert_array_equal(payoff, [[0, -0.5, 0], [0.5, 0, -1.5], [0, 1.5, 0]])
