@@ -71,6 +71,13 @@ OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][
 """An algorithm of one's own, as the file `my_module.py`."""
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
+IN_PAGES = [
+    line
+    for page in PAGES
+    for _, code in CODE.findall(PAGES[page])
+    for line in code.replace("\\\n", " ").splitlines()
+    if line.startswith("msrl-jax ") and line not in IN_BLOCKS
+]
 IN_TEXT = [line for page in PAGES if page != README for line in re.findall(r"`(msrl-jax [^`]+)`", PAGES[page])]
 
 
@@ -421,6 +428,16 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     named = getattr(args, "policy", None) or ()
     for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
+
+
+@pytest.mark.parametrize("line", IN_PAGES)
+def test_the_command_line_understands_the_pages(line, monkeypatch):
+    _, command, *arguments = shlex.split(line)
+    seen = []
+    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.append(given) or 0))
+    monkeypatch.setattr(program, "use_cpu_devices", lambda count: None)
+    monkeypatch.setattr(program, "launched", lambda args, argv: None)
+    assert cli.main([command, *arguments]) == 0 and len(seen) == 1
 
 
 @pytest.mark.slow
