@@ -106,7 +106,7 @@ MISTAKES = [
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
     (["train", "--policy", "GPUonli"], "'GPUOnly'"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
-    (["train", "--policy", ":"], "policy ':': Empty module name; give MODULE:CLASS"),
+    (["train", "--policy", ":"], "policy ':': give MODULE:CLASS"),
     (["train", "--policy", "nowhere:Mine"], "policy 'nowhere:Mine': No module named 'nowhere'; give MODULE:CLASS"),
     (["train", "--policy", "json:JSONDecoder"], "is no distribution policy: it needs a method layout"),
     (["train", "--record", "new/x.npz", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
