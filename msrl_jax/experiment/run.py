@@ -12,7 +12,7 @@ A hook has any of these, which are called in the order of the hooks:
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -208,25 +208,23 @@ class Run:
         return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
 
 
-def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:
-    """Calls a phase of the hooks that have it; gives the endings that they ask for."""
-    for hook in hooks:
-        answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
-        if isinstance(answer, Ending):
-            yield answer
-        elif answer is True:
-            yield Ending("stopped")
+def _call(hook: Any, phase: str, run: Run) -> Ending | None:
+    """Calls a phase of a hook, if it has it; gives the ending that it asks for."""
+    answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
+    return Ending("stopped") if answer is True else answer if isinstance(answer, Ending) else None
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
     """Runs chunk after chunk, until all iterations are done or a hook ends the run, which then has its `ending`."""
-    list(_call(hooks, "begin", run))
+    for hook in hooks:
+        _call(hook, "begin", run)
     while True:
-        if ending := next(_call(hooks, "before", run), None):
-            run.ending = ending
-            return
+        for hook in hooks:
+            if ending := _call(hook, "before", run):
+                run.ending = ending
+                return
         run.advance()
-        endings = list(_call(hooks, "after", run))
+        endings = [ending for hook in hooks if (ending := _call(hook, "after", run))]
         if run.iteration == run.iterations and run.finding is None:
             endings.append(Ending("finished"))
         if endings:
@@ -239,7 +237,7 @@ def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
     errors: list[Exception] = []
     for hook in reversed(hooks):
         try:
-            list(_call([hook], "end", run))
+            _call(hook, "end", run)
         except Exception as error:
             error.add_note(f"raised by `end` of the hook {type(hook).__qualname__}; the run itself is complete")
             errors.append(error)
