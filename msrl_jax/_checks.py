@@ -89,6 +89,14 @@ def imported(kind: str, path: str, what: str) -> Any:
         sys.path.remove(here)
 
 
+def reference(value: Any) -> str | dict[str, str]:
+    """What a file says of an object: MODULE:NAME, if `imported` finds it by that; else how it looks, under "object"."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:
+        return f"{module}:{name}"
+    return {"object": " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).split())}
+
+
 def suggestion(name: str, options: Iterable[str]) -> str:
     """Text that proposes the option that a misspelled or shortened name probably means, to follow it; empty if there is none.
 

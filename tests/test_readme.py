@@ -47,6 +47,7 @@ RUN_HERE = (
     (README, "A loop of your own"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
+    (ALGORITHMS, "Networks of your own"),
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (DATA, "Recording"),
@@ -294,6 +295,16 @@ def test_a_loop_of_ones_own(run_sections):
     (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[README, "A loop of your own"], re.MULTILINE)
     assert [float(x) for x in said] == pytest.approx(distance[[0, -1]], abs=0.1)
     assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
+
+
+@pytest.mark.long
+def test_networks_of_ones_own(run_sections):
+    (namespace,), _ = run_sections(ALGORITHMS, "Networks of your own")
+    torso = namespace["result"].state.params["params"]["actor_torso"]
+    assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
+    other = namespace["other"]
+    assert other.description["config"]["network"] == "torsos:linear"
+    assert other.state.params["params"]["torso"]["module"]["kernel"].shape == (4, 64)
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
-NetworkKind = Literal["auto", "mlp", "cnn"]
+NetworkKind = Literal["auto", "mlp", "cnn"] | Any  # or a module, or MODULE:NAME of one
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 Normalization = Literal["minibatch", "batch", "none"]
 
@@ -160,6 +160,8 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
+        if Any in kinds and (not isinstance(value, str) or ":" in value):
+            return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}"
     if bool in kinds:
@@ -183,3 +185,11 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         fits = isinstance(value, tuple) and value and all(type(n) is int and n >= 1 for n in value)
         return None if fits else "a tuple of positive integers, such as (64, 64)"
     return None
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

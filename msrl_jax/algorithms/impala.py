@@ -71,7 +71,7 @@ class IMPALA:
     epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     vtrace_lambda: float = tunable(default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95.")
     clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")

@@ -58,7 +58,7 @@ class MADDPG:
     tau: float = tunable(default=0.01, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     temperature: float = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
     output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")

@@ -81,8 +81,11 @@ def _options(kind: Any) -> PrimitiveConstructorSpec:
         if sequence is not None:
             item = whole_number if int in typing.get_args(sequence) else str
             return tuple(map(item, text.split()))
+        if Any in _parts(kind) and ":" in text:
+            return text.strip()
         if text.strip() not in known:
-            raise ValueError(f"{text.strip()!r} is not one of {', '.join(known)}")
+            own = " or MODULE:NAME" * (Any in _parts(kind))
+            raise ValueError(f"{text.strip()!r} is not one of {', '.join(known)}{own}")
         return known[text.strip()]
 
     def several(given: list[str]) -> Any:
@@ -94,7 +97,7 @@ def _options(kind: Any) -> PrimitiveConstructorSpec:
 
     metavar = "VALUE[,VALUE...]" if sequence is None else "ITEM [ITEM...][,ITEM [ITEM...]...]"
     if known:
-        metavar = f"{{{','.join(known)}}}[,...]"
+        metavar = f"{{{','.join(known)}}}" + "|MODULE:NAME" * (Any in _parts(kind)) + "[,...]"
     return PrimitiveConstructorSpec(
         nargs="*", metavar=metavar, instance_from_str=several, is_instance=lambda x: True,
         str_from_instance=lambda x: list(map(str, x)) if isinstance(x, tuple) else [str(x)],
@@ -158,7 +161,7 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
         kind = Union[tuple(kinds)]  # noqa: UP007
         if swept and {int, float} & set(_parts(kind)):
             kind = Annotated[Any, _SPEC]
-        elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in _parts(kind)}:
+        elif Any in kinds or (swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in _parts(kind)}):
             kind = Annotated[Any, _options(kind)]
         elif field.name in several:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]

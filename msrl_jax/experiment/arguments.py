@@ -58,7 +58,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
     overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
-        if not isinstance(value, list | tuple | range) or name not in fields:
+        if not isinstance(value, list | tuple | range) or name not in fields or any(map(callable, value)):
             continue
         if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
             continue  # a single value of the field may be a sequence
@@ -145,10 +145,11 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
-    own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None
-    dataset = _find_dataset(saved, overrides.get("data", own))
+    asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
+    dataset = _find_dataset(saved, asked.get("data"))
     env_object = None if env is None or isinstance(env, str) else env
-    before = Experiment.from_json(was, env=env_object, env_params=given["env_params"], data=dataset, where=where)
+    again = {"env": env_object, "env_params": given["env_params"], "data": dataset, "network": asked.get("network")}
+    before = Experiment.from_json(was, **again, where=where)
     known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
     overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})

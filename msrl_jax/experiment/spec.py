@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax._checks import check_seed, suggestion, whole
+from msrl_jax._checks import check_seed, reference, suggestion, whole
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.experience import RecordedEnvironment
@@ -151,6 +152,8 @@ class Experiment:
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
+        if not is_name(network := getattr(config, "network", "auto")):
+            config = dataclasses.replace(config, network=as_network(network))
         return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
 
     @functools.cached_property
@@ -234,8 +237,15 @@ class Experiment:
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
             "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
             "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
-            "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard, "config": to_json(self.algorithm),
+            "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard,
+            "config": plain_fields({f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}),
         }  # fmt: skip
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What the folder of a run may not hold, as `Result.load` takes it."""
+        given = {"env": self.env, "network": getattr(self.algorithm, "network", None)}
+        return {name: None if isinstance(x, str) else x for name, x in given.items()} | {"env_params": self.env_params}
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
@@ -256,6 +266,7 @@ class Experiment:
         env: Environment | str | None = None,  # if it was an object
         env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
         data: Any = None,  # the data set; without it, the config has none
+        network: Any = None,  # if it was an object
         where: str = "the run",  # in messages
     ) -> "Experiment":
         """Reads what `to_json` returned; raises RunFolderError if a part has to be given, or this version cannot read it."""
@@ -266,6 +277,10 @@ class Experiment:
             raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
         named: Any = env or given["env_spec"]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
+        if network is not None:
+            fields["network"] = network
+        elif isinstance(held := fields.get("network"), Mapping):
+            raise RunFolderError(f"{where} has a network object ({held['object']}); give it again: network=...")
         if data is not None:
             fields["data"] = data
         elif fields.get("data") is not None:  # the rest of the config is checked without a data set
@@ -296,6 +311,14 @@ class Experiment:
         about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
         about |= {"settings": self.settings} if self.settings else {}
         return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
+
+
+def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config as plain data; a module as what `reference` says of it."""
+    return {
+        name: reference(value) if name == "network" and not isinstance(value, str) else to_json(value)
+        for name, value in fields.items()
+    }
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -284,12 +284,13 @@ def _not_needed(what: str) -> Iterator[None]:
 
 
 def load(
-    path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
+    path: Path, env: Environment | None, env_params: GivenParams | None, network: Any, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
     """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
     `Result.load`."""
     description = read_description(path)
-    experiment = Experiment.from_json(description, env=env, env_params=env_params, where=f"the run in {path}")
+    where = f"the run in {path}"
+    experiment = Experiment.from_json(description, env=env, env_params=env_params, network=network, where=where)
     saved, state, registers = _load_agent(path, which, experiment)
     _check_settings(path, description, saved)
     progress = saved.progress

@@ -25,7 +25,7 @@ from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, r
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Pace, Run, finish, loop
-from msrl_jax.experiment.spec import GuardPolicy
+from msrl_jax.experiment.spec import Experiment, GuardPolicy
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec as policy_text
@@ -142,7 +142,7 @@ def train(
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
             experiment = as_asked(given, overrides, saved, watching["chunk"])
             if saved is not None and saved.iteration == experiment.iterations:
-                return _already_done(saved, env, env_params)
+                return _already_done(saved, experiment)
             if experiment.guard == "rollback" and record is not None:
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
@@ -247,9 +247,9 @@ def _result(run: Run) -> Result:
     )  # fmt: skip
 
 
-def _already_done(saved: store.Saved, env: Any, env_params: GivenParams | None) -> Result:
+def _already_done(saved: store.Saved, experiment: Experiment) -> Result:
     """The result of a run that has done all its steps, and may have been killed before its summary."""
-    result = Result.load(saved.path, env=None if isinstance(env, str) else env, env_params=env_params)
+    result = Result.load(saved.path, **experiment.objects)
     if result.status == "unfinished":
         result = dataclasses.replace(result, status="finished")
         if processes.is_first():

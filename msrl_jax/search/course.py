@@ -186,8 +186,7 @@ class Course:
         return result if path is not None else dataclasses.replace(result, folder=None)
 
     def _load(self, path: Path) -> Result:
-        env = None if isinstance(self.base.env, str) else self.base.env
-        return Result.load(path, env=env, env_params=self.base.env_params)
+        return Result.load(path, **self.base.objects)
 
     def _done(self, path: Path, until: int) -> Result | None:
         """The result of a run that did all these steps before."""

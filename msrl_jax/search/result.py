@@ -39,6 +39,7 @@ class SweepResult:
       stop_reason: why the sweep was interrupted, as in `Result`.
       description: what the sweep computes, as plain data.
       env: the environment if it was given as an object.
+      network: the network if it was given as an object.
       folder: the sweep's folder, if it has one.
     """
 
@@ -48,6 +49,7 @@ class SweepResult:
     stop_reason: str
     description: Mapping[str, Any]
     env: Environment | None = None
+    network: Any = None
     folder: Path | None = None
 
     @property
@@ -83,7 +85,7 @@ class SweepResult:
         if chosen.run is None:
             raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; go on with resume=True")
         found = self.runs[chosen.run]
-        return found if isinstance(found, Result) else Result.load(found, env=self.env)
+        return found if isinstance(found, Result) else Result.load(found, env=self.env, network=self.network)
 
     def trial(self, trial: Trial | int | None = None) -> Trial:
         """A trial by its number; the best one if None."""
@@ -179,12 +181,13 @@ class SweepResult:
         return "\n".join(lines)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, env: Environment | None = None) -> "SweepResult":
+    def load(cls, path: str | os.PathLike, *, env: Environment | None = None, network: Any = None) -> "SweepResult":
         """Reads a sweep that has ended from its folder.
 
         Args:
           path: the folder.
           env: the environment, if `sweep` got an environment object.
+          network: the network, if `sweep` got one that cannot be imported by its name.
 
         Returns:
           The result; its runs are read when they are asked for.
@@ -197,7 +200,7 @@ class SweepResult:
         ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
         trials = tuple(map(_read_trial, ended["trials"]))
-        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, path)
+        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, network, path)
 
 
 def _read_trial(row: Mapping[str, Any]) -> Trial:

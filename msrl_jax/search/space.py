@@ -92,7 +92,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         value = parse(where, value)
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
-    if isinstance(value, list | tuple | range):
+    if isinstance(value, list | tuple | range) and not any(map(callable, value)):
         options: list[Any] = list(value)
         if all(get_origin(part) is not tuple for part in _parts(hint)):
             value = choice(options)

@@ -23,7 +23,7 @@ from msrl_jax.experiment import folder, hooks, processes
 from msrl_jax.experiment.arguments import resolve_policy
 from msrl_jax.experiment.callbacks import Progress, choose_display
 from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.spec import Experiment, plain_fields
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.search import space
@@ -114,6 +114,7 @@ def sweep(
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
     axes, constants = space.read_axes(type(start), fields)
+    start = algorithms.make(start, {name: x for name, x in constants.items() if name == "network"})
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
@@ -123,7 +124,7 @@ def sweep(
     distribution = resolve_policy(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
-        "config": about["config"] | folder.to_json(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
+        "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
         "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
         "members_at_once": members_at_once,
         "fields": {
@@ -155,8 +156,8 @@ def sweep(
                 stages = space.rungs(course.trials, steps, halving)
         reason = course.conduct(stages, requests)
         table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
-        env_object = None if isinstance(env, str) else env
-        result = SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
+        given = {name: x for name, x in course.base.objects.items() if name != "env_params"}
+        result = SweepResult(table, tuple(course.runs), status, reason, description, folder=path, **given)
         if path is not None and processes.is_first():
             write_table(result, path)
         processes.gathered("")  # no process ends while another one writes

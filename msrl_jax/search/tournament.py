@@ -43,6 +43,7 @@ from msrl_jax.experiment.callbacks import Callback, Tick
 from msrl_jax.experiment.folder import RunFolderError, locked, read_json, to_json, write_json
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.store import ResumeWarning
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -324,7 +325,7 @@ def compete(
     board = Leaderboard.make(path, new.env_name, size, describe_params(env_params or None))
     most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
-    worker, given = f"{platform.node()}:{os.getpid()}", None if isinstance(env, str) else env
+    worker = f"{platform.node()}:{os.getpid()}"
     done = 0
     with board.workplace() as place:
         while (rounds is None or done < rounds) and time.monotonic() < end:
@@ -333,10 +334,10 @@ def compete(
             done += 1
             parent = board.draw(rng, new.name, most) if rng.random() >= fresh else None
             run, number = place / f"round-{done}", int(rng.integers(2**32))
-            if parent is not None and not _copied(parent, run, number, given, env_params):
+            if parent is not None and not _copied(parent, run, number, new):
                 parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
-            begun: dict[str, Any] = {"resume": run, "env": given, "env_params": env_params, "total_steps": total_steps}
+            begun: dict[str, Any] = {"resume": run, "total_steps": total_steps} | new.objects
             if parent is None:
                 begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
             try:
@@ -375,10 +376,10 @@ class _RoundEnd:
         return self.over
 
 
-def _copied(parent: Entry, run: Path, number: int, env: Environment | None, env_params: GivenParams | None) -> bool:
+def _copied(parent: Entry, run: Path, number: int, experiment: Experiment) -> bool:
     """Copies a member's run, with other random numbers; False if it is no longer there, or damaged."""
     try:
-        result = Result.load(parent.path, env=env, env_params=env_params)
+        result = Result.load(parent.path, **experiment.objects)
     except (FileNotFoundError, ValueError) as error:
         if parent.path.exists():  # else another worker has just replaced it
             warnings.warn(f"member {parent.id} cannot be read, and a new run begins: {error}", ResumeWarning, stacklevel=2)

@@ -11,12 +11,14 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.returns import standardize
 from msrl_jax.envs.games import KuhnPoker
 from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
+from tests.support.modules import FORMS
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}
@@ -67,6 +69,7 @@ CASES = {
     "self_play-payoff": (
         "self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.0, "opponents": "payoff"},
     ),
+    "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru", "memory_size": 8}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
         "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",

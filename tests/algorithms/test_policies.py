@@ -9,7 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
-from tests.support.small_runs import ENVS, PARTICULAR, SMALL, relative_difference
+from tests.support.small_runs import ENVS, MODULES, PARTICULAR, SMALL, relative_difference
 from tests.support.transitions import noise
 
 # Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
@@ -53,6 +53,7 @@ CASES = [
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
+    *((name, "Pendulum-v1" if name == "sac+nnx" else "CartPole-v1") for name in MODULES),
 ]
 
 
@@ -78,6 +79,11 @@ FEW_POLICIES = {
     "bc": ("MultiLearner",),
     "cql": ("SingleLearnerCoarse",),
     "iql": ("Environments",),
+    "ppo+linen": ("Environments",),
+    "dqn+equinox": ("MultiLearner",),
+    "sac+nnx": (),
+    "r2d2+equinox": (),
+    "a2c+pair": (),
 }
 
 

@@ -2,6 +2,9 @@
 
 import numpy as np
 
+from msrl_jax.algorithms.networks.modules import as_network
+from tests.support.modules import FORMS
+
 SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 
 PARTICULAR = {
@@ -31,6 +34,10 @@ PARTICULAR = {
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
 }
+# Modules of one's own.
+MODULES = {"ppo+linen": "linen", "dqn+equinox": "equinox", "sac+nnx": "nnx", "r2d2+equinox": "equinox", "a2c+pair": "pair"}
+for _name, _form in MODULES.items():
+    PARTICULAR[_name] = PARTICULAR.get(_name.partition("+")[0], {}) | {"network": as_network(FORMS[_form])}
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 

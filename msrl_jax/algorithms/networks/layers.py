@@ -97,8 +97,15 @@ _FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
 """Number, size and stride of filters, by whether images are large."""
 
 
+class Network(NamedTuple):
+    """A network as pure functions of its parameters, from any library of networks."""
+
+    init: Callable[..., Any]  # (key, *inputs) -> params
+    apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
+
+
 class Torso(nn.Module):
-    """Features of an observation: convolutions of images, if wanted, then dense layers.
+    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a network of one's own.
 
     Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
     smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
@@ -107,14 +114,34 @@ class Torso(nn.Module):
     observation_space: Space  # of one observation; of images [H, W, C] if `convolve`
     hidden_sizes: tuple[int, ...]  # widths of the dense layers
     activation: str  # a key of `ACTIVATIONS`
-    convolve: bool  # whether convolutions come first
+    convolve: bool = False  # whether convolutions come first
+    # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
+    network: Network | None = None
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether it takes observations with one dimension before theirs."""
+        return self.convolve or self.network is not None
+
+    @property
+    def num_features(self) -> int:
+        """The number of features, `F`."""
+        if self.network is None:
+            return self.hidden_sizes[-1]
+        example = spaces.zeros(self.observation_space)
+        params = jax.eval_shape(self.network.init, jax.random.key(0), example)
+        return jax.eval_shape(self.network.apply, params, example).shape[-1]
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
-        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
+        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
         obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
-        if self.convolve:
+        if self.network is not None:
+            x = self._features(self.network, obs)
+            if action is None:
+                return x
+        elif self.convolve:
             large = min(obs.shape[-3:-1]) >= _LARGE
             x = obs.astype(jnp.float32)
             if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
@@ -130,14 +157,32 @@ class Torso(nn.Module):
             x = activation(dense(size, math.sqrt(2))(x))
         return x
 
+    def _features(self, network: Network, obs: Any) -> jax.Array:
+        example = spaces.zeros(self.observation_space)
+        params = self.param("module", network.init, example)
+        first, one = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
+        batch = first.shape[: first.ndim - one.ndim + 1]
+        x = network.apply(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), obs))
+        return x.reshape(*batch, x.shape[-1])
+
 
 def make_torso(observation_space: Space, config: Any) -> Torso:
-    """Makes the torso of a config; raises ValueError if it convolves observations that are not images of at least 3x3."""
+    """Makes the torso of a config.
+
+    Raises:
+      TypeError: if its network has neither a name nor the functions `init` and `apply`.
+      ValueError: if it convolves observations that are not images of at least 3x3.
+    """
+    network = config.network
+    if not isinstance(network, str):
+        if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
+            raise TypeError(f"network={network!r} has no init and apply; networks.modules.as_network makes such a pair")
+        return Torso(observation_space, config.hidden_sizes, config.activation, network=Network(network.init, network.apply))
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
-    convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
+    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
     if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
         raise ValueError(
-            f"network={config.network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
+            f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
             "use network='mlp'"
         )
     return Torso(observation_space, config.hidden_sizes, config.activation, convolve)
@@ -150,13 +195,6 @@ Carry = tuple[jax.Array, ...]
 def forget(is_first: jax.Array, carry: Carry) -> Carry:
     """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` bool of its first dimensions."""
     return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
-
-
-class Network(NamedTuple):
-    """A network as pure functions of its parameters, from any library of networks."""
-
-    init: Callable[..., Any]  # (key, *inputs) -> params
-    apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
 
 
 ArraysT = TypeVar("ArraysT")

@@ -279,13 +279,13 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], An
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
     memory = recurrent_core(config.core, config.memory_size)
-    heads = make_heads(Torso(Box(-np.inf, np.inf, (config.memory_size,)), (), config.activation, convolve=False))
+    heads = make_heads(Torso(Box(-np.inf, np.inf, (config.memory_size,)), (), config.activation))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
             "torso": torso.init(torso_key, zeros(observation_space)),
-            "core": memory.init(core_key, config.hidden_sizes[-1]),
+            "core": memory.init(core_key, torso.num_features),
             "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
         }
 
@@ -298,7 +298,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], An
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
-        inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.convolve else features(params, obs)
+        inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
         carries = memory.unroll(params["core"], inputs, is_first, carry)
         return heads.apply(params["heads"], with_mask_of(obs, carries[0])), carries
 
