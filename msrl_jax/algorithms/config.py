@@ -160,10 +160,11 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
-        if Any in kinds and (not isinstance(value, str) or ":" in value):
+        if Any in kinds and (":" in value if isinstance(value, str) else _may_be_module(value)):
             return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
-        return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}"
+        own = ", a module, or MODULE:NAME of one" if Any in kinds else ""
+        return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}{own}"
     if bool in kinds:
         return None if isinstance(value, bool) else "True or False"
     if float in kinds:
@@ -185,6 +186,10 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         fits = isinstance(value, tuple) and value and all(type(n) is int and n >= 1 for n in value)
         return None if fits else "a tuple of positive integers, such as (64, 64)"
     return None
+
+
+def _may_be_module(value: Any) -> bool:
+    return callable(value) or hasattr(value, "apply") or (isinstance(value, tuple) and all(map(callable, value)))
 
 
 def _is_hashable(value: Any) -> bool:
