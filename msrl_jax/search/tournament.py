@@ -337,7 +337,8 @@ def compete(
             if parent is not None and not _copied(parent, run, number, new):
                 parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
-            begun: dict[str, Any] = {"resume": run, "total_steps": total_steps} | new.objects
+            again = {name: x for name, x in new.objects.items() if x is not None}
+            begun: dict[str, Any] = {"resume": run, "total_steps": total_steps} | again
             if parent is None:
                 begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
             try:
