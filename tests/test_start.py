@@ -109,13 +109,17 @@ import sys
 from msrl_jax import envs
 envs.make("CartPole-v1")
 assert not [finder for finder in sys.meta_path if "msrl_jax.envs" in repr(finder)]
-assert "pandas" not in sys.modules
+assert "pandas" not in sys.modules and "matplotlib.figure" not in sys.modules
+import matplotlib
+import matplotlib.pyplot as plt
+assert "matplotlib.figure" not in sys.modules, "an import alone runs nothing"
+assert len(plt.subplots(2)[1]) == 2 and "matplotlib.figure" in sys.modules
 import seaborn
 assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
 from gymnax.environments.misc import pong
-print(pong.sns is seaborn, seaborn.__name__, type(seaborn).__name__)
+print(pong.sns is seaborn, pong.plt is plt is matplotlib.pyplot, type(seaborn).__name__, type(plt).__name__, plt.__file__[-9:])
 """
-    assert python(code).stdout == "True seaborn module\n"
+    assert python(code).stdout == "True True module module pyplot.py\n"
 
 
 @pytest.fixture(scope="module")

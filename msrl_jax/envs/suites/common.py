@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import LazyLoader
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,16 +35,42 @@ def quiet() -> Iterator[None]:
         yield
 
 
+class _Deferred(ModuleType):
+    """A module that runs when a name that it lacks is looked up. Those of `LazyLoader` run at their second import, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__path__", "__file__", "__cached__"):  # which Python looks for before it sets them
+            raise AttributeError(name)
+        spec: Any = self.__spec__
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec.loader = self.__loader__ = spec.loader.loader
+        spec.loader.exec_module(self)
+        return getattr(self, name)
+
+
+class _Deferring:
+    """A loader of such modules."""
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Deferred(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs nothing yet."""
+
+
 @contextlib.contextmanager
-def loaded_at_first_use(package: str) -> Iterator[None]:
-    """A package that is imported for the first time in here runs when one of its names is first used, by whomever."""
+def loaded_at_first_use(*modules: str) -> Iterator[None]:
+    """Modules that are imported for the first time in here run when one of their names is first used, by whomever."""
 
     class Finder:
         @staticmethod
-        def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-            spec = PathFinder.find_spec(name) if name == package else None
+        def find_spec(name: str, path: Any = None, *_: Any) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(name, path) if name in modules else None
             if spec is not None and spec.loader is not None:
-                spec.loader = LazyLoader(spec.loader)
+                spec.loader = _Deferring(spec.loader)  # type: ignore[assignment]
             return spec
 
     sys.meta_path.insert(0, Finder)

@@ -12,7 +12,7 @@ import numpy as np
 
 from msrl_jax.envs.suites.common import loaded_at_first_use
 
-with loaded_at_first_use("seaborn"):  # gymnax imports it for colors of Pong, and it takes two thirds of the time of the import
+with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
     import gymnax
 from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
