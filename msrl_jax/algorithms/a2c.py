@@ -52,6 +52,7 @@ class A2C:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")

@@ -64,6 +64,7 @@ class A3C:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
     normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')

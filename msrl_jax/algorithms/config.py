@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
-NetworkKind = Literal["auto", "mlp", "cnn"] | Any  # or a module, or MODULE:NAME of one
+NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 Normalization = Literal["minibatch", "batch", "none"]
 

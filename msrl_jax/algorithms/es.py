@@ -54,6 +54,7 @@ class ES:
     hidden_sizes: tuple[int, ...] = field(default=(32, 32), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     noise_scale: float = tunable(default=0.1, above=0, doc="deviation of the noise on every parameter. Usual: 0.02 to 0.1.")
     weight_decay: float = tunable(default=0.005, low=0, doc="weight of L2 regularization. Usual: 0.005.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")

@@ -72,6 +72,7 @@ class IMPALA:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     vtrace_lambda: float = tunable(default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95.")
     clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")

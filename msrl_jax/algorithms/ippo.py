@@ -80,6 +80,7 @@ class IPPO:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     core: Literal["none", "gru", "lstm", "min_gru"] = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")

@@ -59,6 +59,7 @@ class MADDPG:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     temperature: float = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
     output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")

@@ -70,6 +70,7 @@ class QMIX:
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     core: Literal["none", "gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer, or "none". Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
     mixer: Literal["monotonic", "sum"] = field(default="monotonic", doc='as the name says: "monotonic", or for VDN "sum".')

@@ -68,6 +68,7 @@ class R2D2:
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")

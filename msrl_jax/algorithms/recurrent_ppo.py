@@ -61,6 +61,7 @@ class RecurrentPPO:
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")

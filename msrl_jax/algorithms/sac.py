@@ -52,6 +52,7 @@ class SAC:
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(

@@ -92,6 +92,7 @@ class SelfPlay:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")

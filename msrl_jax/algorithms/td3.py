@@ -52,6 +52,7 @@ class TD3:
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")

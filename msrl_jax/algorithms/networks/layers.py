@@ -5,7 +5,7 @@ The layers have weight gradients that XLA computes quickly on CPUs; on other pla
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
     )
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+Activate = Callable[[jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Activate] = {
     "tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu,
 }  # fmt: skip
 
@@ -95,6 +96,41 @@ _LARGE = 36
 """Images of this height and width have something left after the three convolutions."""
 _FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
 """Number, size and stride of filters, by whether images are large."""
+
+
+def hidden(x: jax.Array, size: int, activation: Activate, layer_norm: bool, name: str | None = None) -> jax.Array:
+    """A dense layer of width `size`, normalized if wanted, and its activation."""
+    x = dense(size, math.sqrt(2), name)(x)
+    return activation(nn.LayerNorm(name=name and f"{name}_norm")(x) if layer_norm else x)
+
+
+def _cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
+    """Three convolutions (Mnih et al., 2015, doi:10.1038/nature14236); of small images, MinAtar's 16 filters (1903.03176)."""
+    for size, window, stride in _FILTERS[large]:
+        x = activation(convolution(size, window, stride)(x))
+    return x
+
+
+def _impala_cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
+    """The 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve an image three times."""
+    same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))  # noqa: E731
+    for size in (16, 32, 32):
+        x = nn.max_pool(same(x, size), (3, 3), (2, 2), "SAME")
+        for _ in range(2):
+            x += same(activation(same(activation(x), size)), size)
+    return activation(x)
+
+
+_CONVOLUTIONS = {"cnn": _cnn, "impala_cnn": _impala_cnn}
+
+
+def _residual(x: jax.Array, activation: Activate, sizes: tuple[int, ...]) -> jax.Array:
+    """SimBa: a residual block for each size, all equal, and a last LayerNorm (Lee et al., 2024, arXiv 2410.09754)."""
+    if sizes:
+        x = dense(sizes[0], 1.0)(x)
+    for size in sizes:
+        x += dense(size, math.sqrt(2))(activation(dense(4 * size, math.sqrt(2))(nn.LayerNorm()(x))))
+    return nn.LayerNorm()(x)
 
 
 class Network(NamedTuple):
@@ -105,23 +141,20 @@ class Network(NamedTuple):
 
 
 class Torso(nn.Module):
-    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a network of one's own.
+    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a network of one's own."""
 
-    Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
-    smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
-    """
-
-    observation_space: Space  # of one observation; of images [H, W, C] if `convolve`
+    observation_space: Space  # of one observation; of images [H, W, C] if there are convolutions
     hidden_sizes: tuple[int, ...]  # widths of the dense layers
     activation: str  # a key of `ACTIVATIONS`
-    convolve: bool = False  # whether convolutions come first
+    kind: Literal["mlp", "cnn", "impala_cnn", "simba"] = "mlp"
+    layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
     # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
     network: Network | None = None
 
     @property
     def is_batched(self) -> bool:
         """Whether it takes observations with one dimension before theirs."""
-        return self.convolve or self.network is not None
+        return self.kind in _CONVOLUTIONS or self.network is not None
 
     @property
     def num_features(self) -> int:
@@ -141,20 +174,21 @@ class Torso(nn.Module):
             x = self._features(self.network, obs)
             if action is None:
                 return x
-        elif self.convolve:
+        elif self.kind in _CONVOLUTIONS:
             large = min(obs.shape[-3:-1]) >= _LARGE
             x = obs.astype(jnp.float32)
             if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
                 x /= 255
-            for size, window, stride in _FILTERS[large]:
-                x = activation(convolution(size, window, stride)(x))
+            x = _CONVOLUTIONS[self.kind](x, activation, large)
             x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
         else:
             x = spaces.flatten(self.observation_space, obs)
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
+        if self.kind == "simba":
+            return _residual(x, activation, self.hidden_sizes)
         for size in self.hidden_sizes:
-            x = activation(dense(size, math.sqrt(2))(x))
+            x = hidden(x, size, activation, self.layer_norm)
         return x
 
     def _features(self, network: Network, obs: Any) -> jax.Array:
@@ -171,21 +205,24 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
 
     Raises:
       TypeError: if its network has neither a name nor the functions `init` and `apply`.
-      ValueError: if it convolves observations that are not images of at least 3x3.
+      ValueError: if it convolves observations that are not images of at least 3x3, or if blocks of "simba" differ in width.
     """
-    network = config.network
+    network, sizes, layer_norm = config.network, config.hidden_sizes, config.layer_norm
     if not isinstance(network, str):
         if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
             raise TypeError(f"network={network!r} has no init and apply; networks.modules.as_network makes such a pair")
-        return Torso(observation_space, config.hidden_sizes, config.activation, network=Network(network.init, network.apply))
+        network = Network(network.init, network.apply)
+        return Torso(observation_space, sizes, config.activation, layer_norm=layer_norm, network=network)
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
-    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
-    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
+    kind: Any = ("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network
+    if kind in _CONVOLUTIONS and (len(shape) != 3 or min(shape[:2]) < 3):
         raise ValueError(
             f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
             "use network='mlp'"
         )
-    return Torso(observation_space, config.hidden_sizes, config.activation, convolve)
+    if kind == "simba" and len(set(sizes)) > 1:
+        raise ValueError(f"hidden_sizes={sizes}: the blocks of network='simba' have one width; use {sizes[:1] * len(sizes)}")
+    return Torso(observation_space, sizes, config.activation, kind, layer_norm)
 
 
 Carry = tuple[jax.Array, ...]

@@ -1,13 +1,11 @@
 """Networks for action values, or for distributions of returns, and the choice of a target."""
 
-import math
-
 import chex
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense
+from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense, hidden
 from msrl_jax.envs import Discrete
 
 
@@ -25,7 +23,8 @@ class _Values(nn.Module):
         features, size = self.torso(obs), self.stream_size
         if size is None:
             return self._head("head", features, self.num_actions)
-        stream = lambda name: ACTIVATIONS[self.torso.activation](dense(size, math.sqrt(2), name)(features))  # noqa: E731
+        activation, layer_norm = ACTIVATIONS[self.torso.activation], self.torso.layer_norm
+        stream = lambda name: hidden(features, size, activation, layer_norm, name)  # noqa: E731
         value = self._head("value_head", stream("value_stream"), 1)
         advantage = self._head("advantage_head", stream("advantage_stream"), self.num_actions)
         return value + advantage - advantage.mean(-2, keepdims=True)
