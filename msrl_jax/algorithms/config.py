@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
+CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or MODULE:NAME of one
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 Normalization = Literal["minibatch", "batch", "none"]
 
@@ -189,7 +190,8 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
 
 
 def _may_be_module(value: Any) -> bool:
-    return callable(value) or hasattr(value, "apply") or (isinstance(value, tuple) and all(map(callable, value)))
+    is_pair = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
+    return callable(value) or hasattr(value, "apply") or hasattr(value, "step") or is_pair
 
 
 def _is_hashable(value: Any) -> bool:

@@ -21,13 +21,13 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.layers import Torso, dense, forget
+from msrl_jax.algorithms.networks.layers import Torso, forget, head
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
@@ -82,7 +82,7 @@ class IPPO:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none", "gru", "lstm", "min_gru"] = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
@@ -300,8 +300,8 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
 
 def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> RecurrentNetwork:
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
-    actor = recurrent_network(observation_space, lambda torso: _Policy(torso, space), config)
-    critic = recurrent_network(states, _Value, config)
+    actor = recurrent_network(observation_space, lambda torso: _Policy(torso.of("actor"), space), config)
+    critic = recurrent_network(states, lambda torso: _Value(torso.of("critic")), config)
 
     def init(key: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
@@ -333,7 +333,7 @@ class _Policy(nn.Module):
     def __call__(self, obs: jax.Array) -> Distribution:
         """Maps observations to distributions over actions."""
         size = num_outputs(self.action_space)
-        outputs = dense(size, 0.01)(self.torso(obs))
+        outputs = head(self.torso, size, 0.01)(self.torso(obs))
         log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
         return policy_of(self.action_space, outputs, obs, log_scale)
 
@@ -346,4 +346,4 @@ class _Value(nn.Module):
     @nn.compact
     def __call__(self, state: jax.Array) -> jax.Array:
         """Maps states to values `[...]`."""
-        return dense(1, 1.0)(self.torso(state))[..., 0]
+        return head(self.torso, 1, 1.0)(self.torso(state))[..., 0]

@@ -80,7 +80,7 @@ class MADDPG:
         obs_space = with_ids_space(view.observation_space, num_agents) if numbered else view.observation_space
         states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
         actor = make_actor(obs_space, size, self)
-        critic = linear_network(states, self, num_outputs=1, scale=1.0)
+        critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
         buffer = agents_buffer(view, self)
         optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
         if not shared:

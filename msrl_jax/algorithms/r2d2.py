@@ -8,14 +8,14 @@ In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the 
 carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
@@ -69,7 +69,7 @@ class R2D2:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: Literal["gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
+    core: CoreKind = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")

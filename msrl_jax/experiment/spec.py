@@ -15,6 +15,7 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, reference, suggestion, whole
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.transformations import counted
@@ -33,6 +34,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
+_OWN = {"network": as_network, "core": as_core}  # fields that take objects of a user's, and what makes them ours
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
 
@@ -152,8 +154,9 @@ class Experiment:
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
-        if not is_name(network := getattr(config, "network", "auto")):
-            config = dataclasses.replace(config, network=as_network(network))
+        own = {name: read for name, read in _OWN.items() if not is_name(getattr(config, name, "auto"))}
+        if own:
+            config = dataclasses.replace(config, **{name: read(getattr(config, name)) for name, read in own.items()})
         return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
 
     @functools.cached_property

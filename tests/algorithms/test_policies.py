@@ -9,7 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
-from tests.support.small_runs import ENVS, MODULES, PARTICULAR, SMALL, relative_difference
+from tests.support.small_runs import ENVS, MODULES, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 
 # Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
@@ -30,6 +30,10 @@ CASES = [
     ("ppo", "Pendulum-v1"),
     ("recurrent_ppo", "CartPole-v1"),
     ("recurrent_ppo+min_gru", "CartPole-v1"),
+    ("recurrent_ppo+lru", "CartPole-v1"),
+    ("recurrent_ppo+gtrxl", "CartPole-v1"),
+    ("recurrent_ppo+own", "CartPole-v1"),
+    ("r2d2+lru", "CartPole-v1"),
     ("a2c", "Pendulum-v1"),
     ("impala", "CartPole-v1"),
     ("a3c", "CartPole-v1"),
@@ -53,7 +57,7 @@ CASES = [
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
-    *((name, "Pendulum-v1" if name == "sac+nnx" else "CartPole-v1") for name in MODULES),
+    *((name, "Pendulum-v1" if "sac" in name else "CartPole-v1") for name in (*MODULES, *WHOLE)),
 ]
 
 
@@ -70,6 +74,10 @@ FEW_POLICIES = {
     "apex_dqn": ("SingleLearnerCoarse",),
     "recurrent_ppo": ("SingleLearnerCoarse",),
     "recurrent_ppo+min_gru": (),
+    "recurrent_ppo+lru": ("Environments",),
+    "recurrent_ppo+gtrxl": ("MultiLearner",),
+    "recurrent_ppo+own": (),
+    "r2d2+lru": (),
     "a2c": ("SingleLearnerFine",),
     "a3c": ("SingleLearnerCoarse",),
     "es": ("Central",),
@@ -84,6 +92,8 @@ FEW_POLICIES = {
     "sac+nnx": (),
     "r2d2+equinox": (),
     "a2c+pair": (),
+    "ppo+whole": (),
+    "sac+whole": ("SingleLearnerCoarse",),
 }
 
 

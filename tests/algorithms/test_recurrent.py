@@ -1,6 +1,7 @@
 """Recurrent networks and recurrent PPO, against plain loops; what they exchange between devices; acting with a carry."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +11,32 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
+from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.networks.recurrent import recurrent_core
 from tests.support.agents import make_still, still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
 
-T, E, H, INPUTS = 7, 6, 5, 3
+T, E, H, INPUTS = 7, 6, 8, 3
+GTRXL = "gtrxl:layers=2,heads=2,context=3"
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru"])
+@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru", "lru", GTRXL])
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
     core = recurrent_core(request.param, H)
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+    scale = 0.3 if request.param in ("lru", GTRXL) else 0.7
+    keys_of_carry, *keys = jax.random.split(jax.random.key(0), 64)
+    keys = iter(keys)
     shapes = jax.eval_shape(lambda k: core.init(k, INPUTS), jax.random.key(0))
-    params = jax.tree.map(lambda x: 0.7 * jax.random.normal(next(keys), x.shape), shapes)
-    inputs, is_first = jax.random.normal(next(keys), (T, E, INPUTS)), jax.random.bernoulli(next(keys), 0.3, (T, E))
-    carry = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_carry((E,)))
+    params = jax.tree.map(lambda x: scale * jax.random.normal(next(keys), x.shape), shapes)
+    inputs = jax.random.normal(next(keys), (T, E, INPUTS))
+    is_first = jax.random.bernoulli(jax.random.key(1), 0.3, (T, E)).at[0, 2].set(True)
+    carry = core.initial_carry((E,))
+    for x in jax.random.normal(keys_of_carry, (3, E, INPUTS)):
+        _, carry = core.step(params, x, carry)
     assert is_first.any() and not is_first.all() and is_first[0].any()
     return request.param, core, params, inputs, is_first, carry
 
@@ -44,21 +52,32 @@ def test_an_unroll_is_a_loop_over_steps_that_forgets_between_episodes(unrolled):
 def test_steps_compute_what_the_unroll_does(unrolled):
     _, core, params, inputs, _, carry = unrolled
     want = core.unroll(params, inputs, jnp.zeros((T, E), bool), carry)
-    for x, *expected in zip(inputs, *want, strict=True):
-        carry = core.step(params, x, carry)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), carry, tuple(expected))
+    for t, x in enumerate(inputs):
+        output, carry = core.step(params, x, carry)
+        expected = jax.tree.map(lambda x, t=t: x[t], want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (output, carry), expected)
 
 
 def test_gradients_equal_the_plain_loop(unrolled):
     """The gradients of all outputs with respect to all inputs."""
     name, core, params, inputs, is_first, carry = unrolled
-    weights = [jax.random.normal(jax.random.key(i), (T, E, H)) for i in range(2)]
+
+    def by_steps(params, inputs, is_first, carry):
+        def step(carry, now):
+            outputs, carry = core.step(params, now[0], forget(now[1], carry))
+            return carry, (outputs, carry)
+
+        return jax.lax.scan(step, carry, (inputs, is_first))[1]
+
+    # As plain formulas, attention takes minutes to compile; its steps are compared with them above.
+    plain = by_steps if name == GTRXL else functools.partial(plain_core, name)
 
     def loss(unroll, params, inputs, carry):
-        return sum((w * x).sum() for w, x in zip(weights, unroll(params, inputs, is_first, carry), strict=False))
+        found = jax.tree.leaves(unroll(params, inputs, is_first, carry))
+        return sum((jax.random.normal(jax.random.key(i), x.shape) * x).sum() for i, x in enumerate(found))
 
     grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, carry)  # noqa: E731
-    want = grad(lambda *args: plain_core(name, *args))
+    want = grad(plain)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
 
@@ -83,7 +102,7 @@ def test_units_of_a_new_min_gru_remember_for_2_to_128_steps():
     """A unit that keeps a share `k` at every step remembers for `1 / (1 - k)` steps."""
     core = recurrent_core("min_gru", 64)
     params = core.init(jax.random.key(0), INPUTS)
-    (kept,) = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64),))
+    kept, _ = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64),))
     np.testing.assert_allclose(1 / (1 - np.float64(kept)), np.linspace(2, 128, 64), rtol=1e-4)
 
 

@@ -42,3 +42,30 @@ def _init(key, obs):
 
 PAIR = (_init, lambda params, obs: jnp.tanh(obs.reshape(len(obs), -1) @ params["kernel"]))
 FORMS = {"linen": linen_module, "nnx": nnx_module, "equinox": equinox_module, "pair": PAIR}
+
+
+class Head(linen.Module):
+    """A whole network of one's own, of observations, or of observations and actions."""
+
+    size: int
+
+    @linen.compact
+    def __call__(self, *inputs):
+        return linen.Dense(self.size)(linen.tanh(linen.Dense(8)(jnp.concatenate(inputs, axis=-1))))
+
+
+class Fading:
+    """A core of one's own: a mean of all inputs, later ones with more weight, and the number of steps it sums up."""
+
+    size = 6
+
+    def init(self, key, inputs):
+        return {"kernel": jax.random.normal(key, (inputs.shape[-1], self.size)) / 2}
+
+    def initial(self, batch_size):
+        return {"sum": jnp.zeros((batch_size, self.size)), "weight": jnp.zeros(batch_size)}
+
+    def step(self, params, inputs, carry):
+        weight = 0.8 * carry["weight"] + 1
+        total = 0.8 * carry["sum"] + jnp.tanh(inputs @ params["kernel"])
+        return total / weight[:, None], {"sum": total, "weight": weight}

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from msrl_jax.algorithms.networks.cores import as_core
+from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
-from tests.support.modules import FORMS
+from tests.support.modules import FORMS, Fading, Head
 
 SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 
@@ -11,6 +13,11 @@ PARTICULAR = {
     "ppo": {"num_epochs": 2, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
     "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
+    "recurrent_ppo+lru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "lru"},
+    "recurrent_ppo+gtrxl": {
+        "num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "gtrxl:layers=1,heads=2,context=4",
+    },
+    "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": as_core(Fading())},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
@@ -34,10 +41,14 @@ PARTICULAR = {
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
 }
+PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 # Modules of one's own.
 MODULES = {"ppo+linen": "linen", "dqn+equinox": "equinox", "sac+nnx": "nnx", "r2d2+equinox": "equinox", "a2c+pair": "pair"}
 for _name, _form in MODULES.items():
     PARTICULAR[_name] = PARTICULAR.get(_name.partition("+")[0], {}) | {"network": as_network(FORMS[_form])}
+WHOLE = {"ppo+whole": Whole(Head(2), Head(1)), "sac+whole": Whole(Head(2), Head(1))}
+for _name, _whole in WHOLE.items():
+    PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | {"network": as_network(_whole)}
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 

@@ -15,7 +15,7 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Torso, dense, flatten, unflatten
+from msrl_jax.algorithms.networks.layers import Torso, flatten, head, unflatten
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.actions import action_transform
 
@@ -30,8 +30,8 @@ class _Module(nn.Module):
     def setup(self):
         """Makes the heads."""
         size = num_outputs(self.action_space)
-        self.actor_head = dense(size, 0.01)
-        self.critic_head = dense(1, 1.0)
+        self.actor_head = head(self.actor_torso, size, 0.01)
+        self.critic_head = head(self.critic_torso or self.actor_torso, 1, 1.0)
         self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
@@ -66,7 +66,11 @@ class ActorCritic(NamedTuple):
 
 def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
     """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
-    module = _Module(torso, None if shared_torso else torso.clone(), check_policy_space(action_space))
+    actor = torso.of("actor")
+    if shared_torso and actor.is_whole:
+        raise ValueError("network=Whole(...) shares no torso; use shared_torso=False, or give a module of features")
+    critic = None if shared_torso else torso.of("critic").clone()
+    module = _Module(actor, critic, check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 

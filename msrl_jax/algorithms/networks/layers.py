@@ -140,6 +140,20 @@ class Network(NamedTuple):
     apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
 
 
+class Whole(NamedTuple):
+    """Networks with their last layers, in place of a torso to which the algorithm adds them.
+
+    Attributes:
+      actor: from observations `[B, ...]` to what the policy is made of `[B, N]`: logits, means, or means and log scales.
+      critic: from observations, and actions `[B, D]` if it values continuous ones, to `[B, N]`: one value, or one per action.
+      value: from observations to values `[B, 1]`, for algorithms with critics and a value function.
+    """
+
+    actor: Any = None
+    critic: Any = None
+    value: Any = None
+
+
 class Torso(nn.Module):
     """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a network of one's own."""
 
@@ -149,7 +163,16 @@ class Torso(nn.Module):
     kind: Literal["mlp", "cnn", "impala_cnn", "simba"] = "mlp"
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
     # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
-    network: Network | None = None
+    network: Network | Whole | None = None
+    is_whole: bool = False  # whether the network is one of a `Whole`, so that no head follows
+
+    def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
+        """The torso of a part, which is this one but for a `Whole`."""
+        if not isinstance(self.network, Whole):
+            return self
+        if (network := getattr(self.network, part)) is None:
+            raise ValueError(f"network=Whole(...) has no {part}, which this algorithm needs; give {part}=...")
+        return self.clone(network=network, is_whole=True)
 
     @property
     def is_batched(self) -> bool:
@@ -161,6 +184,7 @@ class Torso(nn.Module):
         """The number of features, `F`."""
         if self.network is None:
             return self.hidden_sizes[-1]
+        assert isinstance(self.network, Network)
         example = spaces.zeros(self.observation_space)
         params = jax.eval_shape(self.network.init, jax.random.key(0), example)
         return jax.eval_shape(self.network.apply, params, example).shape[-1]
@@ -170,8 +194,10 @@ class Torso(nn.Module):
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
         obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
+        if self.is_whole:
+            return self._outputs(obs) if action is None else self._outputs(obs, action)
         if self.network is not None:
-            x = self._features(self.network, obs)
+            x = self._outputs(obs)
             if action is None:
                 return x
         elif self.kind in _CONVOLUTIONS:
@@ -191,13 +217,27 @@ class Torso(nn.Module):
             x = hidden(x, size, activation, self.layer_norm)
         return x
 
-    def _features(self, network: Network, obs: Any) -> jax.Array:
+    def _outputs(self, obs: Any, *action: jax.Array) -> jax.Array:
+        assert isinstance(self.network, Network)
         example = spaces.zeros(self.observation_space)
-        params = self.param("module", network.init, example)
+        params = self.param("module", self.network.init, example, *(jnp.zeros((1, a.shape[-1])) for a in action))
         first, one = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
         batch = first.shape[: first.ndim - one.ndim + 1]
-        x = network.apply(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), obs))
+        x = self.network.apply(params, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (obs, *action)))
         return x.reshape(*batch, x.shape[-1])
+
+
+def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
+    """The last layer after a torso, a `dense` one; nothing after a network that has its own."""
+    if not torso.is_whole:
+        return dense(size, scale, name)
+
+    def check(outputs: jax.Array) -> jax.Array:
+        if outputs.shape[-1] != size:
+            raise ValueError(f"network=Whole(...): a network returns {outputs.shape[-1]} numbers where {size} are needed")
+        return outputs
+
+    return check
 
 
 def make_torso(observation_space: Space, config: Any) -> Torso:
@@ -208,6 +248,8 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
       ValueError: if it convolves observations that are not images of at least 3x3, or if blocks of "simba" differ in width.
     """
     network, sizes, layer_norm = config.network, config.hidden_sizes, config.layer_norm
+    if isinstance(network, Whole):
+        return Torso(observation_space, sizes, config.activation, network=network)
     if not isinstance(network, str):
         if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
             raise TypeError(f"network={network!r} has no init and apply; networks.modules.as_network makes such a pair")
@@ -232,6 +274,19 @@ Carry = tuple[jax.Array, ...]
 def forget(is_first: jax.Array, carry: Carry) -> Carry:
     """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` bool of its first dimensions."""
     return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
+
+
+class Core(NamedTuple):
+    """A layer with a memory as pure functions of its parameters: `I` numbers come in, `F` go out."""
+
+    init: Callable[[jax.Array, int], Any]  # (key, input_size) -> params
+    initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros
+    # (params, inputs [..., I], carry [..., H]) -> (outputs [..., F], carry)
+    step: Callable[[Any, jax.Array, Carry], tuple[jax.Array, Carry]]
+    # (params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, F], carries after every step
+    # [T, E, H]); the carry is cleared before the first step of every episode
+    unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
+    num_outputs: int  # `F`
 
 
 ArraysT = TypeVar("ArraysT")

@@ -8,6 +8,7 @@ algorithm adds its heads. What a config takes as `network`, besides names, is on
     a function of a key          that returns a module of flax.nnx; or one of Equinox, which is called on one observation.
                                  If it takes two arguments, the second is a batch of one observation, which tells sizes
     MODULE:NAME                  the name of one of these
+    Whole(actor=..., critic=...) of these, which have their last layers; critics of continuous actions take them as well
 
 All numbers of a module are parameters: random numbers while it is applied (dropout) and state (batch statistics) are refused.
 """
@@ -22,40 +23,42 @@ from flax import linen as nn
 
 from msrl_jax import _checks
 from msrl_jax._compat import used_inputs
-from msrl_jax.algorithms.networks.layers import Network
+from msrl_jax.algorithms.networks.layers import Network, Whole
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
 _NO_STATE = "a module has parameters only: no random numbers, as of dropout, and no state, as of batch statistics"
 
 
 def is_name(network: Any) -> bool:
-    """Whether a network is one of those that have a name."""
-    return isinstance(network, str) and ":" not in network
+    """Whether a network or a core is one of those that have a name, which parameters may follow."""
+    return isinstance(network, str) and (":" not in network or "=" in network)
 
 
-def as_network(given: Any) -> Network:
+def as_network(given: Any) -> Network | Whole:
     """The pair of functions of a module, which says in words what does not fit when it is first traced.
 
     Args:
       given: one of the forms above.
 
     Returns:
-      The network. Its `init` raises ValueError if the module fails, if its features are no floats `[B, F]`, and if a parameter
-      is no array of floats or has no gradient; the message names the parameter.
+      The network, or the networks of a `Whole`. Its `init` raises ValueError if the module fails, if its features are no floats
+      `[B, F]`, and if a parameter is no array of floats or has no gradient; the message names the parameter.
 
     Raises:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
     what = _checks.imported("network", given, "a module") if isinstance(given, str) else given
+    if isinstance(what, Whole):
+        return Whole(*(None if part is None else as_network(part) for part in what))
     name = f"network={given!r}" if isinstance(given, str) else f"network={_name(what)}"
     network = _pair_of(what, name)
 
-    def init(key: jax.Array, obs: Any) -> Any:
+    def init(key: jax.Array, *obs: Any) -> Any:
         try:
-            params = network.init(key, obs)
+            params = network.init(key, *obs)
             three = jax.tree.map(lambda x: jnp.repeat(x[:1], 3, axis=0), obs)
-            features = jax.eval_shape(network.apply, params, three)
+            features = jax.eval_shape(network.apply, params, *three)
         except Exception as error:
             if str(error).startswith(name):
                 raise
@@ -67,7 +70,7 @@ def as_network(given: Any) -> Network:
             raise ValueError(f"{name} returns {shapes} for 3 observations; return one array of features [B, F]")
         if not jnp.issubdtype(features.dtype, jnp.floating):
             raise ValueError(f"{name} returns features of dtype {features.dtype}; return floats")
-        _check_gradients(name, network, params, three)
+        check_gradients(name, network, params, *three)
         return params
 
     return Network(init, network.apply)
@@ -93,14 +96,14 @@ def _pair_of(what: Any, name: str) -> Network:
 
 
 def _linen(module: nn.Module, name: str) -> Network:
-    def init(key: jax.Array, obs: Any) -> Any:
-        variables = dict(module.init(key, obs))
+    def init(key: jax.Array, *obs: Any) -> Any:
+        variables = dict(module.init(key, *obs))
         params = variables.pop("params", {})
         if variables:
             raise ValueError(f"{name} has the collection {min(variables)!r}; {_NO_STATE}")
         return params
 
-    return Network(init, lambda params, obs: module.apply({"params": params}, obs))
+    return Network(init, lambda params, *obs: module.apply({"params": params}, *obs))
 
 
 def _pair(init: Callable[..., Any], apply: Callable[..., Any], name: str) -> Network:
@@ -121,59 +124,59 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 def _made(make: Callable[..., Any], name: str) -> Network:
     """Of a function of a key that returns a module; all of the module but its parameters is the same for every key."""
-    takes_obs = len(_needed(make)) == 2
+    num_inputs = len(_needed(make)) - 1
 
-    def parts(key: jax.Array, obs: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    def parts(key: jax.Array, *obs: Any) -> tuple[Any, Callable[..., Any]]:
         from flax import nnx
 
-        module: Any = make(key, jax.tree.map(lambda x: x[:1], obs)) if takes_obs else make(key)
+        module: Any = make(key, *jax.tree.map(lambda x: x[:1], obs[:num_inputs]))
         if isinstance(module, nnx.Module):
             return _nnx(module, name)
         if not callable(module):
             raise TypeError(f"{name} returns {_name(module)} for a key, which cannot be called; {_FORMS}")
         return _callable_pytree(module)
 
-    def apply(params: Any, obs: Any) -> Any:
-        found: list[Callable[[Any, Any], Any]] = []
+    def apply(params: Any, *obs: Any) -> Any:
+        found: list[Callable[..., Any]] = []
 
-        def trace(key: jax.Array, obs: Any) -> Any:
-            values, apply = parts(key, obs)
+        def trace(key: jax.Array, *obs: Any) -> Any:
+            values, apply = parts(key, *obs)
             found.append(apply)
             return values
 
-        jax.eval_shape(trace, jax.random.key(0), obs)
-        return found[0](params, obs)
+        jax.eval_shape(trace, jax.random.key(0), *obs)
+        return found[0](params, *obs)
 
-    return Network(lambda key, obs: parts(key, obs)[0], apply)
+    return Network(lambda key, *obs: parts(key, *obs)[0], apply)
 
 
-def _nnx(module: Any, name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+def _nnx(module: Any, name: str) -> tuple[Any, Callable[..., Any]]:
     from flax import nnx
 
     graph, params, others = nnx.split(module, nnx.Param, ...)
     for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(others)):
         raise ValueError(f"{name} has the variable {jax.tree_util.keystr(path)}, which is no nnx.Param; {_NO_STATE}")
 
-    def apply(values: Any, obs: Any) -> Any:
-        return nnx.merge(graph, nnx.State(jax.tree.map(nnx.Param, values)))(obs)
+    def apply(values: Any, *obs: Any) -> Any:
+        return nnx.merge(graph, nnx.State(jax.tree.map(nnx.Param, values)))(*obs)
 
     return nnx.to_pure_dict(params), apply
 
 
-def _callable_pytree(module: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+def _callable_pytree(module: Any) -> tuple[Any, Callable[..., Any]]:
     """Parameters are the arrays of a module of Equinox, by their path; the rest, such as activations, is kept."""
     found, structure = jax.tree.flatten_with_path(module)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
     params = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     rest = {path: leaf for path, leaf in leaves.items() if path not in params}
 
-    def apply(values: Any, obs: Any) -> Any:
-        return jax.vmap(structure.unflatten((values | rest)[path] for path in leaves))(obs)
+    def apply(values: Any, *obs: Any) -> Any:
+        return jax.vmap(structure.unflatten((values | rest)[path] for path in leaves))(*obs)
 
     return params, apply
 
 
-def _check_gradients(name: str, network: Network, params: Any, obs: Any) -> None:
+def check_gradients(name: str, network: Network, params: Any, *obs: Any) -> None:
     """Raises ValueError if a parameter is no array of floats, or has no gradient."""
     remedy = "keep what is not trained out of the parameters"
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -181,9 +184,9 @@ def _check_gradients(name: str, network: Network, params: Any, obs: Any) -> None
             raise ValueError(f"{name} has the parameter {jax.tree_util.keystr(path)}, which is no array of floats; {remedy}")
 
     def gradients(params: Any, obs: Any, cotangent: jax.Array) -> Any:
-        return jax.vjp(lambda params: network.apply(params, obs), params)[1](cotangent)[0]
+        return jax.vjp(lambda params: network.apply(params, *obs), params)[1](cotangent)[0]
 
-    features = jax.eval_shape(network.apply, params, obs)
+    features = jax.eval_shape(network.apply, params, *obs)
     jaxpr = jax.make_jaxpr(gradients)(params, obs, features).jaxpr
     for (path, _), gradient in zip(jax.tree.leaves_with_path(params), jaxpr.outvars, strict=True):
         if not used_inputs(jaxpr.replace(outvars=[gradient]))[-1]:

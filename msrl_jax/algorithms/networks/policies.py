@@ -7,14 +7,14 @@ convolve raise ValueError if observations are not images of at least 3x3.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.layers import Network, Torso, dense, make_torso
+from msrl_jax.algorithms.networks.layers import Network, Torso, head, make_torso
 from msrl_jax.envs import Box, Discrete, Space
 
 
@@ -58,6 +58,9 @@ def _log_tanh_slope(x: jax.Array) -> jax.Array:
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
+Part = Literal["actor", "critic", "value"]
+
+
 class _Linear(nn.Module):
     """A torso and a linear layer."""
 
@@ -68,18 +71,18 @@ class _Linear(nn.Module):
     @nn.compact
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         """Maps the torso's inputs to `[..., num_outputs]`."""
-        return dense(self.num_outputs, self.scale)(self.torso(*inputs))
+        return head(self.torso, self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(observation_space: Space, config: Any, *, num_outputs: int, scale: float) -> Network:
+def linear_network(part: Part, observation_space: Space, config: Any, *, num_outputs: int, scale: float) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
-    module = _Linear(make_torso(observation_space, config), num_outputs, scale)
+    module = _Linear(make_torso(observation_space, config).of(part), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
 def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Network:
     """The network of a policy: a `linear_network` with initial outputs near 0."""
-    return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
+    return linear_network("actor", observation_space, config, num_outputs=num_outputs, scale=0.01)
 
 
 def make_policy(observation_space: Space, action_space: Discrete | Box, config: Any) -> Network:
@@ -104,7 +107,8 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
 def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any) -> Network:
     """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`."""
     discrete = isinstance(action_space, Discrete)
-    critic = linear_network(observation_space, config, num_outputs=action_space.n if discrete else 1, scale=1.0)
+    num_outputs = action_space.n if discrete else 1
+    critic = linear_network("critic", observation_space, config, num_outputs=num_outputs, scale=1.0)
 
     def init(key: jax.Array, obs: Any) -> Any:
         batch = len(jax.tree.leaves(obs)[0])
@@ -127,5 +131,5 @@ def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array
 
 def make_value(observation_space: Space, config: Any) -> Network:
     """Makes the network of a value function: `(params, obs [..., *observation_shape]) -> values [...]`."""
-    network = linear_network(observation_space, config, num_outputs=1, scale=1.0)
+    network = linear_network("value", observation_space, config, num_outputs=1, scale=1.0)
     return Network(network.init, lambda params, obs: network.apply(params, obs)[..., 0])

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense, hidden
+from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, head, hidden
 from msrl_jax.envs import Discrete
 
 
@@ -30,12 +30,15 @@ class _Values(nn.Module):
         return value + advantage - advantage.mean(-2, keepdims=True)
 
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
-        outputs = dense(num_actions * self.num_atoms, 0.01, name)(features)
+        outputs = head(self.torso, num_actions * self.num_atoms, 0.01, name)(features)
         return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
 
 
 def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1) -> Network:
     """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9)."""
+    torso = torso.of("critic")
+    if dueling and torso.is_whole:
+        raise ValueError("network=Whole(...) has no streams of value and advantage; use dueling=False, or a module of features")
     *first, last = torso.hidden_sizes if dueling else (*torso.hidden_sizes, None)
     module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last)
     return Network(module.init, module.apply)

@@ -1,9 +1,9 @@
-"""Recurrent layers: GRU and LSTM, whose steps wait for each other, and minGRU, whose steps need not; networks with one.
+"""Networks with a memory; GRU and LSTM, whose steps wait for each other.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
-the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the output of
-the core. An episode starts with zeros. Each of `M` minibatches of sequences holds one environment from every group of `M`
-adjacent ones, so a shuffle moves nothing between devices that hold whole groups; `U` denotes the number of updates.
+the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array of a GRU or an
+LSTM is its output. An episode starts with zeros. Each of `M` minibatches of sequences holds one environment from every group of
+`M` adjacent ones, so a shuffle moves nothing between devices that hold whole groups; `U` denotes the number of updates.
 """
 
 import functools
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Carry, Torso, flatten, forget, make_torso, matmul, unflatten
+from msrl_jax import _checks
+from msrl_jax._spec import parse_spec
+from msrl_jax.algorithms.networks.layers import Carry, Core, Torso, Whole, flatten, forget, make_torso, matmul, unflatten
+from msrl_jax.algorithms.networks.linear_recurrence import Gates, lru, min_gru, per_gate
+from msrl_jax.algorithms.networks.transformer import gtrxl
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.masks import with_mask_of
 from msrl_jax.envs.spaces import zeros
-
-Gates = tuple[jax.Array, ...]
-"""One array `[..., H]` for each gate."""
 
 
 class Cell(NamedTuple):
@@ -55,24 +56,19 @@ CELLS: dict[str, Cell] = {
     "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
 }
 
-LONGEST_MEMORY = 128
-"""How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
-
-
-class Core(NamedTuple):
-    """A recurrent layer as pure functions of its parameters."""
-
-    init: Callable[[jax.Array, int], Any]  # (key, input_size) -> params
-    initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros
-    step: Callable[[Any, jax.Array, Carry], Carry]  # (params, inputs [..., I], carry [..., H]) -> carry
-    # (params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]; the carry is cleared
-    # before the first step of every episode
-    unroll: Callable[[Any, jax.Array, jax.Array, Carry], Carry]
-
-
 def recurrent_core(name: str, size: int) -> Core:
-    """Makes a recurrent layer "gru", "lstm" or "min_gru"; recurrent matrices start orthogonal, the others LeCun normal."""
-    return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
+    """Makes a layer with a memory: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
+
+    Raises:
+      ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
+    """
+    name, params = parse_spec(name)
+    cells = {cell: functools.partial(_stepwise, CELLS[cell]) for cell in CELLS}
+    known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
+    try:
+        return _checks.find("core", known, name)(size, **params)
+    except TypeError:
+        raise ValueError(f"core={name!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
 
 def _stepwise(cell: Cell, size: int) -> Core:
@@ -92,50 +88,17 @@ def _stepwise(cell: Cell, size: int) -> Core:
         return (jnp.zeros((*batch_shape, size)),) * cell.num_arrays
 
     def gates(params: Any, inputs: jax.Array) -> Gates:
-        return _per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
+        return per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
 
-    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
-        return cell.update(gates(params, inputs), _per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        carry = cell.update(gates(params, inputs), per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
+        return carry[0], carry
 
-    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
-        return _scan(cell.update, params["recurrent"], gates(params, inputs), is_first, carry)
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        carries: Any = _scan(cell.update, params["recurrent"], gates(params, inputs), is_first, carry)
+        return carries[0], carries
 
-    return Core(init, initial_carry, step, unroll)
-
-
-def _min_gru(size: int) -> Core:
-    """A GRU whose gates see inputs alone: its carries are a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
-
-    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        # Units start with evenly spaced lengths of memory (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
-        # open, PPO needed three to five times as many steps to learn a chain of 15.
-        keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size))
-        return {
-            "input": nn.initializers.lecun_normal()(key, (input_size, 2 * size)),
-            "bias": jnp.concatenate([keep, jnp.zeros(size)]),
-        }
-
-    def gates(params: Any, inputs: jax.Array) -> Gates:
-        keep, candidate = _per_gate(matmul(inputs, params["input"]) + params["bias"], 2)
-        keep = jax.nn.sigmoid(keep)
-        return keep, (1 - keep) * candidate
-
-    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
-        keep, write = gates(params, inputs)
-        return (keep * carry[0] + write,)
-
-    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
-        keep, write = gates(params, inputs)
-        (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
-        return (linear_recurrence(keep, write, carry[0]),)
-
-    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),), step, unroll)
-
-
-def _per_gate(x: jax.Array, num_gates: int) -> Gates:
-    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
-    # times as long.
-    return tuple(jnp.split(x, num_gates, axis=-1))
+    return Core(init, initial_carry, step, unroll, size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,7 +114,7 @@ def _scan_forward(update, kernel, x, is_first, carry):
         x, is_first = inputs
         carry = forget(is_first, carry)
         product = carry[0] @ kernel  # for all gates, one after another
-        carry = update(x, _per_gate(product, len(x)), carry)
+        carry = update(x, per_gate(product, len(x)), carry)
         return carry, (carry, product)
 
     carries, products = jax.lax.scan(step, carry, (x, is_first))[1]
@@ -165,7 +128,7 @@ def _scan_backward(update, residuals, cotangents):
     # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
     # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
     # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
-    _, pullback = jax.vjp(update, x, _per_gate(products, len(x)), before)
+    _, pullback = jax.vjp(update, x, per_gate(products, len(x)), before)
     ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
     slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
     by_x, by_u, by_carry = zip(*slopes, strict=True)
@@ -200,67 +163,6 @@ def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""`(decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`."""
-
-
-def step_by_step(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence as a loop of `T` steps."""
-
-    def step(h, now):
-        decay, x = now
-        h = decay * h + x
-        return h, h
-
-    return jax.lax.scan(step, start, (decay, inputs))[1]
-
-
-def associative(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence in about `2 * log2(T)` parallel steps (Blelloch, 1990)."""
-
-    def join(early, late):
-        return early[0] * late[0], late[0] * early[1] + late[1]
-
-    inputs = inputs.at[0].add(decay[0] * start)
-    return jax.lax.associative_scan(join, (decay, inputs))[1]
-
-
-def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence as it is fast: step by step on a CPU, in parallel elsewhere."""
-    # A CPU core does more work in a parallel scan and has nothing to do it with: the loop took 0.6 times as long, and compiled
-    # in a third of the time.
-    return jax.lax.platform_dependent(decay, inputs, start, cpu=step_by_step, default=associative)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence by a scan, with a gradient that is a recurrence with the same scan."""
-    return scan(decay, inputs, start)
-
-
-def _forward(scan, decay, inputs, start):
-    h = scan(decay, inputs, start)
-    return h, (decay, start, h)
-
-
-def _backward(scan, residuals, cotangents):
-    # The cotangents of the inputs are a linear recurrence from the last step to the first, with the decay of the step after.
-    # Differentiated by JAX, a parallel scan would keep all its partial results.
-    decay, start, h = residuals
-    decay_after = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])
-    dinputs = scan(decay_after[::-1], cotangents[::-1], jnp.zeros_like(start))[::-1]
-    before = jnp.concatenate([start[None], h[:-1]])
-    return dinputs * before, dinputs, decay[0] * dinputs[0]
-
-
-recurrence.defvjp(_forward, _backward)
-
-
-def linear_recurrence(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """Computes `h[t] = decay[t] * h[t - 1] + inputs[t]` `[T, ...]` with `h[-1] = start` `[...]`, elementwise."""
-    return recurrence(by_platform, decay, inputs, start)
-
-
 class RecurrentNetwork(NamedTuple):
     """A recurrent network as pure functions of its parameters; its heads compute the outputs."""
 
@@ -278,29 +180,32 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], An
     torso = make_torso(observation_space, config)
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
-    memory = recurrent_core(config.core, config.memory_size)
-    heads = make_heads(Torso(Box(-np.inf, np.inf, (config.memory_size,)), (), config.activation))
+    if isinstance(torso.network, Whole):
+        raise ValueError("network=Whole(...) has no place for a memory before its last layers; give a module of features")
+    own = None if isinstance(config.core, str) else config.core
+    memory = own(torso.num_features) if own else recurrent_core(config.core, config.memory_size)
+    heads = make_heads(Torso(Box(-np.inf, np.inf, (memory.num_outputs,)), (), config.activation))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
             "torso": torso.init(torso_key, zeros(observation_space)),
             "core": memory.init(core_key, torso.num_features),
-            "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
+            "heads": heads.init(heads_key, jnp.zeros((1, memory.num_outputs))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
         return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
 
     def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        carry = memory.step(params["core"], features(params, obs), carry)
-        return heads.apply(params["heads"], with_mask_of(obs, carry[0])), carry
+        outputs, carry = memory.step(params["core"], features(params, obs), carry)
+        return heads.apply(params["heads"], with_mask_of(obs, outputs)), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
         inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
-        carries = memory.unroll(params["core"], inputs, is_first, carry)
-        return heads.apply(params["heads"], with_mask_of(obs, carries[0])), carries
+        outputs, carries = memory.unroll(params["core"], inputs, is_first, carry)
+        return heads.apply(params["heads"], with_mask_of(obs, outputs)), carries
 
     return RecurrentNetwork(init, memory.initial_carry, step, unroll)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.networks.recurrent import associative, linear_recurrence, recurrence, step_by_step
+from msrl_jax.algorithms.networks.linear_recurrence import associative, linear_recurrence, recurrence, step_by_step
 
 
 def plain(decay, inputs, start):

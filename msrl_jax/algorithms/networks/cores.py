@@ -1,0 +1,128 @@
+"""Layers with a memory of one's own: an object with functions `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
+
+    init(key, inputs [B, I]) -> params
+    initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0
+    step(params, inputs [B, I], carry) -> (outputs [B, F], carry)
+    unroll(params, inputs [T, B, I], is_first [T, B] bool, carry) -> (outputs [T, B, F], carries after every step [T, B, ...])
+
+An `unroll` clears the carry before the first step of every episode; without one, it is a scan over `step`. A cell of
+`flax.linen`, such as `nn.GRUCell(64)`, is taken as it is. What a config takes as `core`, besides names, is one of these, or
+MODULE:NAME of one. All numbers are parameters, as those of modules are.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from msrl_jax import _checks
+from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
+from msrl_jax.algorithms.networks.modules import check_gradients
+
+_FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
+
+
+def as_core(given: Any) -> Callable[[int], Core]:
+    """What `recurrent_network` takes as the core of a config: from the size of inputs to the layer.
+
+    Args:
+      given: one of the forms above.
+
+    Returns:
+      A function, which raises ValueError if the layer fails, if its carry does not start with floats that are 0, or changes its
+      structure, shapes or dtypes in a step, if its outputs are no floats `[B, F]`, and if a parameter has no gradient.
+
+    Raises:
+      TypeError: if it is none of the forms.
+      ValueError: if MODULE:NAME cannot be imported.
+    """
+    what = _checks.imported("core", given, "a core") if isinstance(given, str) else given
+    name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
+    if isinstance(what, type):
+        raise TypeError(f"{name} is a class; {_FORMS}")
+    own = _of_cell(what) if isinstance(what, nn.RNNCellBase) else what
+    if missing := [function for function in ("init", "initial", "step") if not callable(getattr(own, function, None))]:
+        raise TypeError(f"{name} has no {missing[0]}; {_FORMS}")
+    return lambda input_size: _checked(own, input_size, name)
+
+
+class _Functions:
+    def __init__(self, init: Callable[..., Any], initial: Callable[..., Any], step: Callable[..., Any]):
+        self.init, self.initial, self.step = init, initial, step
+
+
+def _of_cell(cell: nn.RNNCellBase) -> Any:
+    def init(key: jax.Array, inputs: jax.Array) -> Any:
+        return cell.init(key, cell.initialize_carry(key, inputs.shape), inputs)
+
+    def step(params: Any, inputs: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        stepped: Any = cell.apply(params, carry, inputs)
+        return stepped[1], stepped[0]
+
+    size = cell.num_feature_axes
+    return _Functions(init, lambda batch: cell.initialize_carry(jax.random.key(0), (batch, *(1,) * size)), step)
+
+
+def _checked(own: Any, input_size: int, name: str) -> Core:
+    """The layer in the form of the others, for inputs of a size; checked with a batch of 3, without computing anything."""
+    inputs = jnp.zeros((3, input_size))
+    try:
+        with jax.ensure_compile_time_eval():
+            start = jax.tree.map(np.asarray, own.initial(3))
+        params = jax.eval_shape(own.init, jax.random.key(0), inputs)
+        outputs, after = jax.eval_shape(own.step, params, inputs, start)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).strip()}"
+        raise ValueError(f"{name} fails for inputs [3, {input_size}]: {cause}") from error
+    leaves, structure = jax.tree.flatten(start)
+    for path, leaf in jax.tree.leaves_with_path(start):
+        where = f"{name}: the initial carry {jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.shape[:1] != (3,):
+            raise ValueError(f"{where} for a batch of 3 is {leaf.dtype} {list(leaf.shape)}; use floats [3, ...]")
+        if leaf.any():
+            raise ValueError(f"{where} is not 0; an episode starts with zeros: keep what to start from in the parameters")
+    types = lambda leaves: [(x.shape, x.dtype) for x in leaves]  # noqa: E731
+    if jax.tree.structure(after) != structure or types(jax.tree.leaves(after)) != types(leaves):
+        show = lambda tree: jax.tree.map(lambda x: f"{x.dtype} {list(x.shape)}", tree)  # noqa: E731
+        raise ValueError(f"{name}: a step turns the carry {show(start)} into {show(after)}; keep structure, shapes and dtypes")
+    if getattr(outputs, "shape", ())[:-1] != (3,) or not jnp.issubdtype(outputs.dtype, jnp.floating):
+        raise ValueError(f"{name} returns outputs {outputs} for a batch of 3; return one array of floats [3, F]")
+    two_steps = Network(own.init, lambda params, x: own.step(params, x, own.step(params, x, start)[1])[0])
+    check_gradients(name, two_steps, params, inputs)
+    return _as_others(own, structure, outputs.shape[-1])
+
+
+def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
+    """Batches have any dimensions, and a carry is a tuple."""
+
+    def merged(x: jax.Array, dims: int) -> jax.Array:
+        return x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:])
+
+    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
+        leaves = jax.tree.leaves(own.initial(math.prod(batch_shape)))
+        return tuple(jnp.asarray(x).reshape(*batch_shape, *x.shape[1:]) for x in leaves)
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        batch = inputs.shape[:-1]
+        whole = structure.unflatten([merged(x, len(batch)) for x in carry])
+        outputs, after = own.step(params, merged(inputs, len(batch)), whole)
+        found = tuple(x.reshape(*batch, *x.shape[1:]) for x in jax.tree.leaves(after))
+        return outputs.reshape(*batch, -1), found
+
+    def scan(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        def one(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, Carry]]:
+            outputs, carry = step(params, now[0], forget(now[1], carry))
+            return carry, (outputs, carry)
+
+        return jax.lax.scan(one, carry, (inputs, is_first))[1]
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        outputs, carries = own.unroll(params, inputs, is_first, structure.unflatten(carry))
+        return outputs, tuple(jax.tree.leaves(carries))
+
+    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size)))  # noqa: E731
+    return Core(init, initial_carry, step, unroll if callable(getattr(own, "unroll", None)) else scan, num_outputs)
