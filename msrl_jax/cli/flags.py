@@ -15,6 +15,8 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from msrl_jax._checks import suggestion
 
+ABOUT_FILES = "--config FILE.toml takes options from a file; --print-config writes that file, with all options."
+
 
 class UsageError(ValueError):
     """An error in the command line."""
@@ -51,7 +53,7 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 def _numbers(text: str) -> Any:
     """Reads a number, or several for the members of a run."""
     try:
-        return tuple(map(float, text.split(","))) if "," in text else float(text)
+        return tuple(map(float, text.removesuffix(",").split(","))) if "," in text else float(text)
     except ValueError:
         kind, colon, _ = text.partition(":")
         remedy = "msrl-jax sweep takes distributions" if colon and kind.isalpha() else "separate several by commas: 1e-4,3e-4"
@@ -114,7 +116,7 @@ def values_of(argv: Sequence[str], flag: str) -> list[str]:
     return values
 
 
-def _given(argv: Sequence[str]) -> set[str]:
+def given_fields(argv: Sequence[str]) -> set[str]:
     """The fields whose flags are on a command line."""
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     return names | {name.removeprefix("no_") for name in names}
@@ -128,11 +130,14 @@ def _default_text(configs: dict[str, type], name: str) -> str | None:
     return f"(default: {', '.join(f'{x} of {algo}' for algo, x in defaults.items())})"
 
 
-def _with_texts(command: type, config: type | None) -> type:
+def _with_texts(command: type, config: type | None, defaults: Mapping[str, Any]) -> type:
     """The dataclass that tyro reads: a command with the text of each option, and with the flags of a config."""
     hints = typing.get_type_hints(command, include_extras=True)
     fields: list[Any] = [
-        (f.name, Annotated[hints[f.name], tyro.conf.arg(help=f.metadata["doc"])], dataclasses.field(default=f.default))
+        (
+            f.name, Annotated[hints[f.name], tyro.conf.arg(help=f.metadata["doc"])],
+            dataclasses.field(default=defaults.get(f.name, f.default), metadata=f.metadata),
+        )
         for f in dataclasses.fields(command) if "doc" in f.metadata
     ]  # fmt: skip
     if config is not None:
@@ -168,39 +173,59 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
         elif kind == tuple[int, ...]:
             kind = Annotated[Any, _SIZES]
         about = tyro.conf.arg(help=field.metadata["doc"], help_behavior_hint=_default_text(configs, field.name))
-        return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
+        return field.name, Annotated[kind, about], dataclasses.field(default=field.default, metadata=field.metadata)
 
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
     return dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
 
 
-def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+def fields_of(base: type, argv: Sequence[str]) -> tuple[list[dataclasses.Field], list[dataclasses.Field]]:
+    """The options of a command, and the fields of the config that the arguments choose, with texts and types as flags."""
+    command = _command(base, argv)
+    config: Any = next((f.default for f in dataclasses.fields(command) if f.name == "config"), None)
+    fields = [f for f in dataclasses.fields(command) if "doc" in f.metadata]
+    return fields, [] if config is None else list(dataclasses.fields(config))
+
+
+def _command(base: type, argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> type:
+    has_config = "algo" in {f.name for f in dataclasses.fields(base)}
+    config = _config_flags(base, values_of(argv, "--algo") or ["ppo"]) if has_config else None
+    return _with_texts(base, config, defaults or {})
+
+
+def nearest(name: str, own: Sequence[str], others: Sequence[str]) -> str:
+    """What an unknown name probably means, to follow it: one of these, or a field of the configs of other algorithms."""
+    if others:
+        from msrl_jax import algorithms
+
+        field = name.replace("-", "_")
+        kinds = {algo: algorithms.get(algo) for algo in algorithms.names()}
+        if having := [algo for algo, kind in kinds.items() if field in {f.name for f in dataclasses.fields(kind)}]:
+            return f", which is one of {', '.join(having)}"
+    return suggestion(name, [*own, *others])
+
+
+def parse(prog: str, base: type, argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
     """Reads the arguments of a command as an instance of `base`, and the fields of the config that were given.
 
-    A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
+    Options without a value have those of `defaults`. A field `given` gets the names of all flags that were given. Raises
+    UsageError; SystemExit after `--help`.
     """
     own = [f.name for f in dataclasses.fields(base)]
-    command = _with_texts(base, _config_flags(base, values_of(argv, "--algo") or ["ppo"]) if "algo" in own else None)
+    command = _command(base, argv, defaults)
     for i, word in enumerate(argv):
         if word == "" or (word.startswith("--") and word.endswith("=")):
             flag = word.removesuffix("=") or (argv[i - 1] if i else "an argument")
             raise UsageError(f"the value of {flag} is empty; give one, or leave the option out")
-    args, unknown = _parse(prog, command, argv, (base.__doc__ or "").splitlines()[0])
+    args, unknown = _parse(prog, command, argv, f"{(base.__doc__ or '').splitlines()[0]} {ABOUT_FILES}")
     config = getattr(args, "config", None)
     others = [f.name for f in dataclasses.fields(config)] if config is not None else []
     if unknown:
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
-        near = suggestion(unknown[0].strip("-"), [name.replace("_", "-") for name in (*own, *others)])
-        near = near.replace("'", "'--", 1)
-        if others:
-            from msrl_jax import algorithms
-
-            field = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
-            kinds = {name: algorithms.get(name) for name in algorithms.names()}
-            if having := [name for name, kind in kinds.items() if field in {f.name for f in dataclasses.fields(kind)}]:
-                near = f", which is one of {', '.join(having)}"
+        known, fields = ([name.replace("_", "-") for name in names] for names in ((*own, "config", "print-config"), others))
+        near = nearest(unknown[0].strip("-").partition("=")[0], known, fields).replace("'", "'--", 1)
         raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
-    given = _given(argv)
+    given = given_fields(argv)
     for name in own:
         if name in given and getattr(args, name) == ():
             raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
@@ -219,6 +244,7 @@ def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tu
         if not error.code:
             raise
         lines = [line.strip("│ ") for line in messages.getvalue().splitlines()[1:]]
-        end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
-        text = " ".join(lines[:end]) or messages.getvalue()
+        rules = [i for i, line in enumerate(lines) if line.startswith(("─", "---"))]  # of "-" if stdout is not in UTF-8
+        first = 1 if rules[:1] == [0] else 0
+        text = " ".join(lines[first : next(iter(rules[first:]), len(lines))]) or messages.getvalue()
         raise UsageError(f"{text.removesuffix('.')}; {prog} --help lists the options") from None

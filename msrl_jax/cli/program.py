@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
-from msrl_jax.cli import flags, launch
+from msrl_jax.cli import config_file, flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import UsageError
@@ -31,6 +31,7 @@ def _overview() -> str:
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
     about = [
         f"{PROG} COMMAND --help lists the options of a command.",
+        flags.ABOUT_FILES,
         f"Compiled programs are kept in the user's cache folder; {_compiling.VARIABLE} is another folder, or off.",
     ]
     return "\n".join([*lines, "", *about])
@@ -130,11 +131,18 @@ def _run(argv: list[str]) -> int:
         print(f"{PROG} {importlib.metadata.version(PROG)}")
         return 0
     name, *rest = argv
+    file = config_file.ConfigFile()
     try:
         if name not in COMMANDS:
             known = [*COMMANDS, "--help", "--version"]
             raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
-        args, config = flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
+        command, (rest, file, prints) = COMMANDS[name][0], config_file.taken(rest)
+        words, defaults = file.as_flags(command, rest)
+        rest = _with_saved_algo(name, [*rest, *words])
+        args, config = flags.parse(f"{PROG} {name}", command, rest, defaults)
+        if prints:
+            print(config_file.text(name, command, rest, args), end="")
+            return 0
         if name != "train" or args.processes is None or launch.INDEX in os.environ:
             use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := launched(args, argv)) is not None:
@@ -151,5 +159,5 @@ def _run(argv: list[str]) -> int:
         is_lost = type(error).__name__ == "ProcessError"
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
-        _complain(error)
+        _complain(file.located(error, flags.given_fields(argv)))
         return launch.LOST if is_lost else BAD_INPUT

@@ -1,6 +1,7 @@
 """A run on disk: a folder of plain files beside checkpoints.
 
     config.json      the settings: algorithm, environment, policy, seed, every config field, versions, devices
+    run.toml         the file with which the command line repeats the run, see `repeating`
     metrics.jsonl    one row per chunk; metrics.csv holds the same
     checkpoints/     the whole state of the run at several times, see `checkpoint`
     summary.json     the outcome of the run
@@ -32,7 +33,7 @@ from msrl_jax._checks import writing
 from msrl_jax.data import Dataset
 from msrl_jax.experiment.history import Row, scalars
 
-CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
+CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
 _COUNTS = ("step", "iteration")  # what every row has
@@ -91,8 +92,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file."""
+    write_text(path, json.dumps(to_json(value), indent=indent) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file."""
     with replacing(path) as partial:
-        partial.write_text(json.dumps(to_json(value), indent=indent) + "\n", newline="")
+        partial.write_text(text, "utf-8", "replace", newline="")
 
 
 def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, ROWS, SUMMARY, CHECKPOINTS)) -> None:

@@ -25,6 +25,7 @@ from msrl_jax.experiment import folder, processes
 from msrl_jax.experiment.checkpoint import CheckpointWriter, complete
 from msrl_jax.experiment.evaluate import make_evaluator
 from msrl_jax.experiment.history import Row
+from msrl_jax.experiment.repeating import repeating
 from msrl_jax.experiment.run import Ending, Run, chunk_length
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.store import Saved, progress_of
@@ -173,7 +174,7 @@ def recorded(
 
 
 class Rows:
-    """Writes `config.json`, and rows to `metrics.jsonl`; if that fails, rows are kept, and written with a later one."""
+    """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; rows that cannot be written are kept for a later one."""
 
     def __init__(self):
         self._has_config = self._failed = False
@@ -185,6 +186,7 @@ class Rows:
         try:
             if not self._has_config:
                 folder.write_json(run.path / folder.CONFIG, run.description)
+                folder.write_text(run.path / folder.REPEAT, repeating(run.experiment, run.description))
                 self._has_config = True
             if self._waiting:
                 folder.append_rows(run.path, self._waiting)

@@ -23,6 +23,7 @@ from msrl_jax.experiment.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
 from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
+from msrl_jax.experiment.repeating import repeating
 from msrl_jax.experiment.run import TIMINGS
 from msrl_jax.experiment.spec import Experiment, fingerprint
 from msrl_jax.fragments.program import Delayed, Program
@@ -225,6 +226,7 @@ def save(result: Result, path: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     folder.write_json(partial / folder.CONFIG, result.description)
+    folder.write_text(partial / folder.REPEAT, repeating(result.experiment, result.description))
     count = len(result.history.get("step", ()))
     folder.append_rows(partial, [{name: column[i] for name, column in result.history.items()} for i in range(count)])
     timings = {name: result.timings.get(name, 0.0) for name in TIMINGS}

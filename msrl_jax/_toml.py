@@ -1,0 +1,31 @@
+"""TOML, as config files have it: flat keys with values. `tomllib` reads it; here it is written."""
+
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+WIDTH = 120
+
+
+def value(x: Any) -> str:
+    """A value as TOML, which has none for None: this is the text "None", as on the command line."""
+    if isinstance(x, bool):
+        return str(x).lower()
+    if isinstance(x, int | float):
+        return repr(x)
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{name} = {value(part)}' for name, part in x.items())}}}"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(value, x))}]"
+    return json.dumps(str(x), ensure_ascii=False)
+
+
+def comment(text: str) -> str:
+    """Lines of a comment."""
+    return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
+
+
+def entry(key: str, x: Any, doc: str = "", *, given: bool = True) -> str:
+    """The lines of a key, in a comment if its value is not given."""
+    return f"{comment(doc)}{'' if given else '#'}{key} = {value(x)}\n"

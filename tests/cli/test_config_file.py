@@ -1,0 +1,268 @@
+"""Config files: they say what a command line says, mistakes are one line, and `run.toml` of a folder repeats its run."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import PBT, Experiment, Result, algorithms, envs, train
+from msrl_jax.algorithms import PPO
+from msrl_jax.cli import config_file, flags, main
+from msrl_jax.cli.actions import COMMANDS
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.experiment.repeating import repeating
+
+TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
+PLACE = {
+    "policy": "GPUOnly", "eval_episodes": 2, "eval_every": None, "chunk": None, "rollbacks": [],
+    "devices": {"platform": "cpu", "count": 1, "processes": 1},
+}  # fmt: skip
+
+
+def parsed(command, *words):
+    """What a command gets."""
+    base = COMMANDS[command][0]
+    rest, file, _ = config_file.taken(words)
+    found, defaults = file.as_flags(base, rest)
+    args, config = flags.parse(command, base, [*rest, *found], defaults)
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(base) if f.name != "given"}
+    return options, config, getattr(args, "given", set())
+
+
+def experiment_of(file, *words):
+    """The experiment that `train --config` computes."""
+    options, config, given = parsed("train", "--config", str(file), *words)
+    names = [f.name for f in dataclasses.fields(Experiment) if f.name in options and f.name in given]
+    return make_experiment(options["algo"], overrides=config, **{name: options[name] for name in names})
+
+
+def other(config, field):
+    """Words of a flag for a value of a field that is not its default."""
+    value = getattr(config, field.name)
+    for new in (not value,) if isinstance(value, bool) else (0.25, 0.5, 1.0, 8, 16, 2, 0, "None", (8, 9), "relu", "batch"):
+        try:
+            changed = dataclasses.replace(config, **{field.name: None if new == "None" else new})
+        except (ValueError, TypeError):
+            continue
+        if getattr(changed, field.name) != value:
+            flag = field.name.replace("_", "-")
+            if isinstance(new, bool):
+                return [f"--{flag}" if new else f"--no-{flag}"]
+            return [f"--{flag}", *(map(str, new) if isinstance(new, tuple) else [str(new)])]
+    return []
+
+
+@pytest.mark.parametrize("algo", algorithms.names())
+def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
+    config = algorithms.get(algo)()
+    changed = [words for f in dataclasses.fields(config) if f.name != "data" and (words := other(config, f))]
+    assert len(changed) >= 4 or algo == "teams"
+    teams = ["--teams", "adversary=mappo:learning_rate=7e-4", "agent=ippo"] if algo == "teams" else []
+    words = ["--algo", algo, "--seed", "3", "--total-steps", "1e6", "--guard", "skip", "--out", "a 'b'", *teams]
+    words += [word for flag in changed for word in flag]
+    expected = parsed("train", *words)
+    assert len(expected[1]) == len(changed) + bool(teams) and main(["train", *words, "--print-config"]) == 0
+    file = tmp_path / "run.toml"
+    file.write_text(capsys.readouterr().out)
+    found = parsed("train", "--config", str(file))
+    assert found[:2] == expected[:2] and found[2] == expected[2] | {"env"}
+    assert main(["train", "--config", str(file), "--print-config"]) == 0 and capsys.readouterr().out == file.read_text()
+    # Everything that can be said is in the file, with its line of text; what has its default is a comment.
+    named = re.findall(r"^#?(\w+) = ", file.read_text(), re.MULTILINE)
+    assert set(named) == {*expected[0], *(f.name for f in dataclasses.fields(config))} and len(named) == len(set(named))
+    (file.parent / "all.toml").write_text(re.sub(r"^#(\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
+    assert parsed("train", "--config", str(file.parent / "all.toml"))[0] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", ["--learning-rate", "1e-4,3e-4", "--policy", "SingleLearnerCoarse:learners=2", "--clip-value", "None"]),
+        ("train", ["--learning-rate", "1e-4,", "--no-normalize-rewards", "--checkpoint-every", "1000", "--processes", "2"]),
+        ("train", ["--pbt", "members=4,every=2,learning_rate=log_uniform:1e-5:1e-2", "--network", "torch_free.nets:Mine"]),
+        ("sweep", ["--learning-rate", "log:1e-4:1e-2", "--hidden-sizes", "64", "64,128", "--activation", "relu,tanh"]),
+        ("sweep", ["--num-envs", "8,16", "--method", "grid", "--halving", "3", "--hidden-sizes", "8", "8"]),
+        ("explain", ["--algo", "sac", "--devices", "tpu:v5e:8x8", "gpu:h100:8", "--envs-per-device", "4", "--json"]),
+        ("bench", ["--algo", "dqn", "ppo", "--num-envs", "8", "16", "--learning-rate", "1e-3", "--against", "jit"]),
+        ("compete", ["board", "--fresh", "0.5", "--rounds", "3"]),
+        ("evaluate", ["--checkpoint", "7", "my run", "--episodes", "4"]),
+        ("record", ["run", "--steps", "100", "--out", "x.npz", "--epsilon", "0.1"]),
+        ("check-env", ["CartPole-v1", "--steps", "7"]),
+    ],
+)  # fmt: skip
+def test_every_command_reads_its_file(command, words, tmp_path, capsys):
+    assert main([command, *words, "--print-config"]) == 0
+    (tmp_path / "a.toml").write_text(capsys.readouterr().out)
+    assert parsed(command, "--config", str(tmp_path / "a.toml"))[:2] == parsed(command, *words)[:2]
+
+
+def test_flags_win(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('algo = "dqn"\nlearning-rate = 1e-3 # a comment\ndouble = true\nhidden_sizes = [\n  8,\n]\nseed = 5\n')
+    options, config, _ = parsed("train", f"--config={file}", "--seed", "7", "--no-double", "--hidden-sizes", "4")
+    assert (options["algo"], options["seed"]) == ("dqn", 7)
+    assert config == {"learning_rate": 1e-3, "double": False, "hidden_sizes": (4,)}
+    file.write_text('run = "there"\nepisodes = 3\n')
+    assert str(parsed("evaluate", "--config", str(file))[0]["run"]) == "there"
+    options, *_ = parsed("evaluate", "here", "--config", str(file))
+    assert (str(options["run"]), options["episodes"]) == ("here", 3)
+
+
+MISTAKES = [
+    ("lerning_rate = 3", "line 1: unknown key 'lerning_rate' (did you mean 'learning_rate'?)"),
+    ("seed = 1\ndata = 'x.npz'", "line 2: unknown key 'data', which is one of apex_dqn, bc,"),
+    ("env = CartPole-v1", "line 1: no TOML (Invalid value); write key = value, with text in double quotes"),
+    ("seed", "line 1: no TOML"),
+    ("seed = 1\nnum_envs = 7\nseed = 2", "line 3: seed is given twice, first in line 1"),
+    ("num-envs = 1\nnum_envs = 2", "line 2: num_envs is given twice, first in line 1"),
+    ("\n# one\nseed = 1.5", "line 3: Error parsing seed: '1.5' is not a whole number"),
+    ('learning_rate = "fast"', "line 1: Error parsing learning_rate: 'fast' is not a number"),
+    ("learning_rate = nan", "line 1: learning_rate is nan; use a finite number"),
+    ("learning_rate = [1e-3, inf]", "line 1: learning_rate is inf"),
+    ("seed = 1\nlearning_rate = -1.0", "line 2: PPO.learning_rate=-1.0: use a finite number above 0"),
+    ("learning_rate = [1e-3, -1.0]", "line 1: member 1 (learning_rate=-1)"),
+    ("[ppo]\nlearning_rate = 1", "line 1: ppo is a table; keys are flat"),
+    ("seed.x = 1", "line 1: seed is a table"),
+    ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array"),
+    ("hidden_sizes = []", "line 1: hidden_sizes is an empty array"),
+    ("hidden_sizes = [[8], [9]]", "line 1: hidden_sizes takes one value; [8] is an array"),
+    ('hidden_sizes = ["--seed"]', "line 1: hidden_sizes has '--seed', which begins as a flag does"),
+    ("total_steps = 2020-01-01", "line 1: total_steps is a date or time (2020-01-01)"),
+    ("normalize_rewards = 1", "line 1: normalize_rewards = 1; use true or false"),
+    ("seed = true", "line 1: seed is true; it takes a value"),
+    ("out = 3", "line 1: out is the number 3; write the path in double quotes"),
+    ('out = "a\\u0000"', "line 1: out has a character that cannot be printed"),
+    ('env = ""', "line 1: the value of env is empty"),
+    ('env = "CartPole"', "line 1: env: unknown environment 'CartPole' (did you mean 'CartPole-v1'?)"),
+    ('algo = "poo"', "line 1: algo: unknown algorithm 'poo' (did you mean 'ppo'?)"),
+    ("algo = 3", "line 1: algo: unknown algorithm '3'"),
+    ('guard = "x"', "line 1: invalid choice 'x' for argument 'guard'"),
+    ("num_envs = 8\nnum_minibatches = 7", "line 2: PPO.unroll_length=128 cannot be split into num_minibatches=7"),
+    ("cpu_devices = 0", "line 1: cpu_devices 0: use 1 to 1024"),
+    ('config = "b.toml"', "line 1: config belongs on the command line"),
+    ('env = {object = "Mine()"}', "line 1: env was an object (Mine()), which a file cannot hold; give --env MODULE:NAME"),
+    ("a = " + "[" * 5000, "too many brackets"),
+    ("seed = " + "1" * 5000, "a number of too many digits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[text[:30] for text, _ in MISTAKES])
+def test_a_mistake_in_a_file_is_one_line(text, message, capsys, tmp_path, monkeypatch):
+    (tmp_path / "a.toml").write_text(text + "\n")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    monkeypatch.setattr(jax, "jit", lambda *args, **kwargs: pytest.fail("something is compiled"))
+    assert main(["train", "--config", "../a.toml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(("msrl-jax: error: ../a.toml, ", "msrl-jax: error: --config ../a.toml ")) and message in line
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config"], "--config needs a file"),
+        (["--config", "--seed"], "--config needs a file"),
+        (["--config", "nothere"], "--config nothere: there is no such file"),
+        (["--config", "folder"], "--config folder is a folder; name a file, such as folder/run.toml"),
+        (["--config", "binary"], "--config binary is no text in UTF-8"),
+        (["--config", "a.toml", "--config", "a.toml"], "--config is given 2 times"),
+        (["--confg", "a.toml"], "did you mean '--config'?"),
+        (["--config", "a.toml", "--seed", "x"], "error: Error parsing --seed: 'x' is not a whole number"),
+    ],
+)
+def test_a_mistake_about_a_file_is_one_line(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"seed = \xff\xfe")
+    (tmp_path / "a.toml").write_text("seed = 1\n")
+    assert main(["train", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf# nothing\r\n")
+    assert parsed("train", "--config", str(tmp_path / "a.toml")) == parsed("train")
+
+
+def test_help_names_the_file_once(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert capsys.readouterr().out.count("--config") == 1
+    assert main(["--help"]) == 0 and capsys.readouterr().out.count("--config") == 1
+
+
+SEARCH = {"learning_rate": envs.log_uniform(1e-5, 1e-2), "entropy_coef": envs.choice([0.0, 0.01])}
+EXPERIMENTS = {
+    "members": {"learning_rate": [1e-4, 3e-4], "discount": [0.9, 0.95], "seeds": 3, "max_grad_norm": 0.1, "seed": 5},
+    "one setting": {"learning_rate": [1e-4]},
+    "population": {"pbt": PBT(SEARCH, members=4, every=2, explore="resample")},
+    "population from given values": {"pbt": PBT(SEARCH, members=2), "learning_rate": [1e-3, 1e-4]},
+    "parameters": {"env": "CartPole-v1:max_steps_in_episode=30", "env_params": {"length": envs.uniform(0.25, 1), "gravity": 9}},
+    "replay": {"algo": "dqn", "storage": None, "beta": None},  # whose data_fraction has no effect
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_file_of_a_run_is_its_experiment(name, tmp_path):
+    given = dict(EXPERIMENTS[name])
+    options = {key: given.pop(key) for key in ("algo", "env", "env_params", "seed", "seeds", "pbt") if key in given}
+    small = {"num_envs": 8} if "algo" in options else TINY
+    experiment = make_experiment(**options, overrides=small | given, guard="skip", total_steps=10_000)
+    (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE))
+    again = experiment_of(tmp_path / "run.toml")
+    assert again.difference(experiment) is None and again.settings == experiment.settings
+    assert dataclasses.replace(again, env_params=None) == dataclasses.replace(experiment, env_params=None)
+    assert again.to_json() == experiment.to_json()
+
+
+@pytest.mark.parametrize("algo", algorithms.names())
+def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
+    teams = {"teams": {"adversary": "mappo:learning_rate=7e-4", "agent": "ippo"}} if algo == "teams" else {}
+    data = {"data": str(tmp_path / "nothere.npz")} if algo in ("bc", "cql", "iql") else {}
+    config = algorithms.make(algo, {"num_envs": 16} | teams if "num_envs" in vars(algorithms.get(algo)()) else data)
+    experiment = Experiment(algorithm=config)
+    about = experiment._plain() | {"data": {"path": data.get("data"), "sha256": ""}} | PLACE
+    (tmp_path / "run.toml").write_text(repeating(experiment, about))
+    options, fields, _ = parsed("train", "--config", str(tmp_path / "run.toml"))
+    assert algorithms.make(options["algo"], fields) == config and len(fields) >= len(dataclasses.fields(config)) - 1
+
+
+def test_rates_are_those_before_rollbacks(tmp_path):
+    experiment = make_experiment(overrides={**TINY, "learning_rate": 3e-4})
+    halved = experiment.replaced(algorithm=dataclasses.replace(experiment.algorithm, learning_rate=3e-4 / 4))
+    (tmp_path / "run.toml").write_text(repeating(halved, halved.to_json() | PLACE | {"rollbacks": [{}, {}]}))
+    assert experiment_of(tmp_path / "run.toml") == experiment
+
+
+def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
+    first = train(
+        PPO(**TINY), "CartPole-v1", learning_rate=[1e-3, 3e-3], seed=2, total_steps=512, policy="GPUOnly:num_devices=1",
+        env_params="length=uniform:0.25:1", eval_episodes=2, out=tmp_path / "first", progress=False,
+    )  # fmt: skip
+    file = tmp_path / "first" / "run.toml"
+    assert main(["train", "--config", str(file), "--out", str(tmp_path / "second"), "--progress", "none"]) == 0
+    second = Result.load(tmp_path / "second")
+    assert second.experiment.difference(first.experiment) is None
+    for one, two in zip(*(jax.tree.leaves(jax.device_get(result.state.params)) for result in (first, second)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(second.evaluation.returns, first.evaluation.returns)
+    assert (tmp_path / "second" / "run.toml").read_text() == file.read_text()
+    second.save(tmp_path / "third")
+    assert (tmp_path / "third" / "run.toml").read_text() == file.read_text()
+
+
+def test_an_object_has_no_place_in_a_file(tmp_path, capsys):
+    env = envs.make("CartPole-v1")
+    train(
+        PPO(**TINY), env, total_steps=64, policy="GPUOnly:num_devices=1", eval_episodes=0, out=tmp_path / "run", progress=False,
+    )  # fmt: skip
+    file = tmp_path / "run" / "run.toml"
+    assert main(["train", "--config", str(file), "--out", str(tmp_path / "again")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"run\.toml, line \d+: env was an object \(.*CartPole.*\), which a file cannot hold; give --env", line)
+    assert experiment_of(file, "--env", "CartPole-v1") == Experiment(algorithm=PPO(**TINY), total_steps=64)
