@@ -24,23 +24,36 @@ import numpy as np
 
 
 class Layout(NamedTuple):
-    """The shared memory of environments, an array with a row for each, and the paths of the arrays of an observation."""
+    """The shared memory of environments, an array with a row for each."""
 
     num_envs: int
-    paths: tuple[tuple[Any, ...], ...]
+    paths: tuple[tuple[Any, ...], ...]  # of the arrays of an observation
     row: np.dtype[Any]
+    metrics: tuple[str, ...] = ()  # the keys of `info` that are passed on
 
     def view(self, memory: Any) -> np.ndarray:
         """The array in a memory of this layout; the parts of observations have numbers behind `obs` and `final`."""
         return np.ndarray(self.num_envs, self.row, memory)
 
 
-def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any) -> Layout:
-    """The layout for actions and parts of observations, by their paths, with these shapes and dtypes."""
+def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, metrics: tuple[str, ...] = ()) -> Layout:
+    """The layout for actions and parts of observations, by their paths, with these shapes and dtypes; and for metrics."""
     rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
     parts = {f"{name}{k}": x for name in ("obs", "final") for k, x in enumerate(obs.values())} | {"action": action}
     fields = [(name, np.dtype(x.dtype), x.shape) for name, x in parts.items()]
-    return Layout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True))
+    fields += [("metrics", np.dtype(np.float32), (len(metrics),))] if metrics else []
+    return Layout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True), metrics)
+
+
+def measured(info: Mapping[str, Any], names: tuple[str, ...]) -> list[float]:
+    """The metrics in the `info` of a step; raises ValueError unless each is there, and is a scalar number."""
+    for name in names:
+        if name not in info:
+            has = f"; it has {', '.join(map(str, info))}" if info else ", as it is empty"
+            raise ValueError(f"the info of a step has no metric {name!r}{has}; every step has to report it")
+        if np.ndim(x := info[name]) or np.asarray(x).dtype.kind not in "biuf":
+            raise ValueError(f"the metric {name!r} in the info of a step is {x!r}; only scalar numbers and bools are metrics")
+    return [float(info[name]) for name in names]
 
 
 class Order(NamedTuple):
@@ -107,9 +120,11 @@ class _Worker:
         view, action = self.view, self.view["action"][number]
         env = self.envs[number]
         scalar = action.ndim == 0 and action.dtype.kind in "iu"
-        obs, reward, terminated, truncated, _ = env.step(int(action) if scalar else action.astype(env.action_space.dtype))
+        obs, reward, terminated, truncated, info = env.step(int(action) if scalar else action.astype(env.action_space.dtype))
         self.write("final", number, obs)
         view["reward"][number], view["terminated"][number], view["truncated"][number] = reward, terminated, truncated
+        if self.layout.metrics:
+            view["metrics"][number] = measured(info, self.layout.metrics)
         if terminated or truncated:
             self.begin(number)
         else:

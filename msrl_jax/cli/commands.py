@@ -121,6 +121,7 @@ class Sweep(What):
     min_steps: int | None = option(None, "steps up to the first comparison, in place of rungs.")
     members_at_once: int | None = option(None, "members that are trained side by side; as many as memory holds if not given.")
     eval_episodes: int = option(32, "greedy episodes of each member, whose mean return ranks it; 0 takes the training return.")
+    rank_by: str = option("return", "what ranks the trials: return, or a metric of the environment, of which more is better.")
     checkpoint_every: str | None = option(
         None, "steps between checkpoints of a run, or time such as 10m; a minute if not given."
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.envs import metrics
 from msrl_jax.envs.base import (
     MaskedObservation,
     MultiAgentEnvironment,
@@ -20,6 +21,7 @@ from msrl_jax.envs.base import (
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
+from msrl_jax.envs.metrics import EpisodeMetrics
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.fragments.metrics import Mean
 
@@ -36,6 +38,7 @@ class AgentsState(NamedTuple):
     length_sum: jax.Array  # `[E]`
     num_episodes: jax.Array  # `[E]`
     source: ParamSource | tuple[()] = ()
+    metrics: EpisodeMetrics | tuple[()] = ()
 
 
 def vectorize_agents(
@@ -107,7 +110,8 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         source = sources(self.env, self.num_envs)
         key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
         per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
-        return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env, source), obs
+        sums = per_agent, per_env, per_agent, per_env, per_env
+        return AgentsState(key, env_state, absent, *sums, source, metrics.begin(self, self.num_envs)), obs
 
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
         """The global states, given the observations that belong to the state. `[E, S]` float32."""
@@ -128,11 +132,12 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             terminated |= absent
             ended = truncated | terminated.all()
             final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
+            reported = metrics.reported(self.env, env_state)
             fresh = strong(with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
             gone = terminated & ~ended
             obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
-            t = MultiAgentTimeStep(obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state)
+            t = MultiAgentTimeStep(obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state, reported)
             return key, env_state, gone, t
 
         key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
@@ -148,25 +153,27 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
             num_episodes=state.num_episodes + t.ended,
             source=after_step(state.source, self.num_envs),
+            metrics=metrics.end(self, metrics.add(self, state.metrics, t.metrics), t.ended, t.ended),
         )
         return state, t
 
     def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
         """Returns the means over completed episodes, and resets the sums.
 
-        They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), and `episode_return/TEAM`
-        (summed over the agents of a team) if there are several teams.
+        They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), `episode_return/TEAM`
+        (summed over the agents of a team) if there are several teams, and `episode_METRIC` of the environment's metrics.
         """
         count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
-        metrics = means(state.env_state) | {
+        kept, reduced = metrics.pop(self, state.metrics, count)
+        found = means(state.env_state) | {
             "episode_return": Mean(returns.sum(), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }
         if len(self.teams) > 1:
             for team, members in self.teams.items():
-                metrics[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
+                found[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
         zeros = {name: jnp.zeros_like(getattr(state, name)) for name in ("return_sum", "length_sum", "num_episodes")}
-        return state._replace(**zeros), metrics
+        return state._replace(**zeros, metrics=kept), found | reduced
 
     def _faults(
         self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array

@@ -3,7 +3,7 @@
 In the shape descriptions of this package, `E` is the number of parallel environments and `A` the number of agents of one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from msrl_jax.envs.metrics import Reduction, metrics_of
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
 
@@ -28,6 +29,8 @@ class Environment(Protocol):
     Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
     structure, shapes and dtypes. Messages use an attribute `name`, if there is one. A method `action_mask(state)` is optional:
     it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
+    Metrics are optional: a mapping `metrics` from names to what of an episode is reported, "last", "sum", "mean" or "max", and a
+    method `report(state)` that returns the scalars of the state after a step by name; several agents have them in common.
     Optional too are a mapping `default_params` from names to numbers or arrays, and a method `with_params(params)` that returns
     the same environment with other, perhaps traced, values of some of them: see `RandomizeParams`.
     """
@@ -89,6 +92,8 @@ class TimeStep(NamedTuple):
       final_obs: the true next observation, before any reset. `[E, ...]`
       present: whether the environment answered; None if all always do. Nothing is learned from a step without an answer, and
         `truncated` then says that the episode is lost. `[E]` bool
+      metrics: what `report` returned for the true next states, in the order of `metrics`; nan where the environment did not
+        answer; None if it has no metrics, and outside of `EpisodeStatistics`. `[E, K]` float32
     """
 
     obs: PyTree
@@ -97,6 +102,7 @@ class TimeStep(NamedTuple):
     truncated: jax.Array
     final_obs: PyTree
     present: jax.Array | None = None
+    metrics: jax.Array | None = None
 
     @property
     def ended(self) -> jax.Array:
@@ -151,6 +157,7 @@ class MultiAgentTimeStep(NamedTuple):
       ended: whether the episode ended: it was truncated, or all agents have terminated. `[E]` bool
       state: the global state for the next actions. `[E, S]` float32
       final_state: the global state that belongs to `final_obs`. `[E, S]` float32
+      metrics: those of the environments, as in `TimeStep`. `[E, K]` float32
     """
 
     obs: PyTree
@@ -162,6 +169,7 @@ class MultiAgentTimeStep(NamedTuple):
     ended: jax.Array
     state: jax.Array
     final_state: jax.Array
+    metrics: jax.Array | None = None
 
 
 class VectorEnvironment(Protocol):
@@ -221,12 +229,17 @@ def of_env(name: str) -> Any:
 
 
 class Wrapper:
-    """What wrappers share: the name and the spaces of `env`, the environment or vector environment inside."""
+    """What wrappers share: the name, the spaces and the metrics of `env`, the environment or vector environment inside."""
 
     env: Any
     name = property(lambda self: env_name(self.env))
     observation_space = of_env("observation_space")
     action_space = of_env("action_space")
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """How the metrics of the environment are reduced, by name."""
+        return metrics_of(self.env)
 
 
 class WithoutStatistics:

@@ -1,5 +1,6 @@
 """Checks of types, from shapes alone: of results of environments, keys and actions. Messages name the place and the remedy."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ from jax.tree_util import keystr
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, emitted, env_name, strong
 from msrl_jax.envs.masks import has_masks
+from msrl_jax.envs.metrics import check_declared
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
+_NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # no complex numbers, and no keys
 
 
 def check_types(env: Any, several: bool = False) -> None:
@@ -39,8 +42,7 @@ def check_types(env: Any, several: bool = False) -> None:
     next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, emitted(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
     compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{each}")
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)  # no complex numbers, and no keys
-    if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in kinds):
+    if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in _NUMBERS):
         wanted = f"one number{each}" if several else "a scalar"
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return {wanted}, float32{list(lead)}")
     scalar = "a scalar bool, jnp.asarray(False) if never"
@@ -58,6 +60,32 @@ def check_types(env: Any, several: bool = False) -> None:
         joint: Any = jax.eval_shape(env.global_state, state)
         if getattr(joint, "ndim", None) != 1:
             raise TypeError(f"{name}.global_state returned {show(joint)}; return a vector, float32[S]")
+    if (metrics := getattr(env, "metrics", None)) is not None:
+        check_declared(name, metrics)
+        _check_report(name, env, state, metrics)
+
+
+def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
+    if not metrics:
+        return
+    if not hasattr(env, "report"):
+        raise TypeError(f"{name} declares metrics, but has no method report(state); return {{{next(iter(metrics))!r}: ...}} there")
+    found: dict[str, Any] = {}
+
+    def report(state: PyTree) -> None:
+        if not isinstance(given := env.report(state), Mapping):
+            raise TypeError(f"{name}.report returned {show(given)}; return a dict of the metrics by name")
+        found.update({key: jnp.asarray(x) if isinstance(x, bool | int | float) else x for key, x in given.items()})
+
+    jax.eval_shape(report, state)
+    for key in [*found, *metrics]:
+        if key not in found:
+            raise TypeError(f"{name}.report returned no {key!r}, which metrics declares; return all metrics after every step")
+        if key not in metrics:
+            raise TypeError(f"{name}.report returned {key!r}, which metrics does not declare; add it there, as {key!r}: 'last'")
+        x = found[key]
+        if getattr(x, "shape", None) != () or not any(jnp.issubdtype(x.dtype, kind) for kind in _NUMBERS):
+            raise TypeError(f"{key!r} of {name}.report is {show(x)}; return a scalar number or bool")
 
 
 def check_names(name: str, agents: Any) -> None:

@@ -16,6 +16,7 @@ from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
+from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
 
@@ -54,7 +55,7 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     """Takes random legal actions in an environment, and compares what it returns with what it promises.
 
     It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
-    legal actions, at randomness that does not come from keys, at side effects, and at whether `vmap` and `shard_map` change
+    legal actions, at metrics, at randomness that does not come from keys, at side effects, and at whether `vmap` and `shard_map` change
     results. All compiles a few times, so it takes seconds; more for simulators.
 
     Args:
@@ -163,6 +164,10 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
             return
     if bad := int((~np.isfinite(reward)).sum()):
         yield f"the reward of {name}.step is {reward[~np.isfinite(reward)].flat[0]} in {bad} of {reward.size} steps"
+    for k, metric in enumerate(metrics_of(env)):
+        x = played["metrics"][..., k]
+        if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # of which nan is a step without an answer
+            yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps; return a number"
 
 
 def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:
@@ -262,6 +267,8 @@ def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterat
     ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
     if (ends & played["truncated"]).any():
         yield f"some steps of {name} terminate and truncate at once; terminated takes precedence: no value follows"
+    if hasattr(env, "report") and not metrics_of(env):
+        yield f"{name} has a method report, but declares no metrics, so it is not called; metrics = {{'success': 'last'}} does"
     leaves = jax.tree.leaves(unmasked(first))
     if len(played["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
         yield f"all first observations of {name} are equal; if episodes should begin differently, use the key or seed of reset"

@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     truncated: np.ndarray
     final_obs: Any
     present: np.ndarray
+    metrics: np.ndarray | None = None  # nan where the environment has not answered. `[E, K]` float32
 
 
 class Simulators(Protocol):
@@ -96,7 +97,8 @@ class HostVectorized(WithoutStatistics, Wrapper):
         """Advances every environment by one action; environments start again at the end of an episode."""
         action = as_actions(self, action, (self.num_envs,), "environment")
         obs, flag = self._observations(), self._row(jnp.bool_)
-        results = self._row(jnp.uint32), (obs, self._row(jnp.float32), flag, flag, obs, flag)
+        metrics = self._row(jnp.float32, len(self.metrics)) if self.metrics else None
+        results = self._row(jnp.uint32), (obs, self._row(jnp.float32), flag, flag, obs, flag, metrics)
         steps, outcome = host_fragment(self.simulators, results, name="simulate")(state.seed, state.steps, action)
         t = TimeStep(*received(outcome, "env"))
         return state._replace(steps=steps, asked=state.asked + 1, absent=state.absent + ~t.present), t  # type: ignore[operator]
@@ -160,6 +162,8 @@ class Stepping:
             made = finish()
             if other.any():
                 made.present[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
+                if made.metrics is not None:
+                    made.metrics[other] = np.nan
             return after, tuple(made)
 
         return outcome
@@ -291,13 +295,17 @@ class Workers:
         self._is[np.isin(now, (_Is.DONE, _Is.CAUGHT_UP, _Is.FRESH))] = _Is.READY
         self._in_a_row[present], self._has_stepped[present] = 0, True
         terminated, truncated = self._view["terminated"], self._view["truncated"]
+        answered, metrics = present | caught_up, None
+        if self._layout.metrics:
+            metrics = np.where(answered[:, None], self._view["metrics"], np.float32(np.nan))
         return Outcome(
             self._read("obs", envs),
-            np.where(present | caught_up, self._view["reward"], np.float32(0)),
+            np.where(answered, self._view["reward"], np.float32(0)),
             (present & terminated) | (caught_up & (terminated | truncated)),
             (present & truncated) | lost,
             self._read("final", envs),
             present,
+            metrics,
         )
 
     def _any(self, envs: np.ndarray, *states: _Is) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host
+from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host, of_env
 
 
 def has_masks(env: Any) -> bool:
@@ -41,6 +41,7 @@ class _Masked(Wrapper):
     """The environment that `with_masks` returns; its `observation_space` is that of the observations without their masks."""
 
     env: Any
+    report = of_env("report")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
         state, obs = self.env.reset(key)

@@ -14,13 +14,14 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
+from msrl_jax.envs.metrics import metrics_of
 
 
 class DictEnvironment(Protocol):
     """An environment with several agents that speaks in dicts by agent name, with one entry for every agent at all times.
 
     Two methods are optional. `action_mask(state)`: dict of the legal actions, `[n]` bool with the agent's own `n`.
-    `global_state(state) -> [S]` float32.
+    `global_state(state) -> [S]` float32. So are metrics, as of an `Environment`.
     """
 
     @property
@@ -62,7 +63,7 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     environment sees the first components, as many as it has.
 
     Args:
-      env: the environment; its optional `action_mask` and `global_state` are kept.
+      env: the environment; its optional `action_mask`, `global_state` and metrics are kept.
 
     Returns:
       The environment.
@@ -142,6 +143,8 @@ class StackedAgents:
             self.action_mask = self._action_mask
         if hasattr(env, "global_state"):
             self.global_state = env.global_state  # type: ignore[attr-defined]
+        if metrics := metrics_of(env):
+            self.metrics, self.report = metrics, env.report  # type: ignore[attr-defined]
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode; returns the state and the first observations `[A, ...]`."""

@@ -24,6 +24,7 @@ from msrl_jax.envs.base import (
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import with_masks
+from msrl_jax.envs.metrics import reported
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean
@@ -72,8 +73,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
       The vector environment.
 
     Raises:
-      TypeError: if a result of `reset`, `step` or `action_mask` does not fit the protocol; the message names it.
-      ValueError: if `num_envs` is not at least 1.
+      TypeError: if a result of `reset`, `step`, `action_mask` or `report` does not fit the protocol; the message names it.
+      ValueError: if `num_envs` is not at least 1, or a metric has no fit name or no known reduction.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
@@ -134,10 +135,13 @@ class Vectorized(WithoutStatistics, Wrapper):
             env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
             # environments.
+            metrics = reported(self.env, env_state)
             fresh = self._reset(reset_key, source) if spare is None else spare
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
-            return key, env_state, TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
+            return key, env_state, TimeStep(
+                obs, reward.astype(jnp.float32), terminated, truncated, final_obs, metrics=metrics
+            )
 
         of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
         key, env_state, t = jax.vmap(step_one)(*of_copies)

@@ -13,9 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax.envs import running, spaces
+from msrl_jax.envs import metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.metrics import EpisodeMetrics
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
@@ -50,7 +51,7 @@ class VectorWrapper(Wrapper):
 
 
 class EpisodeStatisticsState(NamedTuple):
-    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`."""
+    """State of `EpisodeStatistics`; all fields except the first and the last are float32 `[E]`."""
 
     env_state: PyTree
     episode_return: jax.Array  # undiscounted, of the running episode
@@ -58,11 +59,12 @@ class EpisodeStatisticsState(NamedTuple):
     return_sum: jax.Array  # of the episodes that were completed since `pop_episodes`
     length_sum: jax.Array
     num_episodes: jax.Array
+    metrics: EpisodeMetrics | tuple[()] = ()
 
 
 @dataclass(frozen=True)
 class EpisodeStatistics(VectorWrapper):
-    """Measures the mean return and length of completed episodes.
+    """Measures the mean return and length of completed episodes, and the metrics of the environment.
 
     Every environment has its own sums, so a step needs no communication; `pop_episodes` adds them up. Lengths and counts are
     exact up to 2**24 per environment between two calls.
@@ -76,12 +78,12 @@ class EpisodeStatistics(VectorWrapper):
     @property
     def axes(self) -> EpisodeStatisticsState:
         """Logical axes of the state."""
-        return EpisodeStatisticsState(self.env.axes, *[ENV_AXIS] * 5)  # type: ignore[arg-type]
+        return EpisodeStatisticsState(self.env.axes, *[ENV_AXIS] * 6)  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[EpisodeStatisticsState, PyTree]:
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
-        return EpisodeStatisticsState(env_state, *[jnp.zeros(self.num_envs)] * 5), obs
+        return EpisodeStatisticsState(env_state, *[jnp.zeros(self.num_envs)] * 5, metrics.begin(self, self.num_envs)), obs
 
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""
@@ -89,6 +91,7 @@ class EpisodeStatistics(VectorWrapper):
         ended, present = time_step.ended, time_step.present
         # An episode that is lost, truncated without an answer, is none.
         done = ended if present is None else ended & (present | time_step.terminated)
+        reduced = metrics.add(self, state.metrics, time_step.metrics, metrics.answered(time_step))
         episode_return = state.episode_return + time_step.reward
         episode_length = state.episode_length + (1 if present is None else present)
         state = EpisodeStatisticsState(
@@ -98,19 +101,22 @@ class EpisodeStatistics(VectorWrapper):
             return_sum=state.return_sum + jnp.where(done, episode_return, 0),
             length_sum=state.length_sum + jnp.where(done, episode_length, 0),
             num_episodes=state.num_episodes + done,
+            metrics=metrics.end(self, reduced, ended, done),
         )
-        return state, time_step
+        return state, time_step._replace(metrics=None)
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Returns the means `episode_return` and `episode_length` of completed episodes, and resets their sums."""
-        env_state, metrics = self.env.pop_episodes(state.env_state)
+        """Returns the means `episode_return`, `episode_length` and `episode_METRIC` of completed episodes; resets their sums."""
+        env_state, found = self.env.pop_episodes(state.env_state)
         count = jnp.sum(state.num_episodes)
-        metrics = metrics | {
+        kept, means = metrics.pop(self, state.metrics, count)
+        found = found | {
             "episode_return": Mean(jnp.sum(state.return_sum), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }
         zero = jnp.zeros_like(state.return_sum)
-        return state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero), metrics
+        state = state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero, metrics=kept)
+        return state, found | means
 
 
 class NormalizingWrapper(VectorWrapper):

@@ -20,6 +20,7 @@ from msrl_jax._checks import whole
 from msrl_jax._terminal import Lasting, progress_stream
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
+from msrl_jax.experiment.evaluate import MOST_SHOWN
 from msrl_jax.experiment.history import scalars, team_of
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.fragments.runtime.transfer import put
@@ -223,6 +224,7 @@ Show = Callable[[Tick], None]
 Display = Callable[..., contextlib.AbstractContextManager[Show]]
 
 _SHOWN = {"episode_return": "return", "eval_return": "eval"}
+_USUAL = ("episode_return", "episode_length")  # what starts as they do are metrics of the environment
 
 
 def choose_display(progress: Progress) -> Display:
@@ -248,6 +250,8 @@ def _facts(tick: Tick) -> str:
         teams = [f"{team} {x:.1f}" for column, x in known.items() if (team := team_of(column, name))]
         if name in known:
             facts.append(f"{word} {known[name]:.1f}" + f" ({', '.join(teams)})" * bool(teams))
+    measured = [name for name in known if name.startswith("episode_") and name.partition("/")[0] not in _USUAL]
+    facts += [f"{name.removeprefix('episode_').replace('_', ' ')} {known[name]:.3g}" for name in measured[:MOST_SHOWN]]
     return "  ".join(facts)
 
 

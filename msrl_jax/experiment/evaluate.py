@@ -11,9 +11,10 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, has_agents, vectorize
+from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, has_agents, metrics, vectorize
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import check_played, mask_of, observation_type
+from msrl_jax.envs.metrics import EpisodeMetrics, metrics_of
 from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized, with_source
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.history import decimals
@@ -22,6 +23,7 @@ from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import Fitting
 
 MAX_STEPS = 10_000
+MOST_SHOWN = 4  # metrics of an environment in a line of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,8 @@ class Evaluation:
         dtype=float32
       team_returns: name -> the sum over the agents of a team; empty unless there are several teams. shape=[episodes] or
         [M, episodes], dtype=float32
+      metrics: name -> the metric of the environment over each episode, or its first steps. shape=[episodes] or [M, episodes],
+        dtype=float32
     """
 
     returns: np.ndarray
@@ -167,6 +171,7 @@ class Evaluation:
     finished: np.ndarray
     agent_returns: np.ndarray | None = None
     team_returns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
+    metrics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
 
     @property
     def mean_return(self) -> float | np.ndarray:
@@ -180,9 +185,10 @@ class Evaluation:
 
     @property
     def means(self) -> dict[str, float | np.ndarray]:
-        """The columns of a history: `eval_return`, `eval_length`, and `eval_return/TEAM` of several teams."""
+        """The columns of a history: `eval_return`, `eval_length`, `eval_return/TEAM` of several teams, `eval_METRIC`."""
         teams = {f"eval_return/{team}": _mean(returns) for team, returns in self.team_returns.items()}
-        return {"eval_return": self.mean_return, "eval_length": self.mean_length, **teams}
+        metrics = {f"eval_{name}": _mean(values) for name, values in self.metrics.items()}
+        return {"eval_return": self.mean_return, "eval_length": self.mean_length, **teams, **metrics}
 
     def __repr__(self) -> str:
         parts = {f"of {team}": returns for team, returns in self.team_returns.items()}
@@ -190,10 +196,12 @@ class Evaluation:
             parts["of each agent"] = np.moveaxis(self.agent_returns, -1, -2)
         shown = "".join(f", {of} {_spread(returns)}" for of, returns in parts.items())
         cut = int((~self.finished).sum())
+        measured = "".join(f", {name} {_spread(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
+        measured += ", ..." * (len(self.metrics) > MOST_SHOWN)
         note = f", {cut} cut off at max_steps" if cut else ""
         return (
             f"Evaluation({self.returns.shape[-1]} episodes: return {_spread(self.returns)}{shown}, "
-            f"length {_fixed(self.mean_length, 1)}{note})"
+            f"length {_fixed(self.mean_length, 1)}{measured}{note})"
         )
 
 
@@ -225,6 +233,7 @@ class _Episodes(NamedTuple):
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
+    metrics: EpisodeMetrics | tuple[()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +260,9 @@ class Evaluator:
             played = jax.device_get(self.play(self.behavior.take(state), key))
         check_played(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
-        return Evaluation(**played, team_returns=teams)
+        values = played.pop("metrics", None)
+        measured = {name: values[..., k] for k, name in enumerate(metrics_of(self.env))}
+        return Evaluation(**played, team_returns=teams, metrics=measured)
 
 
 def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS) -> Evaluator:
@@ -267,6 +278,10 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         env = with_source(copies, behavior.source(state))
         env_state, obs = env.reset(key)
 
+        def counted(e: _Episodes, t: Any) -> jax.Array:
+            known = None if several else metrics.answered(t)
+            return e.running if known is None else e.running & known
+
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
@@ -276,16 +291,18 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
                 e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
-                e.lengths + e.running, e.running & ~t.ended,
+                e.lengths + e.running, e.running & ~t.ended, metrics.add(env, e.metrics, t.metrics, counted(e, t)),
             )  # fmt: skip
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
             jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros((episodes, agents)) if several else (),
             zeros, zeros.astype(jnp.int32), jnp.ones(episodes, bool),
+            metrics.begin(env, episodes),
         )  # fmt: skip
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         played = {"returns": end.returns, "lengths": end.lengths, "finished": ~end.running}
+        played |= {"metrics": metrics.so_far(env, end.metrics)} if end.metrics else {}
         return played | {"agent_returns": end.agent_returns} if several else played
 
     fits = Fitting(

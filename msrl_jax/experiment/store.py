@@ -338,5 +338,8 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
         return None
     dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_, "agent_returns": np.float32}
     fields: Any = {name: np.asarray(x, dtypes[name]) for name, x in episodes.items() if name in dtypes and x is not None}
-    teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}
-    return Evaluation(**fields, team_returns=teams)
+    named = {
+        field: {name: np.asarray(x, np.float32) for name, x in episodes.get(field, {}).items()}
+        for field in ("team_returns", "metrics")
+    }
+    return Evaluation(**fields, **named)

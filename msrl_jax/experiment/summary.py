@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.experiment.history import decimals, in_words, last_known, team_of
 from msrl_jax.experiment.pbt import PARENT
 
@@ -21,10 +22,11 @@ _PREFIX = "pbt/"
 def summarize(result: Result) -> dict[str, Any]:
     """A run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-    returns = {name: result.final(name) for name in result.history if name.partition("/")[0] == "episode_return"}
+    reported = {"return", *metrics_of(result.behavior.env)}
+    returns = {name: result.final(name) for name in result.history if _of_episodes(name, "episode_") in reported}
     if result.evaluation is not None:
         means = result.evaluation.means.items()
-        returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
+        returns |= {name: np.asarray(mean) for name, mean in means if _of_episodes(name, "eval_") in reported}
     about |= {"members": result.settings} if result.description["settings"] else {}
     if result.description["pbt"]:
         last = final_values(result.history)
@@ -80,6 +82,11 @@ def describe(result: Result) -> str:
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
+
+
+def _of_episodes(column: str, prefix: str) -> str:
+    """What of episodes a column is about, such as `return` or a metric of the environment; empty if it is another column."""
+    return column.partition("/")[0].removeprefix(prefix) if column.startswith(prefix) else ""
 
 
 def _parts(result: Result) -> str:
@@ -161,7 +168,7 @@ def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
             for other in history:
                 if (team := team_of(other, name)) and name == "episode_return":
                     _draw(panel, history["step"], history[other], f"team {team}", "-")
-            if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_return"):
+            if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_"):
                 _draw(panel, history["step"], history[greedy], "greedy evaluation", "o")
         panel.legend()
     return figure

@@ -17,6 +17,7 @@ from msrl_jax import algorithms
 from msrl_jax._terminal import progress_stream
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs.base import release
+from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.agents import UNRANKED
 from msrl_jax.experiment.folder import RunFolderError
@@ -75,7 +76,7 @@ class Course:
             shape = Shape({name: value for name, value in values.items() if name not in data}, data)
             if shape not in self.shapes:
                 self.shapes.append(shape)
-            trial = Trial(number, dict(values), self.shapes.index(shape))
+            trial = Trial(number, dict(values), self.shapes.index(shape), rank_by=self.description["rank_by"])
             try:
                 algorithms.make(self.base.algorithm, {**self.constants, **values})
             except ValueError as error:
@@ -230,16 +231,24 @@ def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
 
 
 def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
-    """The trials of a run with their steps and returns, which are nan for a member whose parameters are not finite."""
-    means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
+    """The trials of a run with their steps, returns and metrics, which are nan for a member whose parameters are not finite."""
+    start = "episode" if result.evaluation is None else "eval"
+    columns = {name: f"{start}_{name}" for name in ("return", *metrics_of(result.behavior.env))}
+    of_run = {name: result.final(name) for name in columns.values()} if result.evaluation is None else result.evaluation.means
     finite = np.ones(result.members, bool)
     for leaf in jax.tree.leaves(result.state.params):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             finite &= np.isfinite(np.asarray(leaf, np.float32)).reshape(result.members, -1).all(axis=1)
-    scores = np.where(finite, np.atleast_1d(np.asarray(means, np.float64)), np.nan).reshape(len(batch), seeds).tolist()
+    scores = {
+        name: np.where(finite, np.atleast_1d(np.asarray(of_run[column], np.float64)), np.nan).reshape(len(batch), seeds).tolist()
+        for name, column in columns.items()
+    }
     about = {"steps": int(result.history["step"][-1]), "rung": rung, "run": run}
-    each = enumerate(zip(batch, scores, strict=True))
-    return [dataclasses.replace(trial, returns=tuple(score), member=i * seeds, **about) for i, (trial, score) in each]
+    found = []
+    for i, trial in enumerate(batch):
+        own = {name: tuple(score[i]) for name, score in scores.items()}
+        found.append(dataclasses.replace(trial, returns=own.pop("return"), metrics=own, member=i * seeds, **about))
+    return found
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:

@@ -19,7 +19,7 @@ from msrl_jax.experiment.history import decimals, value_in_words
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.summary import saved
 from msrl_jax.search.course import SWEEP
-from msrl_jax.search.space import Axis, Trial, by_return
+from msrl_jax.search.space import Axis, Trial, by_return, mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,14 +96,23 @@ class SweepResult:
         return self.best if trial is None else self.trials[trial]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank."""
+        """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank.
+
+        Of each metric of the environment, there is the mean over the seeds, `METRIC_mean`.
+        """
         return [
             {
                 "trial": trial.number, "program": trial.program, **trial.values, "rung": trial.rung, "steps": trial.steps,
-                "return_mean": trial.mean, "return_min": trial.min, "return_max": trial.max, "rank": trial.rank,
+                "return_mean": (of := dataclasses.replace(trial, rank_by="return")).mean, "return_min": of.min,
+                "return_max": of.max, **{f"{name}_mean": mean(trial.metrics.get(name, ())) for name in self._metrics},
+                "rank": trial.rank,
             }
             for trial in self.trials
         ]  # fmt: skip
+
+    @property
+    def _metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for trial in self.trials for name in trial.metrics))
 
     def summary(self) -> dict[str, Any]:
         """The sweep as plain data."""
@@ -204,8 +213,12 @@ class SweepResult:
 
 
 def _read_trial(row: Mapping[str, Any]) -> Trial:
+    def numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+        return tuple(math.nan if x is None else x for x in values)
+
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in row["values"].items()}
-    return Trial(**{**row, "values": values, "returns": tuple(math.nan if x is None else x for x in row["returns"])})
+    metrics = {name: numbers(x) for name, x in row.get("metrics", {}).items()}
+    return Trial(**{**row, "values": values, "returns": numbers(row["returns"]), "metrics": metrics})
 
 
 def write_table(result: SweepResult, path: Path) -> None:
@@ -219,7 +232,8 @@ def write_table(result: SweepResult, path: Path) -> None:
 def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
     means = [trial.mean for trial in trials if not math.isnan(trial.mean)]
     digits = decimals(max(means), max(means) - min(means)) if means else 0
-    head = ["rank", "trial", *trials[0].values, "steps", "return", *(["least", "most"] if seeds > 1 else [])]
+    by = trials[0].rank_by
+    head = ["rank", "trial", *trials[0].values, "steps", by, *(["least", "most"] if seeds > 1 else [])]
     cells = [
         [
             str(trial.rank), str(trial.number), *map(value_in_words, trial.values.values()), f"{trial.steps:,}",
@@ -262,8 +276,9 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
             panel.set_xticks(sorted({*at}))
         ends = [f"{x:.4g}" if labels is None else labels[int(x)] for x in (at.min(), at.max())]
         coordinates.append((axis.field.replace("_", " "), _height(np.log(at) if is_log else at), ends))
-    panels[0].set_ylabel("return")
-    coordinates.append(("return", _height(means), [f"{x:.4g}" for x in (means.min(), means.max())]))
+    by = trials[0].rank_by.replace("_", " ")
+    panels[0].set_ylabel(by)
+    coordinates.append((by, _height(means), [f"{x:.4g}" for x in (means.min(), means.max())]))
     colors = ScalarMappable(Normalize(means.min(), means.max()), "viridis")
     for i in np.argsort(means):
         lower.plot([heights[i] for _, heights, _ in coordinates], color=colors.to_rgba(means[i]), alpha=0.8)
@@ -274,7 +289,7 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
     lower.set_yticks([])
     lower.set_ylim(-0.12, 1.12)
     lower.grid(axis="x", alpha=0.3)
-    parts[1].colorbar(colors, ax=lower, label="return")
+    parts[1].colorbar(colors, ax=lower, label=by)
     figure.suptitle(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure

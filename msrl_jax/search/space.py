@@ -171,27 +171,39 @@ class Trial:
     rung: int = 0  # the last one of successive halving that it finished
     # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
     returns: tuple[float, ...] = ()
-    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean return
+    metrics: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict[str, tuple[float, ...]])  # likewise
+    rank_by: str = "return"  # or the name of a metric
+    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean
     run: int | None = None  # the number of the run that trained it last, in `SweepResult.runs`
     member: int = 0  # the number of its first member in this run
 
     @property
+    def scores(self) -> tuple[float, ...]:
+        """What ranks it, of each seed: the return, or the metric `rank_by`."""
+        return self.returns if self.rank_by == "return" else self.metrics.get(self.rank_by, ())
+
+    @property
     def mean(self) -> float:
-        """The mean return of its seeds; nan if one of them is nan."""
-        return math.fsum(self.returns) / len(self.returns) if self.returns else math.nan
+        """The mean score of its seeds; nan if one of them is nan."""
+        return mean(self.scores)
 
     @property
     def min(self) -> float:
-        """The lowest return of its seeds."""
-        return math.nan if math.isnan(self.mean) else min(self.returns)
+        """The lowest score of its seeds."""
+        return math.nan if math.isnan(self.mean) else min(self.scores)
 
     @property
     def max(self) -> float:
-        """The highest return of its seeds."""
-        return math.nan if math.isnan(self.mean) else max(self.returns)
+        """The highest score of its seeds."""
+        return math.nan if math.isnan(self.mean) else max(self.scores)
 
     def __str__(self) -> str:
         return f"trial {self.number} ({in_words(self.values)})"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; nan if one of the values is nan, or if there are none."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import _compiling, algorithms
-from msrl_jax._checks import as_path, check_seed, whole
+from msrl_jax._checks import as_path, check_seed, suggestion, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, hooks, processes
 from msrl_jax.experiment.arguments import resolve_policy
@@ -51,13 +52,14 @@ def sweep(
     min_steps: int | None = None,
     members_at_once: int | None = None,
     eval_episodes: int = 32,
+    rank_by: str = "return",
     checkpoint_every: int | str | None = None,
     time_limit: float | str | None = None,
     env_params: GivenParams | None = None,
     progress: Progress = "auto",
     **fields: Any,
 ) -> SweepResult:
-    """Trains many settings of an algorithm, and ranks them by their returns.
+    """Trains many settings of an algorithm, and ranks them by their returns, or by a metric of the environment.
 
     Trials that differ in tunable fields only are members of one program; other fields, such as `num_envs`, make a program of
     their own. A trial computes what `train` computes for its setting, up to float tolerance, under every policy. A member whose
@@ -84,6 +86,7 @@ def sweep(
       members_at_once: members that are trained side by side; None takes as many as memory is estimated to hold. With "optuna",
         those of an eighth of the trials by default.
       eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 takes the training return.
+      rank_by: "return", or the name of a metric of the environment, of which more is better.
       checkpoint_every: steps or time between checkpoints of a run, as in `train`.
       time_limit: time after which the sweep is saved and ends, as in `train`.
       env_params: what parameters of the environment are drawn from, as in `train`.
@@ -121,11 +124,13 @@ def sweep(
     base = Experiment(
         algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
     )
+    if rank_by not in (known := ["return", *metrics_of(base.environment)]):
+        raise ValueError(f"rank_by={rank_by!r}{suggestion(rank_by, known)}: {base.env_name} reports {', '.join(known)}")
     distribution = resolve_policy(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
-        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "rank_by": rank_by, "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
         "members_at_once": members_at_once,
         "fields": {
             axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
@@ -186,4 +191,4 @@ def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict
 def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
     facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
-    return facts | description["config"] | description["fields"]
+    return {"rank_by": "return"} | facts | description["config"] | description["fields"]

@@ -37,12 +37,15 @@ class BraxEnvironment:
     """An environment of Brax, or of a suite with Brax's states, without wrappers.
 
     Brax's `done` is the end of the task. Its physics draws no random numbers, so the keys of steps are not used. Rewards of
-    repeated actions are summed, also after the end of the task, as in Brax.
+    repeated actions are summed, also after the end of the task, as in Brax. Its metrics are those of a state, of the last
+    repetition, as in Brax: those named `reward...` as sums over the episode, others as means.
     """
 
     def __init__(self, env: Any, name: str, action_repeat: int = 1):
         self.env, self.name, self.action_repeat = env, name, action_repeat
-        self.observation_space = common.unbounded(emitted(self.reset)[1])
+        state, obs = emitted(self.reset)
+        self.observation_space = common.unbounded(obs)
+        self.metrics = {key: "sum" if key.startswith("reward") else "mean" for key in common.scalars(state.metrics)}
         self.action_space = spaces.Box(-1, 1, (env.action_size,))
 
     @property
@@ -86,6 +89,11 @@ class BraxEnvironment:
             state, rewards = jax.lax.scan(once, state, length=self.action_repeat)
             reward = jnp.sum(rewards)
         return state, state.obs, reward, state.done.astype(bool), jnp.asarray(False)
+
+
+    def report(self, state: Any) -> dict[str, jax.Array]:
+        """The metrics of the last step, such as the terms of the reward."""
+        return common.scalars(state.metrics)
 
 
 def _field(env: Any) -> str:

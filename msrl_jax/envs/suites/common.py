@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,6 +138,11 @@ def fit(what: str, value: Any, default: Any) -> Any:
         kind = type(default).__name__ if scalar else f"array {default.dtype}{list(default.shape)}"
         raise ValueError(f"{what}={value!r} does not fit; its default is {default} ({kind})")
     return converted
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that are scalar numbers, with names that metrics may have: `reward/upright` is `reward_upright`."""
+    return {re.sub(r"\W", "_", name): x for name, x in values.items() if jnp.ndim(x) == 0}
 
 
 def unbounded(obs: PyTree) -> spaces.Space:

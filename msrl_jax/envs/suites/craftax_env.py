@@ -34,7 +34,8 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
 class CraftaxEnvironment:
     """An environment of Craftax without its automatic reset; `params` are its `EnvParams`.
 
-    Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it.
+    Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it. Its metrics are the
+    achievements: whether each was made in the episode.
     """
 
     def __init__(self, env: Any, params: Any, name: str):
@@ -43,6 +44,9 @@ class CraftaxEnvironment:
         declared = env.observation_space(params)
         self.observation_space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
         self.action_space = spaces.Discrete(env.action_space(params).n)
+        constants = common.load("craftax.craftax_classic.constants" if "Classic" in name else "craftax.craftax.constants")
+        self._achievements = {each.name.lower(): each.value for each in constants.Achievement}
+        self.metrics = dict.fromkeys(self._achievements, "last")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode in a new world."""
@@ -56,3 +60,7 @@ class CraftaxEnvironment:
         terminated = jnp.bool_(self.env.is_terminal(state, endless))
         truncated = (state.timestep >= self.params.max_timesteps) & ~terminated
         return strong(state), strong(obs), jnp.float32(reward), terminated, truncated
+
+    def report(self, state: Any) -> dict[str, jax.Array]:
+        """Which achievements were made so far."""
+        return {name: state.achievements[number] for name, number in self._achievements.items()}

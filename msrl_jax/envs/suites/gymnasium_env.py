@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -12,14 +12,17 @@ import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import suggestion, whole
-from msrl_jax._simulate import layout_of
+from msrl_jax._simulate import layout_of, measured
+from msrl_jax._spec import read_values
 from msrl_jax.envs import spaces
 from msrl_jax.envs.host import HostVectorized, Stepping, Workers
+from msrl_jax.envs.metrics import Reduction, check_declared
 from msrl_jax.envs.suites import common
 
 
 def make(
-    name: str, *, num_workers: int | None = None, timeout: float = 60.0, drop_slowest: float = 0.0, **params: Any
+    name: str, *, num_workers: int | None = None, timeout: float = 60.0, drop_slowest: float = 0.0,
+    metrics: Mapping[str, Reduction] | str | None = None, **params: Any,
 ) -> "GymnasiumEnvironment":
     """An environment by its registered id, such as "HalfCheetah-v5"; `params` are arguments of `gymnasium.make`.
 
@@ -32,7 +35,7 @@ def make(
         )
     # The specification, not the name, because a worker does not know what was registered here.
     factory = functools.partial(gymnasium.make, gymnasium.spec(name), **params)
-    return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest)
+    return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest, metrics or {})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +53,8 @@ class GymnasiumEnvironment:
       timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
       drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
         episodes, but nothing is learned from these steps. Environments of one worker are late together.
+      metrics: the keys of `info` that every step reports, and what of an episode: "last", "sum", "mean" or "max"; also as text,
+        `"x_velocity=mean,reward_ctrl=sum"`.
     """
 
     factory: Callable[[], gymnasium.Env[Any, Any]]
@@ -57,6 +62,7 @@ class GymnasiumEnvironment:
     num_workers: int | None = None
     timeout: float = 60.0
     drop_slowest: float = 0.0
+    metrics: Mapping[str, Reduction] | str = dataclasses.field(default_factory=dict[str, Reduction])
     on_host = True
     observation_space: spaces.Space = dataclasses.field(init=False)
     action_space: spaces.Space = dataclasses.field(init=False)
@@ -70,6 +76,10 @@ class GymnasiumEnvironment:
             raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
             raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
+        if isinstance(self.metrics, str):
+            wrong = f"cannot read metrics={self.metrics!r} of {self.name}; write 'x_velocity=mean,reward_ctrl=sum'"
+            object.__setattr__(self, "metrics", read_values(self.metrics, wrong=wrong))
+        check_declared(self.name, self.metrics)
         try:
             env = common.build(self.name, self.factory, {})
         except (gymnasium.error.Error, ImportError) as error:
@@ -78,7 +88,15 @@ class GymnasiumEnvironment:
             raise TypeError(f"the factory of {self.name} returned {env!r}; return a gymnasium.Env")
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
-        env.close()
+        try:
+            if names := tuple(self.metrics):
+                env.reset(seed=0)
+                env.action_space.seed(0)
+                measured(env.step(env.action_space.sample())[4], names)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        finally:
+            env.close()
         if not isinstance(self.action_space, spaces.Discrete | spaces.Box):
             raise TypeError(f"{self.name}: actions of several parts, {self.action_space}, are not supported; flatten them")
 
@@ -87,7 +105,7 @@ class GymnasiumEnvironment:
         struct = spaces.struct(self.observation_space)
         leaves = jax.tree.leaves_with_path(struct)
         obs = {tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x for path, x in leaves}
-        layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space))
+        layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space), tuple(self.metrics))
         unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
             Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten, num_workers=self.num_workers,

@@ -111,6 +111,17 @@ def _battle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax
     return over, dones["__all__"] & ~over
 
 
+def _won(env: Any, state: Any) -> jax.Array:
+    """SMAX: whether all enemies are dead and an ally is alive; its mean over episodes is the win rate."""
+    alive = getattr(state, "state", state).unit_alive
+    return ~alive[env.num_allies :].any() & alive[: env.num_allies].any()
+
+
+def _arrived(env: Any, state: Any) -> jax.Array:
+    """JaxNav: the share of the agents that have reached their goals."""
+    return state.goal_reached.mean()
+
+
 def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """The agent in the room says that all have been there, or the time is over."""
     said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
@@ -138,14 +149,15 @@ class _Suite:
     has_world_state: bool = False  # whether `get_world_state` returns one vector for all agents
     takes_tuples: bool = False  # whether the actions are a tuple rather than a dict
     shapes_rewards: bool = False  # whether a step reports shaped rewards beside the others
+    success: Callable[[Any, Any], jax.Array] | None = None  # of the environment and a state, what share of the task is done
 
 
-_SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
+_SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True, success=_won)
 _SUITES = {  # by the start of the names of their environments
     "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
-    "jaxnav": _Suite(_navigation),
+    "jaxnav": _Suite(_navigation, success=_arrived),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }  # fmt: skip
 
@@ -168,6 +180,8 @@ class JaxMARLEnvironment:
             self.action_mask = self._action_mask
         if suite.has_world_state:
             self.global_state = env.get_world_state
+        if suite.success is not None:
+            self.metrics, self.report = {"success": "last"}, self._report
 
     def reset(self, key: jax.Array) -> tuple[PyTree, dict[str, PyTree]]:
         """Starts an episode."""
@@ -190,6 +204,10 @@ class JaxMARLEnvironment:
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))
         return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
+
+    def _report(self, state: PyTree) -> dict[str, jax.Array]:
+        assert self.suite.success is not None
+        return {"success": self.suite.success(self.env, state)}
 
     def _action_mask(self, state: PyTree) -> dict[str, jax.Array]:
         return {agent: mask.astype(bool) for agent, mask in self._by_agent(getattr(self.env, self.suite.legal)(state)).items()}

@@ -1,6 +1,7 @@
 """Environments of Jumanji (https://github.com/instadeepai/jumanji; Bonnet et al. 2023, arXiv 2306.09884)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -42,14 +43,24 @@ def make(name: str, **params: Any) -> Environment:
 
 
 class JumanjiState(NamedTuple):
-    """A state of the suite, and the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal."""
+    """A state of the suite, and what it reported.
+
+    Attributes:
+      env_state: the state of the suite.
+      mask: the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal.
+      extras: what the suite reports beside, by name.
+    """
 
     env_state: PyTree
     mask: PyTree
+    extras: dict[str, jax.Array]
 
 
 class _Adapter:
-    """What environments of one agent and of several share; they have `action_mask` only if the suite names legal actions."""
+    """What environments of one agent and of several share; they have `action_mask` only if the suite names legal actions.
+
+    Their metrics are the scalars that the suite reports beside the rewards, such as `solved`: the last ones of the episode.
+    """
 
     env: Any
     lead: tuple[int, ...] = ()  # the shape before what is one agent's
@@ -66,11 +77,25 @@ class _Adapter:
         return self._state(env_state, after), self._observe(after), after
 
     def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
+        extras = {name: jnp.asarray(x, jnp.float32) for name, x in common.scalars(after.extras or {}).items()}
         if not has_masks(self):
-            return JumanjiState(env_state, ())
+            return JumanjiState(env_state, (), extras)
         mask = after.observation.action_mask.reshape(*self.lead, -1)
         # All where the suite names none, because it then takes any and heeds none.
-        return JumanjiState(env_state, mask | ~mask.any(-1, keepdims=True))
+        return JumanjiState(env_state, mask | ~mask.any(-1, keepdims=True), extras)
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The names of what the suite reports."""
+        return dict.fromkeys(self._extras, "last")
+
+    @functools.cached_property
+    def _extras(self) -> tuple[str, ...]:
+        return tuple(common.scalars(emitted(self.env.reset)[1].extras or {}))
+
+    def report(self, state: JumanjiState) -> dict[str, jax.Array]:
+        """What the suite reported last."""
+        return state.extras
 
     def _observe(self, after: Any) -> dict[str, PyTree]:
         fields = _fields(after.observation)

@@ -1,7 +1,7 @@
 """Environments of XLand-MiniGrid (https://github.com/corl-team/xland-minigrid; Nikulin et al. 2023, arXiv 2312.12044)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,22 @@ def _load_benchmark(full: str, xminigrid: Any, name: str) -> Any:
         ) from error
 
 
+class XMiniGridState(NamedTuple):
+    """A state of the suite, and whether the last step reached the goal."""
+
+    env_state: PyTree
+    success: jax.Array
+
+
 class XMiniGridEnvironment:
     """An environment of XLand-MiniGrid without automatic reset.
 
     Observations are the tiles that the agent sees, `[view_size, view_size, 2]` uint8: a kind and a color, each as a number.
-    Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`.
+    Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`. The metric
+    `success` is whether the goal was reached, which alone is rewarded.
     """
+
+    metrics = {"success": "last"}
 
     def __init__(self, env: Any, params: Any, name: str, tasks: Any = None):
         self.env, self.params, self.name, self.tasks = env, params, name, tasks
@@ -56,20 +66,25 @@ class XMiniGridEnvironment:
         self.observation_space = spaces.Box(0, highest, tuple(env.observation_shape(params)), jnp.uint8)
         self.action_space = spaces.Discrete(env.num_actions(params))
 
-    def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
+    def reset(self, key: jax.Array) -> tuple[XMiniGridState, jax.Array]:
         """Starts an episode."""
         params = self.params
         if self.tasks is not None:
             key, task_key = jax.random.split(key)
             params = params.replace(ruleset=self.tasks.sample_ruleset(task_key))
         first = strong(self.env.reset(params, key))
-        return first.state, first.observation
+        return XMiniGridState(first.state, jnp.asarray(False)), first.observation
 
-    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
+    def step(self, key: jax.Array, state: XMiniGridState, action: jax.Array) -> Stepped:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
         # A step of the suite reads nothing but the state of the step before.
         kind = common.load("xminigrid.types").TimeStep
-        before = kind(state=state, step_type=None, reward=None, discount=None, observation=None)
+        before = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
         after = strong(self.env.step(self.params, before, action))
         terminated = after.last() & (after.discount == 0)
-        return after.state, after.observation, after.reward, terminated, after.last() & ~terminated
+        state = XMiniGridState(after.state, after.reward > 0)
+        return state, after.observation, after.reward, terminated, after.last() & ~terminated
+
+    def report(self, state: XMiniGridState) -> dict[str, jax.Array]:
+        """Whether the last step reached the goal."""
+        return {"success": state.success}

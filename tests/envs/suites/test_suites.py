@@ -68,7 +68,7 @@ def redo_craftax(env, state, action, key):
 
 def redo_xminigrid(env, state, action, key):
     before = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(env.env.reset, env.params, jax.random.key(0)))
-    after = env.env.step(env.params, before.replace(state=state), action)
+    after = env.env.step(env.params, before.replace(state=state.env_state), action)
     return after.observation, after.reward, after.last(), after.last() & (after.discount == 1)
 
 
