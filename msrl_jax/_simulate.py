@@ -45,12 +45,15 @@ def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, me
     return Layout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True), metrics)
 
 
+NO_METRIC = "the info of a step has no metric"
+
+
 def measured(info: Mapping[str, Any], names: tuple[str, ...]) -> list[float]:
     """The metrics in the `info` of a step; raises ValueError unless each is there, and is a scalar number."""
     for name in names:
         if name not in info:
             has = f"; it has {', '.join(map(str, info))}" if info else ", as it is empty"
-            raise ValueError(f"the info of a step has no metric {name!r}{has}; every step has to report it")
+            raise ValueError(f"{NO_METRIC} {name!r}{has}; every step has to report it")
         if np.ndim(x := info[name]) or np.asarray(x).dtype.kind not in "biuf":
             raise ValueError(f"the metric {name!r} in the info of a step is {x!r}; only scalar numbers and bools are metrics")
     return [float(info[name]) for name in names]

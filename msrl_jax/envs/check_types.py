@@ -69,7 +69,10 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
     if not metrics:
         return
     if not hasattr(env, "report"):
-        raise TypeError(f"{name} declares metrics, but has no method report(state); return {{{next(iter(metrics))!r}: ...}} there")
+        first = next(iter(metrics))
+        raise TypeError(
+            f"{name} declares metrics, but has no method report(state); give it one that returns {{{first!r}: ...}}"
+        )
     found: dict[str, Any] = {}
 
     def report(state: PyTree) -> None:

@@ -55,8 +55,8 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     """Takes random legal actions in an environment, and compares what it returns with what it promises.
 
     It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
-    legal actions, at metrics, at randomness that does not come from keys, at side effects, and at whether `vmap` and `shard_map` change
-    results. All compiles a few times, so it takes seconds; more for simulators.
+    legal actions, at metrics, at randomness that does not come from keys, at side effects, and at whether `vmap` and
+    `shard_map` change results. All compiles a few times, so it takes seconds; more for simulators.
 
     Args:
       env: the environment, or its name for `make`.
@@ -167,7 +167,7 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
     for k, metric in enumerate(metrics_of(env)):
         x = played["metrics"][..., k]
         if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # of which nan is a step without an answer
-            yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps; return a number"
+            yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps"
 
 
 def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import _simulate
-from msrl_jax._simulate import Layout, Order
+from msrl_jax._simulate import NO_METRIC, Layout, Order
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics, Wrapper
 from msrl_jax.envs.check_types import as_actions, check_key
@@ -356,6 +356,8 @@ class Workers:
                 envs, error = pickle.loads(process.commands.recv_bytes())
                 process.asked.difference_update(envs)
                 process.last_heard, process.patience = time.monotonic(), self._timeout
+                if error is not None and NO_METRIC in error:  # another episode would not have it either
+                    raise RuntimeError(f"{self._name}: {NO_METRIC} {error.partition(NO_METRIC)[2].strip()}")
                 if error is not None:
                     self._failed(process, np.array(envs), error)
                 for e in envs if error is None else ():

@@ -37,7 +37,7 @@ def metrics_of(env: Any) -> Mapping[str, Reduction]:
 def check_declared(name: str, metrics: Any) -> None:
     """Raises TypeError or ValueError unless `metrics` of the environment `name` maps fit names to reductions."""
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"{name}.metrics is {metrics!r}; give a mapping from names to reductions, such as {{'success': 'last'}}")
+        raise TypeError(f"{name}.metrics is {metrics!r}; give a mapping of names to reductions, such as {{'success': 'last'}}")
     for key, reduction in metrics.items():
         if not isinstance(key, str) or not key.isidentifier():
             raise ValueError(f"{name}.metrics names {key!r}; a name is one word of letters, digits and _, such as 'success'")

@@ -139,9 +139,7 @@ class Vectorized(WithoutStatistics, Wrapper):
             fresh = self._reset(reset_key, source) if spare is None else spare
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
-            return key, env_state, TimeStep(
-                obs, reward.astype(jnp.float32), terminated, truncated, final_obs, metrics=metrics
-            )
+            return key, env_state, TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs, metrics=metrics)
 
         of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
         key, env_state, t = jax.vmap(step_one)(*of_copies)

@@ -106,7 +106,10 @@ class EpisodeStatistics(VectorWrapper):
         return state, time_step._replace(metrics=None)
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Returns the means `episode_return`, `episode_length` and `episode_METRIC` of completed episodes; resets their sums."""
+        """Returns the means over completed episodes, and resets their sums.
+
+        They are `episode_return`, `episode_length`, and `episode_METRIC` of the environment's metrics.
+        """
         env_state, found = self.env.pop_episodes(state.env_state)
         count = jnp.sum(state.num_episodes)
         kept, means = metrics.pop(self, state.metrics, count)

@@ -239,10 +239,10 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
     for leaf in jax.tree.leaves(result.state.params):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             finite &= np.isfinite(np.asarray(leaf, np.float32)).reshape(result.members, -1).all(axis=1)
-    scores = {
-        name: np.where(finite, np.atleast_1d(np.asarray(of_run[column], np.float64)), np.nan).reshape(len(batch), seeds).tolist()
-        for name, column in columns.items()
-    }
+    scores: dict[str, list[list[float]]] = {}
+    for name, column in columns.items():
+        of_members = np.atleast_1d(np.asarray(of_run[column], np.float64))
+        scores[name] = np.where(finite, of_members, np.nan).reshape(len(batch), seeds).tolist()
     about = {"steps": int(result.history["step"][-1]), "rung": rung, "run": run}
     found = []
     for i, trial in enumerate(batch):

@@ -8,6 +8,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import DQN, IPPO, PPO, counted
+from msrl_jax.experiment.callbacks import _facts
 from tests.support.measured import Measured, MeasuredTeam, Unmeasured
 
 T, E = 40, 6
@@ -112,12 +113,8 @@ def test_steps_without_an_answer_do_not_count():
 def agent_of(algorithm, env):
     if algorithm == "ppo":
         return counted(PPO(num_envs=16, unroll_length=8, num_minibatches=2, num_epochs=1, hidden_sizes=(8,)).build(env), 9)
-    return counted(DQN(num_envs=16, unroll_length=8, batch_size=16, capacity=512, learning_starts=128, hidden_sizes=(8,)).build(env), 9)
-
-
-def text(agent):
-    state = jax.jit(agent.init)(jax.random.key(0))
-    return str(jax.make_jaxpr(agent.iteration)(state)), jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    options = {"batch_size": 16, "capacity": 512, "learning_starts": 128}
+    return counted(DQN(num_envs=16, unroll_length=8, hidden_sizes=(8,), **options).build(env), 9)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
@@ -148,15 +145,19 @@ def test_metrics_change_no_bits_and_policies_none_of_them(algorithm):
 
 
 def run_of(env, tiny, **options):
-    return msrl.train("ppo", env, total_steps=4 * 128, eval_episodes=8, progress=False, chunk=1, **tiny, **options)
+    return msrl.train("ppo", env, total_steps=4 * 64, eval_episodes=8, progress=False, chunk=1, **tiny, **options)
 
 
-def test_history_evaluation_summary_and_progress_have_them(tiny, one_device, tmp_path, capsys):
-    lines = []
-    result = run_of(Measured(), tiny, devices=one_device, seeds=2, out=tmp_path / "run", callbacks=[lambda t: lines.append(t.metrics)])
+def test_history_evaluation_summary_and_data_have_them(tiny, one_device, tmp_path):
+    lines, file = [], tmp_path / "steps.npz"
+    result = run_of(
+        Measured(), tiny, devices=one_device, seeds=2, out=tmp_path / "run", record=file,
+        callbacks=[lambda tick: lines.append((tick.metrics, _facts(tick)))],
+    )  # fmt: skip
+    assert len(msrl.data.load(file)) == 2 * 4 * 64
     assert {f"episode_{name}" for name in NAMES} <= set(result.history) and result.history["episode_place"].shape == (4, 2)
     assert {f"eval_{name}" for name in NAMES} <= set(result.history)
-    assert all("episode_highest" in row for row in lines)
+    assert all("episode_highest" in row and re.search(r"  crossings \S+  highest \S+  offset ", facts) for row, facts in lines)
     assert {"episode_place", "eval_place"} <= set(result.summary())
     # An evaluation by hand: the place at the end of the same greedy episodes.
     evaluation = result.evaluation
@@ -171,49 +172,45 @@ def test_history_evaluation_summary_and_progress_have_them(tiny, one_device, tmp
 def test_an_evaluation_reduces_the_episodes_that_it_plays(tiny, one_device):
     result = run_of(Measured(), tiny, devices=one_device)
     played = result.evaluate(16, seed=5)
-    venv, key = envs.vectorize(Measured(), 16), None
-    del venv, key
     short = result.evaluate(16, seed=5, max_steps=1)
     # After one step, all four are about the same place.
     np.testing.assert_array_equal(short.metrics["place"], short.metrics["highest"])
     np.testing.assert_array_equal(short.metrics["place"] / 2, short.metrics["offset"])
-    assert (played.metrics["highest"] >= short.metrics["highest"]).all() and set(np.unique(short.metrics["crossings"])) <= {0, 1}
+    assert (played.metrics["highest"] >= short.metrics["highest"]).all()
+    assert set(np.unique(short.metrics["crossings"])) <= {0, 1}
 
 
 def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(tiny, one_device, tmp_path):
     whole = run_of(Measured(), tiny, devices=one_device)
-    part = run_of(Measured(), tiny, devices=one_device, out=tmp_path / "run", callbacks=[lambda tick: tick.step >= 256])
-    assert part.interrupted or len(part.history["step"]) == 2
+    part = run_of(Measured(), tiny, devices=one_device, out=tmp_path / "run", callbacks=[lambda tick: tick.step >= 128])
+    assert len(part.history["step"]) == 2
     after = msrl.train(resume=tmp_path / "run", env=Measured(), progress=False)
     for name in NAMES:
         np.testing.assert_array_equal(after.history[f"episode_{name}"], whole.history[f"episode_{name}"])
 
 
 def test_a_sweep_ranks_by_a_metric(tiny, one_device, tmp_path):
-    options = {k: v for k, v in tiny.items()}
     result = msrl.sweep(
         "ppo", Measured(), method="grid", learning_rate=[1e-4, 1e-2, 1e-1], total_steps=256, eval_episodes=8, seeds=2,
-        rank_by="highest", out=tmp_path / "sweep", devices=one_device, progress=False, **options,
+        rank_by="highest", out=tmp_path / "sweep", devices=one_device, progress=False, **tiny,
     )  # fmt: skip
     rows = result.table()
     scores = [row["highest_mean"] for row in rows]
-    assert [row["rank"] for row in rows] == [sorted(scores, reverse=True).index(x) + 1 for x in scores] and len(set(scores)) == 3
+    assert [row["rank"] for row in rows] == [sorted(scores, reverse=True).index(x) + 1 for x in scores]
+    assert len(set(scores)) == 3
     assert result.best.mean == max(scores) and all(row["return_mean"] > 0 for row in rows)
     evaluation = result.run(0).evaluation
     np.testing.assert_allclose(evaluation.metrics["highest"].mean(-1)[:2], result.trials[0].scores)
     loaded = msrl.SweepResult.load(tmp_path / "sweep")
     assert loaded.best == result.best and "highest" in repr(result)
     with pytest.raises(ValueError, match=r"rank_by='higest' \(did you mean 'highest'\?\): .* reports return, place, cross"):
-        msrl.sweep("ppo", Measured(), num=2, learning_rate=[1e-4, 1e-2], rank_by="higest", **options)
+        msrl.sweep("ppo", Measured(), num=2, learning_rate=[1e-4, 1e-2], rank_by="higest", **tiny)
 
 
 def test_env_params_reach_the_report(tiny, one_device):
     class Scaled(Measured):
-        metrics = {"place": "last"}
-        default_params = {"scale": 1.0}
-
         def __init__(self, scale=1.0):
-            self.scale = scale
+            self.scale, self.default_params, self.metrics = scale, {"scale": 1.0}, {"place": "last"}
 
         def with_params(self, params):
             return Scaled(params.get("scale", self.scale))
@@ -233,16 +230,20 @@ def changed(**members):
     return type("Broken", (Measured,), members)()
 
 
+def reporting(x):
+    return changed(metrics={"x": "sum"}, report=lambda self, state: {"x": x})
+
+
 REFUSED = {
-    "reduction": (changed(metrics={"place": "lats"}), "Broken.metrics['place'] is 'lats' (did you mean 'last'?); use one of last,"),
+    "reduction": (changed(metrics={"place": "lats"}), "Broken.metrics['place'] is 'lats' (did you mean 'last'?); use one of "),
     "name": (changed(metrics={"a place": "last"}), "Broken.metrics names 'a place'; a name is one word of letters"),
     "reserved": (changed(metrics={"return": "sum"}), "Broken.metrics names 'return', which every environment reports"),
-    "mapping": (changed(metrics=["place"]), "Broken.metrics is ['place']; give a mapping from names to reductions"),
-    "missing": (changed(report=lambda self, s: {"place": s.place}), "Broken.report returned no 'crossings', which metrics declare"),
+    "mapping": (changed(metrics=["place"]), "Broken.metrics is ['place']; give a mapping of names to reductions"),
+    "missing": (changed(report=lambda self, s: {"place": s.place}), "Broken.report returned no 'crossings', which metrics"),
     "undeclared": (changed(metrics={"place": "last"}), "Broken.report returned 'highest', which metrics does not declare"),
-    "shape": (changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.ones(2)}), "'x' of Broken.report is float32[2]; return a"),
-    "dtype": (changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.complex64(1)}), "'x' of Broken.report is complex64[]"),
-    "text": (changed(metrics={"x": "sum"}, report=lambda self, s: {"x": "far"}), "'x' of Broken.report is a str; return a scalar"),
+    "shape": (reporting(jnp.ones(2)), "'x' of Broken.report is float32[2]; return a scalar number or bool"),
+    "dtype": (reporting(jnp.complex64(1)), "'x' of Broken.report is complex64[]; return a scalar number or bool"),
+    "text": (reporting("far"), "'x' of Broken.report is a str; return a scalar number or bool"),
     "dict": (changed(report=lambda self, s: s.place), "Broken.report returned int32[]; return a dict of the metrics by name"),
     "method": (changed(report=property(lambda self: self.nothing)), "Broken declares metrics, but has no method report(state)"),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """An environment that reports a metric of each kind."""
 
+import types
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ class Measured:
 
     observation_space = envs.Box(-100, 100, (2,))
     action_space = envs.Discrete(2)
-    metrics = {"place": "last", "crossings": "sum", "offset": "mean", "highest": "max"}
+    metrics = types.MappingProxyType({"place": "last", "crossings": "sum", "offset": "mean", "highest": "max"})
 
     def reset(self, key):
         place, length = jax.random.randint(key, (2,), jnp.array([-3, 1]), jnp.array([3, 7]))

@@ -90,7 +90,6 @@ class BraxEnvironment:
             reward = jnp.sum(rewards)
         return state, state.obs, reward, state.done.astype(bool), jnp.asarray(False)
 
-
     def report(self, state: Any) -> dict[str, jax.Array]:
         """The metrics of the last step, such as the terms of the reward."""
         return common.scalars(state.metrics)

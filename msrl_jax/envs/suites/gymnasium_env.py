@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,10 +20,17 @@ from msrl_jax.envs.host import HostVectorized, Stepping, Workers
 from msrl_jax.envs.metrics import Reduction, check_declared
 from msrl_jax.envs.suites import common
 
+_TRIED = 2.0  # seconds in which a step without a metric is looked for
+
 
 def make(
-    name: str, *, num_workers: int | None = None, timeout: float = 60.0, drop_slowest: float = 0.0,
-    metrics: Mapping[str, Reduction] | str | None = None, **params: Any,
+    name: str,
+    *,
+    num_workers: int | None = None,
+    timeout: float = 60.0,
+    drop_slowest: float = 0.0,
+    metrics: Mapping[str, Reduction] | str | None = None,
+    **params: Any,
 ) -> "GymnasiumEnvironment":
     """An environment by its registered id, such as "HalfCheetah-v5"; `params` are arguments of `gymnasium.make`.
 
@@ -89,10 +97,8 @@ class GymnasiumEnvironment:
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
         try:
-            if names := tuple(self.metrics):
-                env.reset(seed=0)
-                env.action_space.seed(0)
-                measured(env.step(env.action_space.sample())[4], names)
+            if self.metrics:
+                _try_metrics(env, tuple(self.metrics))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         finally:
@@ -112,6 +118,17 @@ class GymnasiumEnvironment:
             timeout=self.timeout, drop_slowest=self.drop_slowest,
         )  # fmt: skip
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
+
+
+def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
+    """Takes random actions until the first episode ends, or for a while; raises ValueError if a step lacks a metric."""
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    end, over = time.monotonic() + _TRIED, False
+    while not over:
+        *_, terminated, truncated, info = env.step(env.action_space.sample())
+        measured(info, names)
+        over = terminated or truncated or time.monotonic() > end
 
 
 def converted(space: Any, what: str) -> spaces.Space:

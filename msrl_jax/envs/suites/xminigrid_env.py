@@ -53,14 +53,13 @@ class XMiniGridEnvironment:
     """An environment of XLand-MiniGrid without automatic reset.
 
     Observations are the tiles that the agent sees, `[view_size, view_size, 2]` uint8: a kind and a color, each as a number.
-    Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`. The metric
-    `success` is whether the goal was reached, which alone is rewarded.
+    Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`. The
+    metric `success` is whether the goal was reached, which alone is rewarded.
     """
-
-    metrics = {"success": "last"}
 
     def __init__(self, env: Any, params: Any, name: str, tasks: Any = None):
         self.env, self.params, self.name, self.tasks = env, params, name, tasks
+        self.metrics = {"success": "last"}
         constants = common.load("xminigrid.core.constants")
         highest = [constants.NUM_TILES - 1, constants.NUM_COLORS - 1]
         self.observation_space = spaces.Box(0, highest, tuple(env.observation_shape(params)), jnp.uint8)
