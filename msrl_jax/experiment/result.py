@@ -158,7 +158,7 @@ class Result:
         Returns:
           The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
           evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
-          is also `episode_return/TEAM` and `eval_return/TEAM`; `episode_METRIC` and `eval_METRIC` are metrics of the environment.
+          is also `episode_return/TEAM` and `eval_return/TEAM`; `episode_METRIC` and `eval_METRIC` are those of the environment.
         """
         return summarize(self)
 
