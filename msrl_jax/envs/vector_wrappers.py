@@ -83,7 +83,8 @@ class EpisodeStatistics(VectorWrapper):
     def reset(self, key: jax.Array) -> tuple[EpisodeStatisticsState, PyTree]:
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
-        return EpisodeStatisticsState(env_state, *[jnp.zeros(self.num_envs)] * 5, metrics.begin(self, self.num_envs)), obs
+        sums = [jnp.zeros(self.num_envs)] * 5
+        return EpisodeStatisticsState(env_state, *sums, metrics=metrics.begin(self, self.num_envs)), obs
 
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""

@@ -338,7 +338,7 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
         return None
     dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_, "agent_returns": np.float32}
     fields: Any = {name: np.asarray(x, dtypes[name]) for name, x in episodes.items() if name in dtypes and x is not None}
-    named = {
+    named: Any = {
         field: {name: np.asarray(x, np.float32) for name, x in episodes.get(field, {}).items()}
         for field in ("team_returns", "metrics")
     }

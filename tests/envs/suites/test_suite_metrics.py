@@ -10,7 +10,7 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.envs.base import layers
 from msrl_jax.envs.masks import sample_legal
-from msrl_jax.envs.suites.common import quiet
+from msrl_jax.envs.suites.common import load, quiet
 
 STEPS = 60
 
@@ -56,6 +56,21 @@ def test_achievements_of_craftax(name, count):
         return {name: jnp.where(done, reported[name], after[0].achievements[i]) for i, name in enumerate(reported)}
 
     assert_equal(play(env, theirs, 400), ["collect_wood"] if count == 22 else [])
+
+
+@pytest.mark.slow
+def test_the_history_of_craftax_classic_has_its_22_achievements(one_device):
+    result = msrl.train(
+        "ppo", "craftax:Craftax-Classic-Symbolic-v1:max_timesteps=30", num_envs=4, unroll_length=32, num_minibatches=1,
+        num_epochs=1, hidden_sizes=(8,), total_steps=4 * 64, eval_episodes=2, progress=False, chunk=1, devices=one_device,
+    )  # fmt: skip
+    achievements = {each.name.lower() for each in load("craftax.craftax_classic.constants").Achievement}
+    others = {"return", "length"}
+    for start in ("episode", "eval"):
+        names = {name.removeprefix(f"{start}_") for name in result.history if name.startswith(f"{start}_")}
+        assert names - others == achievements and len(achievements) == 22
+    shares = np.array([result.history[f"episode_{name}"] for name in achievements])
+    assert ((shares >= 0) & (shares <= 1)).all() and shares.max() > 0
 
 
 def test_success_of_xland():
@@ -109,20 +124,14 @@ def test_the_win_rate_of_smax_is_that_of_its_rewards(name):
     allies = env.env.env.num_allies
     inner = state if hasattr(state, "unit_alive") else state.state
 
-    def with_alive(alive):
-        changed = inner.replace(unit_alive=jnp.array(alive))
-        return changed if inner is state else state.replace(state=changed)
-
-    count = len(inner.unit_alive)
-    enemies = count - allies
+    enemies = len(inner.unit_alive) - allies
     cases = {(True, False): 1, (False, False): 0, (True, True): 0, (False, True): 0}
     for (ours, theirs), won in cases.items():
-        alive = [ours] * allies + [theirs] * enemies
-        assert env.report(with_alive(alive))["success"] == won, (ours, theirs)
-        if hasattr(env.env.env, "compute_reward"):  # the suite's log calls an episode won whose last reward is at least 1
-            health = inner.unit_health
-            reward = env.env.env.compute_reward(with_alive(alive), health, health)[env.agents[0]]
-            assert (reward >= 1) == won
+        after = inner.replace(unit_alive=jnp.array([ours] * allies + [theirs] * enemies))
+        found = env.report(after if inner is state else state.replace(state=after))["success"]
+        # The suite's log calls an episode won whose last reward is at least 1.
+        reward = env.env.env.compute_reward(after, inner.unit_health, inner.unit_health)[env.agents[0]]
+        assert found == won == (reward >= 1), (ours, theirs)
 
 
 class Counting(gymnasium.Env):
@@ -184,7 +193,7 @@ def test_a_key_that_some_steps_lack_ends_the_run_with_a_sentence(one_device):
     with pytest.raises(ValueError, match=f"Counting: {message}"):  # found by an episode of random actions
         envs.GymnasiumEnvironment(lambda: Counting(lambda steps, length: steps == length), "Counting", metrics="step=max")
     env = envs.GymnasiumEnvironment(
-        lambda: Counting(lambda steps, length: length == 5 and steps > 2), "Counting", metrics="step=max", num_workers=1
+        lambda: Counting(lambda steps, length: steps == length == 3), "Counting", metrics="step=max", num_workers=1
     )
     with pytest.raises(RuntimeError, match=f"^Counting: {message}$"):
         msrl.train(
