@@ -51,7 +51,8 @@ class CQL:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
     conservative_weight: float | None = tunable(
-        default=None, low=0,
+        default=None,
+        low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
         "Usual: 0.1 to 10.",
     )

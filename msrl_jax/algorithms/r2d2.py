@@ -74,7 +74,8 @@ class R2D2:
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     rescale_epsilon: float | None = tunable(
-        default=None, above=0,
+        default=None,
+        above=0,
         doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593), or None: "
         "itself. Usual: None, or 1e-3.",
     )

@@ -9,7 +9,8 @@ import jax
 from jax.core import Tracer
 
 from msrl_jax import _checks, envs
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import suggestion as suggestion
+from msrl_jax._spec import parse_spec as parse_spec
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.envs.base import check_made, env_name
 

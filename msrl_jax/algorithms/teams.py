@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import suggestion
-from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.networks.distributions import check_policy_space
-from msrl_jax.algorithms.registry import get, make
+from msrl_jax.algorithms.registry import get, make, parse_spec, suggestion
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
@@ -42,7 +40,7 @@ class Teams:
     teams: Mapping[str, Any] | tuple[str, ...] = field(
         default=(),
         doc='`TEAM=ALGORITHM:field=value,...` each; the algorithm may be "random". Its agents are those whose names begin '
-        'with TEAM, or fit the field `agents`, such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.',
+        "with TEAM, or fit the field `agents`, such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.",
     )
 
     def check(self) -> None:

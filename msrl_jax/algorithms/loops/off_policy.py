@@ -9,7 +9,7 @@ number of updates per iteration. An iteration
 4. learns from the batches one after another,
 5. refreshes the acting parameters every `actor_period` iterations.
 
-An algorithm defines its `Rule` (what it learns) and its `Explore` function in its own file. The buffer handles data sets,
+An algorithm defines its `Rule` (what it learns) and its `Explore` function. The buffer handles data sets,
 priorities and importance weights. A network without a recurrent state acts with the empty carry `()`.
 """
 

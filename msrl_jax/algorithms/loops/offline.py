@@ -3,7 +3,7 @@
 In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
 An iteration draws `K` batches at once and learns from them one after another, then measures on one held-out batch. Training
 steps no environment: the environment only gives the spaces for the networks, and evaluations play in it. An algorithm defines
-its `Rule` (what it learns) in its own file.
+its `Rule` (what it learns).
 """
 
 import dataclasses

@@ -45,9 +45,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     return network.unroll(params, after, is_first[burn_in:], carry)
 
 
-def successors(
-    network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
-) -> jax.Array:
+def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
     """Values `[T, B, A]` of the true successors of steps; where an episode is truncated, that is not the next step."""
     value = lambda final: network.step(params, *final)[0]  # noqa: E731
     last = truncated_values(value, (window.next_obs, carries), window.truncated)
