@@ -10,6 +10,7 @@ from msrl_jax.algorithms.bc import BC as BC
 from msrl_jax.algorithms.config import config as config
 from msrl_jax.algorithms.config import field as field
 from msrl_jax.algorithms.config import tunable as tunable
+from msrl_jax.algorithms.copying import copy as copy
 from msrl_jax.algorithms.cql import CQL as CQL
 from msrl_jax.algorithms.dqn import DQN as DQN
 from msrl_jax.algorithms.dqn import ApexDQN as ApexDQN

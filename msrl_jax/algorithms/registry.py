@@ -11,6 +11,7 @@ from jax.core import Tracer
 from msrl_jax import _checks, envs
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._spec import parse_spec as parse_spec
+from msrl_jax.algorithms import files
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.envs.base import check_made, env_name
 
@@ -38,14 +39,15 @@ def get(algorithm: str | type) -> type:
     """Looks up the config of an algorithm.
 
     Args:
-      algorithm: its name; `MODULE:CLASS` of a config that is defined elsewhere; or the config.
+      algorithm: its name; the path of a file that has its config (`my_ppo.py`, or `my_ppo.py:MyPPO` if it has several);
+        `MODULE:CLASS` of a config that is defined elsewhere; or the config.
 
     Returns:
       The config, a class.
 
     Raises:
       TypeError: if it is neither.
-      ValueError: on an unknown name; the message suggests the nearest one.
+      ValueError: on an unknown name; the message suggests the nearest one. On a file that has no such config, or cannot be run.
     """
     if isinstance(algorithm, type) and hasattr(algorithm, "build") and hasattr(algorithm, "many_agents"):
         if "many_agents" not in vars(algorithm):
@@ -57,6 +59,8 @@ def get(algorithm: str | type) -> type:
         return algorithm
     if not isinstance(algorithm, str):
         raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
+    if files.is_file(algorithm):
+        return files.load(algorithm)
     if ":" in algorithm:
         return get(_checks.imported("algorithm", algorithm, "a class made with algorithms.config"))
     return _checks.find("algorithm", ALGORITHMS, algorithm)

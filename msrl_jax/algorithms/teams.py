@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax.algorithms import files
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
@@ -97,6 +98,8 @@ class Entry:
         changed = _changed(self.config) if self.config else {}
         fields += [f"{k}={value!r}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
         name = type(self.config).name if self.config else RANDOM
+        if self.config and files.is_file(found := files.reference(type(self.config))):
+            name = found
         return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
 
@@ -117,7 +120,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     if isinstance(algorithm, str):
         text, patterns = _without_agents(team, algorithm)
         name, fields = parse_spec(text, prefixes=True)
-        if name in ALGORITHMS or ":" in name:
+        if name in ALGORITHMS or ":" in name or files.is_file(name):
             kind = get(name)
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
         kind, fields, patterns = type(algorithm), _changed(algorithm), ()

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 from msrl_jax import _suites
 from msrl_jax.cli import launch
-from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
+from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Copy, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax.cli.flags import UsageError
 
 DIVERGED = DOES_NOT_CONFORM = 1
@@ -68,11 +69,13 @@ def _folder(place: str, *parts: str | None) -> Path:
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
-    from msrl_jax import experiment
+    from msrl_jax import algorithms, experiment
     from msrl_jax.experiment import processes
 
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
-    out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
+    out = args.out or _folder(
+        "runs", algorithms.get(args.algo).name, args.env, args.policy, str(args.seed), processes.gathered(now)[0]
+    )
     options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed")
     # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
     options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
@@ -95,11 +98,13 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
 
 def _sweep(args: Sweep, config: dict[str, Any]) -> int:
-    from msrl_jax import search
+    from msrl_jax import algorithms, search
 
     if args.resume and args.out is None:
         raise UsageError("--resume needs --out, the folder of the sweep")
-    out = args.out or _folder("sweeps", args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
+    out = args.out or _folder(
+        "sweeps", algorithms.get(args.algo).name, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S")
+    )
     result = search.sweep(**_options(args, "out", "plot"), out=out, **config)
     print(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
@@ -234,6 +239,15 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
     return 0
 
 
+def _copy(args: Copy, config: dict[str, Any]) -> int:
+    from msrl_jax import algorithms
+
+    path = algorithms.copy(args.algorithm, args.file)
+    lines = len(path.read_text("utf-8").splitlines())
+    print(f"{path} has {args.algorithm} in {lines} lines; msrl-jax train --algo {shlex.quote(str(path))} trains it")
+    return 0
+
+
 def _list_names(args: List, config: dict[str, Any]) -> int:
     if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
         from msrl_jax import algorithms, envs, policies
@@ -293,6 +307,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "copy": (Copy, _copy),
     "list": (List, _list_names),
     "check-env": (CheckEnv, _check_env),
 }

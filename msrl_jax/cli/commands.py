@@ -35,7 +35,9 @@ class What(Command):
     """What a command runs."""
 
     algo: str = option(
-        "ppo", "name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags."
+        "ppo",
+        "name of the algorithm (see `msrl-jax list`), a file such as my_ppo.py, or MODULE:CLASS; the fields of its config "
+        "are flags.",
     )
     env: str = option("CartPole-v1", "environment, NAME or NAME:param=value,...")
     env_params: str | None = option(
@@ -209,6 +211,14 @@ class Bench(Command):
     against: Literal["jit"] | None = option(
         None, "compare with the same iteration in a plain jax.jit(jax.lax.scan(...)); the timed runs alternate."
     )
+
+
+@command
+class Copy:
+    """Write an algorithm as a file of your own, to change its loop; `--algo FILE` then trains it."""
+
+    algorithm: tyro.conf.Positional[str] = option(doc="name of the algorithm (see `msrl-jax list`), or a file of one.")
+    file: tyro.conf.Positional[Path] = option(doc="a new file, such as my_ppo.py, after which the copy is named.")
 
 
 @command

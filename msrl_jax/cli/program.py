@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | sweep | compete | evaluate | record | replay | explain | bench | list | check-env`.
+"""The command line: `msrl-jax train | sweep | compete | evaluate | record | replay | explain | bench | copy | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.
@@ -43,7 +43,9 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
         return argv
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         about = json.loads((Path(flags.values_of(argv, "--out")[0]) / "config.json").read_text())
-        return [*argv, "--algo", about["algorithm" if about["class"].startswith("msrl_jax.") else "class"]]
+        from msrl_jax.algorithms import files
+
+        return [*argv, "--algo", files.saved(about)]
     return argv
 
 

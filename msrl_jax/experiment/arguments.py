@@ -145,6 +145,7 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
+    named = algorithms.get(algo) if isinstance(algo, str | type) else None
     asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
     dataset = _find_dataset(saved, asked.get("data"))
     env_object = None if env is None or isinstance(env, str) else env
@@ -153,11 +154,11 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
     overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
-    is_same = isinstance(algo, str | type) and algorithms.get(algo) is type(before.algorithm)
+    is_same = named is type(before.algorithm)
     chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
     defaults = {name: getattr(before, name) for name in ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "guard")}
     algo = before.algorithm if algo is None or is_same else algo
-    kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
+    kind = named if isinstance(algo, str | type) else type(algo)
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
     return make_experiment(algo, **(defaults | chosen), overrides=settings)

@@ -13,6 +13,7 @@ import numpy as np
 
 from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, reference, suggestion, whole
+from msrl_jax.algorithms import files
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.networks.cores import as_core
@@ -235,7 +236,7 @@ class Experiment:
     def _plain(self) -> dict[str, Any]:
         kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
-            "algorithm": self.name, "class": f"{kind.__module__}:{kind.__qualname__}", "env": self.env_name,
+            "algorithm": self.name, "class": files.reference(kind), "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
             "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
@@ -290,7 +291,7 @@ class Experiment:
             fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
         try:
             known = given["algorithm"] in algorithms.names()
-            algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)
+            algorithm = algorithms.get(given["algorithm"] if known else files.saved(given))(**fields)
             settings = {name: tuple(values) for name, values in (given["settings"] or {}).items()}
             return cls(
                 algorithm=algorithm, env=named, seed=given["seed"], seeds=given["seeds"],

@@ -12,6 +12,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax._terminal import table
+from msrl_jax.algorithms import files
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder
@@ -138,8 +139,7 @@ class SweepResult:
         objects |= {name: isinstance(value, dict) for name, value in about["config"].items()}
         if nameless := [name for name, is_object in objects.items() if is_object]:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
-        algo = about["algorithm"] if about["class"].startswith("msrl_jax.") else about["class"]
-        options = {"algo": algo, "env": about["env_spec"]}
+        options = {"algo": (algo := files.saved(about)), "env": about["env_spec"]}
         options |= {name: about[name] for name in ("policy", "total_steps", "seed", "seeds", "eval_episodes")}
         if isinstance(params, dict):
             options["env_params"] = ",".join(f"{name}={text}" for name, text in params.items())

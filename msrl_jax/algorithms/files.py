@@ -1,0 +1,113 @@
+"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:MyPPO` if a file has several configs."""
+
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from msrl_jax._checks import suggestion
+
+_LOADED: dict[str, tuple[bytes, ModuleType]] = {}
+"""The files that were loaded by path, as they were then."""
+
+
+def is_file(algorithm: str) -> bool:
+    """Whether a text names a file of an algorithm."""
+    return _parts(algorithm) is not None
+
+
+def _parts(algorithm: str) -> re.Match[str] | None:
+    return re.fullmatch(r"(?P<file>.+\.py)(:(?P<config>\w+))?", algorithm, re.DOTALL)
+
+
+def load(algorithm: str) -> type:
+    """The config in a file, which is run as a module once, and again if it has changed since.
+
+    Raises:
+      ValueError: if there is no such file, if it cannot be run, and unless it has one config, or the named one.
+    """
+    found = _parts(algorithm)
+    assert found is not None
+    path, name = os.path.abspath(os.path.expanduser(found["file"])), found["config"]
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
+    module = _module(path, text)
+    configs = {c.__name__: c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__}
+    configs = {n: c for n, c in configs.items() if "many_agents" in vars(c) and hasattr(c, "build")}
+    if not configs:
+        raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")
+    if name is None and len(configs) > 1:
+        raise ValueError(f"{path} has the configs {', '.join(configs)}; say which: {found['file']}:{next(iter(configs))}")
+    if name is not None and name not in configs:
+        raise ValueError(f"{path} has no config {name!r}{suggestion(name, configs)}; it has {', '.join(configs)}")
+    return configs[name or next(iter(configs))]
+
+
+def _module(path: str, text: bytes) -> ModuleType:
+    """The module of a file: the one that has it already, unless it was loaded here and the file has changed."""
+    name = _name(path)
+    before = sys.modules.get(name)
+    if before is not None and _LOADED.get(path, (text, before)) == (text, before):
+        return before
+    spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, path))
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(path))  # for other modules beside it
+    try:
+        exec(compile(text, path, "exec"), vars(module))
+    except Exception as error:
+        sys.modules.pop(name) if before is None else sys.modules.update({name: before})
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1] if lines else "?"
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {what}; correct the file") from error
+    finally:
+        sys.path.remove(os.path.dirname(path))
+    _LOADED[path] = text, module
+    return module
+
+
+def _name(path: str) -> str:
+    """The name of the module of a file: what `import` would call it, unless that is another module."""
+    stem = Path(path).stem
+    if stem in sys.modules:
+        is_other = _file(stem) != path
+    else:
+        spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
+        is_other = not stem.isidentifier() or (spec is not None and spec.origin not in (None, path))
+    return stem if not is_other else re.sub(r"\W", "_", stem) + "_" + hashlib.sha256(path.encode()).hexdigest()[:8]
+
+
+def _file(module: str) -> str:
+    """The file of a module that is loaded; an empty text if it has none."""
+    file = getattr(sys.modules[module], "__file__", None)
+    return os.path.abspath(file) if file else ""
+
+
+def reference(config: type) -> str:
+    """What `algorithms.get` finds a config by: PATH:CLASS if it is in a file of its own, from any folder; else MODULE:CLASS."""
+    module = config.__module__
+    file = _file(module) if module in sys.modules and module != "__main__" and "." not in module else ""
+    is_own = is_file(file) and "site-packages" not in file
+    return f"{file if is_own else module}:{config.__qualname__}"
+
+
+def saved(about: Mapping[str, Any]) -> str:
+    """What `algorithms.get` finds the algorithm of a saved run by; a file that is gone is looked for in the working directory."""
+    if about["class"].startswith("msrl_jax."):
+        return about["algorithm"]
+    found = _parts(about["class"])
+    here = os.path.basename(found["file"]) if found else ""
+    return (
+        f"{here}:{found['config']}" if found and not os.path.exists(found["file"]) and os.path.exists(here) else about["class"]
+    )
