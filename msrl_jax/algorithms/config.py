@@ -30,6 +30,12 @@ T = TypeVar("T")
 ALGORITHMS: dict[str, type] = {}
 """The configs of all algorithms, by name."""
 
+OF_RUNS = {
+    "algo", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes", "eval_every",
+    "checkpoint_every", "keep_checkpoints", "time_limit", "guard", "record", "env_params", "pbt", "callbacks", "progress",
+}  # fmt: skip
+"""The arguments of `msrl.train`, which no field can have the name of."""
+
 
 def field(
     *,
@@ -127,6 +133,8 @@ def _check_declaration(cls: type) -> None:
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
     for name, kind in typing.get_type_hints(cls).items():
         about = getattr(vars(cls).get(name), "metadata", {})
+        if name in OF_RUNS:
+            raise TypeError(f"{where} has the field {name!r}, but that is an argument of msrl.train; give it another name")
         if typing.get_origin(kind) is not ClassVar and "doc" not in about:
             raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
         if about.get("tunable") and float not in (kind, *typing.get_args(kind)):

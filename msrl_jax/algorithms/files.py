@@ -103,11 +103,10 @@ def reference(config: type) -> str:
 
 
 def saved(about: Mapping[str, Any]) -> str:
-    """What `algorithms.get` finds the algorithm of a saved run by; a file that is gone is looked for in the working directory."""
+    """What `algorithms.get` finds the algorithm of a saved run by; the working directory may have a file that is gone."""
     if about["class"].startswith("msrl_jax."):
         return about["algorithm"]
     found = _parts(about["class"])
-    here = os.path.basename(found["file"]) if found else ""
-    return (
-        f"{here}:{found['config']}" if found and not os.path.exists(found["file"]) and os.path.exists(here) else about["class"]
-    )
+    if found and not os.path.exists(found["file"]) and os.path.exists(here := os.path.basename(found["file"])):
+        return f"{here}:{found['config']}"
+    return about["class"]

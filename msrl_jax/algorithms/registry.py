@@ -88,7 +88,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
-            raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known)}")
+            raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
     if hasattr(new, "check_given"):
         new.check_given(overrides)

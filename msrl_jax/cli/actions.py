@@ -64,18 +64,19 @@ def _options(args: Any, *others: str) -> dict[str, Any]:
     return {name: False if (name, value) == ("progress", "none") else value for name, value in options.items()}
 
 
-def _folder(place: str, *parts: str | None) -> Path:
-    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
+def _folder(place: str, algo: str, *parts: str | None) -> Path:
+    from msrl_jax import algorithms
+
+    name: str = algorithms.get(algo).name  # type: ignore[attr-defined]
+    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, (name, *parts))))
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
-    from msrl_jax import algorithms, experiment
+    from msrl_jax import experiment
     from msrl_jax.experiment import processes
 
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
-    out = args.out or _folder(
-        "runs", algorithms.get(args.algo).name, args.env, args.policy, str(args.seed), processes.gathered(now)[0]
-    )
+    out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
     options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed")
     # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
     options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
@@ -98,13 +99,11 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
 
 def _sweep(args: Sweep, config: dict[str, Any]) -> int:
-    from msrl_jax import algorithms, search
+    from msrl_jax import search
 
     if args.resume and args.out is None:
         raise UsageError("--resume needs --out, the folder of the sweep")
-    out = args.out or _folder(
-        "sweeps", algorithms.get(args.algo).name, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S")
-    )
+    out = args.out or _folder("sweeps", args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
     result = search.sweep(**_options(args, "out", "plot"), out=out, **config)
     print(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan

@@ -35,10 +35,9 @@ class What(Command):
     """What a command runs."""
 
     algo: str = option(
-        "ppo",
-        "name of the algorithm (see `msrl-jax list`), a file such as my_ppo.py, or MODULE:CLASS; the fields of its config "
-        "are flags.",
-    )
+        "ppo", "name of the algorithm (see `msrl-jax list`), file of one such as my_ppo.py, or MODULE:CLASS; the fields of its "
+        "config are flags."
+    )  # fmt: skip
     env: str = option("CartPole-v1", "environment, NAME or NAME:param=value,...")
     env_params: str | None = option(
         None, "parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode."

@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | sweep | compete | evaluate | record | replay | explain | bench | copy | list | check-env`.
+"""The command line: `train | sweep | compete | evaluate | record | replay | explain | bench | copy | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.
