@@ -22,6 +22,7 @@ from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
 from msrl_jax.algorithms.networks.layers import Whole as Whole
 from msrl_jax.algorithms.ppo import PPO as PPO
+from msrl_jax.algorithms.pqn import PQN as PQN
 from msrl_jax.algorithms.qmix import QMIX as QMIX
 from msrl_jax.algorithms.qmix import VDN as VDN
 from msrl_jax.algorithms.r2d2 import R2D2 as R2D2

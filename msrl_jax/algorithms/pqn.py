@@ -1,0 +1,182 @@
+"""PQN (Gallici et al., 2024, arXiv 2407.04811): Q-learning in parallel environments, without a buffer and a target network.
+
+Layer normalization keeps the values from diverging. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and
+`A` the number of actions.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, split_keys, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.buffers import check_discrete
+from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times, stepping
+from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
+from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.returns.advantages import gae, mean
+from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import advance
+
+
+class PQNState(NamedTuple):
+    """The state of a run."""
+
+    params: Any
+    opt_state: optax.OptState
+    key: jax.Array  # the learner's, which shuffles, []
+    actor_keys: jax.Array  # one per environment, which explores, [E]
+    env_state: Any
+    obs: jax.Array  # for the next actions, [E, ...]
+
+
+class Experience(NamedTuple):
+    """The steps of an unroll; every leaf is `[T, E, ...]`."""
+
+    obs: jax.Array  # before every action
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array  # whether the episode ended in a terminal state
+    truncated: jax.Array  # whether the episode was cut short
+    present: jax.Array | None  # which steps count; all if None
+
+
+@config("pqn")
+class PQN:
+    """Parallelised Q-network; for discrete actions.
+
+    The optimizer is Adam, in the paper it is RAdam. `layer_norm` is on by default, in no other algorithm.
+    """
+
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 32 to 4096.")
+    unroll_length: int = field(default=64, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 128.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 1 to 4.")
+    num_minibatches: int = field(default=16, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=5e-4, above=0, doc="step size of Adam. Usual: 1e-4 to 5e-4.")
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-5.")
+    max_grad_norm: float | None = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    q_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
+    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
+    exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
+    final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.001 to 0.1.")
+    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (128, 128); (512,) for images.")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized (LayerNorm). Usual: True.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: False.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: False.")
+
+    def check(self) -> None:
+        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
+        check_minibatches(self, recurrent=False)
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        action_space = check_discrete("PQN", env.action_space)
+        venv = training_env(env, self)
+        network = q_network(make_torso(venv.observation_space, self), action_space)
+        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+
+        def action_values(params: Any, obs: Any) -> jax.Array:
+            """The values `[B, A]` of the actions, -inf of illegal ones, in observations `[B, ...]`."""
+            return only_legal(network.apply(params, obs)[..., 0], obs)
+
+        def init(key: jax.Array) -> PQNState:
+            params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs)
+            actor_keys = jax.random.split(actor_key, self.num_envs)
+            return PQNState(params, optimizer.init(params), learner_key, actor_keys, env_state, obs)
+
+        axes = logical_axes(
+            PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+        )
+
+        _, env_step, pop_episodes = stepping(venv, self.unroll_length)
+        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=0)
+
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            before = progress.times(self.num_envs * self.unroll_length)
+            steps = advance(before, jnp.arange(self.unroll_length) * self.num_envs)
+            return *split_keys(keys, self.unroll_length), steps
+
+        @fragment(role="actor")
+        def explore(params, obs, keys, steps):
+            return randomly(action_values(params, obs).argmax(-1).astype(jnp.int32), keys, steps, obs)
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs):
+            return unflatten(action_values(params, flatten(final_obs)).max(-1), self.unroll_length)
+
+        @fragment(role="learner")
+        def lambda_targets(params, t, last_obs, bootstrap_value):
+            """The returns Q(lambda) of the greedy policy, `lambda_return` for steps that are `present`. `[T, E]`"""
+            value = unflatten(action_values(params, flatten(t.obs)).max(-1), self.unroll_length)
+            next_value = next_values(value, action_values(params, last_obs).max(-1), bootstrap_value, t.truncated)
+            return value + gae(
+                t.reward, value, next_value, t.terminated, t.truncated, t.present,
+                discount=self.discount, gae_lambda=self.q_lambda,
+            )  # fmt: skip
+
+        @fragment(role="learner")
+        def gradients(params, batch, times):
+            minibatch, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+
+            def loss(params):
+                outputs = network.apply(params, minibatch.obs)[..., 0]
+                taken = jnp.take_along_axis(outputs, minibatch.action[:, None], 1)[:, 0]
+                total = mean(optax.l2_loss(taken, target), minibatch.present)
+                return total, {"loss": total, "value": mean(taken, minibatch.present)}
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        run_updates = proximal_updates(optimizer, gradients, None)
+
+        @fragment(role="learner")
+        def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
+            batch = t, lambda_targets(params, t, last_obs, bootstrap_value)
+            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            key, minibatches = shuffle_times(key, self)
+            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
+            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+
+        def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
+            def step(carry, inputs):
+                env_state, obs = carry
+                action = explore(state.params, obs, *inputs)
+                env_state, t = env_step(env_state, action)
+                experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
+                return (env_state, t.obs), (experience, t.final_obs)
+
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), tuple(inputs))
+            bootstrap_value = bootstrap(state.params, final_obs)
+            env_state, episodes = pop_episodes(env_state)
+            params, opt_state, key, metrics = learn(
+                state.params, state.opt_state, progress, state.key, experience, obs, bootstrap_value
+            )
+            return PQNState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
+
+        def act(state: PQNState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+            return action_values(state.params, obs).argmax(-1).astype(action_space.dtype)
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=axes,
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_epochs * self.num_minibatches,
+            env=venv,
+        )
