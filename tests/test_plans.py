@@ -16,6 +16,7 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
+    "pqn": {"num_epochs": 1, "num_minibatches": 2},
     "dqn": {"learning_starts": 128},
     "apex_dqn": {"learning_starts": 256, "actor_period": 1},
     "r2d2": {"learning_starts": 128, "burn_in": 0, "trace_length": 4, "n_step": 1, "memory_size": 8},

@@ -100,6 +100,7 @@ CASES = {
     "a3c": (INTEGERS, {"num_workers": 4}),
     "impala": (INTEGERS, {}),
     "recurrent_ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "memory_size": 8}),
+    "pqn": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2}),
     "dqn": (INTEGERS, REPLAY | {"n_step": 2}),
     "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256}),
     "sac": (FLOATS, REPLAY),

@@ -41,6 +41,7 @@ CASES = [
     ("es", "CartPole-v1"),
     ("es", "Pendulum-v1"),
     ("impala+replay", "CartPole-v1"),
+    ("pqn", "CartPole-v1"),
     ("dqn", "CartPole-v1"),
     ("dqn+c51", "CartPole-v1"),
     ("dqn+qr", "CartPole-v1"),
@@ -71,6 +72,7 @@ SLOW = [
 # PPO runs under every policy each time, the others under one, which keeps what they do apart in another way.
 FEW_POLICIES = {
     "impala": ("Central",),
+    "pqn": ("SingleLearnerCoarse",),
     "apex_dqn": ("SingleLearnerCoarse",),
     "recurrent_ppo": ("SingleLearnerCoarse",),
     "recurrent_ppo+min_gru": (),
@@ -179,7 +181,7 @@ IMAGES = [
         algorithm, env,
         marks=[] if (algorithm, env) == ("a3c", IMAGE) else [pytest.mark.slow],
     )
-    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "es") for env in (IMAGE, GRID)
+    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "es", "pqn") for env in (IMAGE, GRID)
 ]  # fmt: skip
 
 

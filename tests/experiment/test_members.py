@@ -15,6 +15,7 @@ PARTICULAR = {
     "a3c": {"num_workers": 4},
     "es": {},
     "impala": {},
+    "pqn": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 5},
 }
 

@@ -21,6 +21,7 @@ PARTICULAR = {
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
+    "pqn": {"num_epochs": 2, "num_minibatches": 2},
     "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
     "dqn+c51": {
