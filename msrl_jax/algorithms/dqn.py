@@ -1,9 +1,11 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
 
+Later ones are implicit quantiles (Dabney et al., 2018, arXiv 1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430).
 This file has the loss; the loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`,
 `A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a distribution.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import chex
@@ -69,21 +71,39 @@ class DQN:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     double: bool = field(default=True, doc="whether the online network chooses the action of a target. Usual: True.")
-    distribution: Literal["none", "c51", "qr"] = field(
+    distribution: Literal["none", "c51", "qr", "iqn"] = field(
         default="none",
         doc='"none": expected returns; "c51": probabilities of atoms; "qr": quantiles, which need a higher learning rate and '
-        'a slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`). Usual: "none".',
+        'a slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`); "iqn": quantiles at random fractions. '
+        'Usual: "none".',
     )
     num_atoms: int = field(default=51, low=2, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.")
     v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
     v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
+    num_fractions: int = field(default=8, doc='"iqn": random fractions of an example, `N` in the paper. Usual: 8 to 64.')
+    num_target_fractions: int = field(default=8, doc='"iqn": random fractions of its target, `N\'`. Usual: 8 to 64.')
+    num_choice_fractions: int = field(default=32, doc='"iqn": midpoints whose mean is the value that chooses, `K`. Usual: 32.')
+    munchausen: bool = field(default=False, doc="whether log-policies are rewards (M-DQN, with soft targets). Usual: False.")
+    munchausen_scale: float = tunable(default=0.9, low=0, high=1, doc="M-DQN: weight of these rewards. Usual: 0.9.")
+    munchausen_temperature: float = tunable(default=0.03, above=0, doc="M-DQN: of the policy, in units of values. Usual: 0.03.")
+    munchausen_clip: float = tunable(default=-1.0, high=0, doc="M-DQN: smallest log-policy times temperature. Usual: -1.")
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, and the atoms of "c51" have limits."""
+        """Raises ValueError unless the data are some, the atoms of "c51" have limits, and M-DQN sees single steps and values."""
         check_data(self)
+        name = type(self).__name__
+        if self.munchausen and self.n_step > 1:
+            raise ValueError(
+                f"{name}.munchausen=True adds the log-policy of every step to its reward, but of n_step={self.n_step} steps "
+                "the buffer keeps the sum of their rewards; use n_step=1"
+            )
+        if self.munchausen and self.distribution == "c51":
+            raise ValueError(
+                f"{name}.munchausen=True averages what actions return, but distribution='c51' has probabilities; use "
+                "distribution='none', 'qr' or 'iqn'"
+            )
         if self.distribution != "c51":
             return
-        name = type(self).__name__
         if (self.v_min is None or self.v_max is None) and self.discount == 1:
             raise ValueError(
                 f"{name}.discount=1.0 bounds no return; give v_min and v_max for distribution='c51', or use discount=0.99"
@@ -92,7 +112,14 @@ class DQN:
         if v_min >= v_max:
             raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
 
-    check_given = check_data
+    def check_given(self, given: Collection[str]) -> None:
+        """Raises ValueError if the share of no data was given, or an action to choose where targets average over them."""
+        check_data(self, given)
+        if self.munchausen and self.double and "double" in given:
+            raise ValueError(
+                f"{type(self).__name__}.double=True chooses the action of a target, but with munchausen=True a target averages "
+                "over all actions, with the target network's policy; leave double out"
+            )
 
     @property
     def support(self) -> tuple[float, float]:
@@ -105,9 +132,10 @@ class DQN:
         action_space = check_discrete("DQN", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
-        num_outputs = 1 if self.distribution == "none" else self.num_atoms
-        torso = make_torso(venv.observation_space, self)
-        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs)
+        num_outputs = self.num_atoms if self.distribution in ("c51", "qr") else 1
+        torso, implicit = make_torso(venv.observation_space, self), self.distribution == "iqn"
+        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit)
+        midpoints = ((jnp.arange(self.num_choice_fractions) + 0.5) / self.num_choice_fractions,) if implicit else ()
         v_min, v_max = self.support if self.distribution == "c51" else (0.0, 0.0)
         optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
 
@@ -117,37 +145,61 @@ class DQN:
                 return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms)
             return outputs.mean(-1)
 
-        def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
-            """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N]`."""
+        def action_values(params: Any, obs: Any) -> jax.Array:
+            """The values `[B, A]`, -inf of illegal actions, by which actions are chosen."""
+            return only_legal(expected(network.apply(params, obs, *midpoints)), obs)
+
+        def loss_and_error(
+            outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array, *fraction: jax.Array
+        ):
+            """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N']`."""
             if self.distribution == "c51":
                 masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
                 loss = categorical_loss(outputs, masses)
                 return loss, loss
             target = reward + discount * next_outputs
             error = target.mean() - outputs.mean()
-            if self.distribution == "qr":
-                return quantile_huber_loss(outputs, target), error
+            if self.distribution in ("qr", "iqn"):
+                return quantile_huber_loss(outputs, target, 1.0, *fraction), error
             if self.huber_delta is None:
                 return optax.l2_loss(outputs.mean(), target.mean()), error
             return optax.huber_loss(outputs.mean(), target.mean(), delta=self.huber_delta), error
 
+        def random_fractions(key: jax.Array) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
+            keys, sizes = jax.random.split(key), (self.num_fractions, self.num_target_fractions)
+            one, other = (jax.random.uniform(k, (self.batch_size, n)) for k, n in zip(keys, sizes, strict=True))
+            return (one,), (other,)
+
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             experience: NStep = batch.experience
-            next_target = network.apply(target_params, experience.next_obs)
-            next_online = network.apply(params, experience.next_obs) if self.double else next_target
-            next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
+            fraction, next_fraction = random_fractions(batch.key) if implicit else ((), ())
+            next_target = network.apply(target_params, experience.next_obs, *next_fraction)
+            if self.munchausen or implicit or self.double:
+                chooser = target_params if self.munchausen or not self.double else params
+                next_value = action_values(chooser, experience.next_obs)
+            else:
+                next_value = only_legal(expected(next_target), experience.next_obs)
+            reward = experience.reward
+            if self.munchausen:
+                next_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_target, self.munchausen_temperature)
+                value = action_values(target_params, experience.obs)
+                reward += jax.vmap(munchausen_reward, (0, 0, None, None, None))(
+                    value, experience.action, self.munchausen_scale, self.munchausen_temperature, self.munchausen_clip
+                )
+            else:
+                next_outputs = jax.vmap(greedy_target)(next_value, next_target)
 
             def loss(params):
-                outputs = network.apply(params, experience.obs)
+                outputs = network.apply(params, experience.obs, *fraction)
                 taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-                losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
+                losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, reward, experience.discount, *fraction)
                 return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
 
             return jax.grad(loss, has_aux=True)(params)
 
         def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
+            return action_values(params, obs).argmax(-1).astype(jnp.int32), carry
 
         randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
@@ -155,8 +207,22 @@ class DQN:
             greedy, carry = choose_action(params, obs, None, carry)
             return randomly(greedy, keys, steps, obs), carry
 
-        rule = gradient_rule(self, optimizer, network.init, gradients, choose_action)
+        init = lambda key, obs: network.init(key, obs, *midpoints)  # noqa: E731
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action)
         return off_policy_agent(self, venv, buffer, rule, explore)
+
+
+def soft_target(next_value: jax.Array, next_target: jax.Array, temperature: float) -> jax.Array:
+    """What a softmax policy of values `[A]` returns `[N]`: outputs `[A, N]` and entropy (arXiv 2007.14430, eq. 1)."""
+    log_policy = jax.nn.log_softmax(next_value / temperature)[:, None]
+    policy = jnp.exp(log_policy)
+    return jnp.where(policy > 0, policy * (next_target - temperature * log_policy), 0.0).sum(0)
+
+
+def munchausen_reward(value: jax.Array, action: jax.Array, scale: float, temperature: float, clip: float) -> jax.Array:
+    """The log-probability of an action under a softmax policy of values `[A]`, scaled and clipped (arXiv 2007.14430)."""
+    log_prob = temperature * jax.nn.log_softmax(value / temperature)[action]
+    return scale * jnp.clip(log_prob, clip, 0.0)
 
 
 def categorical_projection(
@@ -180,12 +246,18 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
     return (known - target * jax.nn.log_softmax(logits)).sum(-1)
 
 
-def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
-    """The quantile Huber loss of quantiles `[N]` at midpoints `(i + 1/2) / N`, for samples `[M]` (arXiv 1710.10044, eq. 10)."""
+def quantile_huber_loss(
+    quantile: jax.Array, target: jax.Array, delta: float = 1.0, fraction: jax.Array | None = None
+) -> jax.Array:
+    """The quantile Huber loss of quantiles `[N]` for samples `[M]` (arXiv 1710.10044, eq. 10; 1806.06923, eq. 3).
+
+    The quantiles are at `fraction` `[N]`; at the midpoints `(i + 1/2) / N` if it is None.
+    """
     chex.assert_rank((quantile, target), 1)
-    midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
+    if fraction is None:
+        fraction = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
     error = target[None, :] - quantile[:, None]
-    weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
+    weight = jnp.abs(fraction[:, None] - (jax.lax.stop_gradient(error) < 0))
     return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 

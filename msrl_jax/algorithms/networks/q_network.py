@@ -1,11 +1,13 @@
 """Networks for action values, or for distributions of returns, and the choice of a target."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, head, hidden
+from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense, head, hidden
 from msrl_jax.envs import Discrete
 
 
@@ -16,31 +18,51 @@ class _Values(nn.Module):
     num_actions: int
     num_atoms: int
     stream_size: int | None
+    dueling: bool
 
     @nn.compact
-    def __call__(self, obs: jax.Array) -> jax.Array:
-        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`."""
-        features, size = self.torso(obs), self.stream_size
-        if size is None:
+    def __call__(self, obs: jax.Array, fraction: jax.Array | None = None) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`, at fractions `[..., N]` if there are any."""
+        features = self.torso(obs)
+        if fraction is None:
+            return self._outputs(features)
+        features = features[..., None, :] * self._embedding(fraction, features.shape[-1])
+        return jnp.swapaxes(self._outputs(features)[..., 0], -1, -2)
+
+    def _outputs(self, features: jax.Array) -> jax.Array:
+        if (size := self.stream_size) is None:
             return self._head("head", features, self.num_actions)
         activation, layer_norm = ACTIVATIONS[self.torso.activation], self.torso.layer_norm
         stream = lambda name: hidden(features, size, activation, layer_norm, name)  # noqa: E731
+        if not self.dueling:
+            return self._head("head", stream("stream"), self.num_actions)
         value = self._head("value_head", stream("value_stream"), 1)
         advantage = self._head("advantage_head", stream("advantage_stream"), self.num_actions)
         return value + advantage - advantage.mean(-2, keepdims=True)
+
+    def _embedding(self, fraction: jax.Array, size: int) -> jax.Array:
+        """Features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
+        cosines = jnp.cos(jnp.pi * jnp.arange(64) * fraction[..., None])
+        return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
 
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
         outputs = head(self.torso, num_actions * self.num_atoms, 0.01, name)(features)
         return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
 
 
-def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1) -> Network:
-    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9)."""
+def q_network(
+    torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1, implicit: bool = False
+) -> Network:
+    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9).
+
+    An `implicit` one takes fractions `[..., N]` after the observations, whose features it multiplies by those of the
+    observation before the last hidden layer; its outputs are the quantiles there (arXiv 1806.06923).
+    """
     torso = torso.of("critic")
-    if dueling and torso.is_whole:
-        raise ValueError("network=Whole(...) has no streams of value and advantage; use dueling=False, or a module of features")
-    *first, last = torso.hidden_sizes if dueling else (*torso.hidden_sizes, None)
-    module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last)
+    if (dueling or implicit) and torso.is_whole:
+        raise ValueError("network=Whole(...) has no place for streams or fractions before its last layers; give a module of features")
+    *first, last = torso.hidden_sizes if dueling or implicit else (*torso.hidden_sizes, None)
+    module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last, dueling)
     return Network(module.init, module.apply)
 
 
