@@ -45,6 +45,8 @@ CASES = [
     ("dqn", "CartPole-v1"),
     ("dqn+c51", "CartPole-v1"),
     ("dqn+qr", "CartPole-v1"),
+    ("dqn+munchausen", "CartPole-v1"),
+    ("dqn+iqn", "CartPole-v1"),
     ("apex_dqn", "CartPole-v1"),
     ("r2d2", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
@@ -73,6 +75,8 @@ SLOW = [
 FEW_POLICIES = {
     "impala": ("Central",),
     "pqn": ("SingleLearnerCoarse",),
+    "dqn+munchausen": ("MultiLearner",),
+    "dqn+iqn": ("SingleLearnerFine",),
     "apex_dqn": ("SingleLearnerCoarse",),
     "recurrent_ppo": ("SingleLearnerCoarse",),
     "recurrent_ppo+min_gru": (),

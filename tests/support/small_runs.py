@@ -29,6 +29,12 @@ PARTICULAR = {
         "learning_rate": 1e-3,
     },
     "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
+    # Targets average over actions: which of two nearly equal values is the larger one decides nothing but an action.
+    "dqn+munchausen": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "munchausen": True},
+    "dqn+iqn": {
+        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "iqn", "num_fractions": 4,
+        "num_choice_fractions": 8, "learning_rate": 1e-3,
+    },
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "r2d2": {
         "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
