@@ -56,6 +56,11 @@ def _split(text: str) -> list[str]:
     return parts
 
 
+def split_specs(text: str) -> list[str]:
+    """The values in `"NAME:key=value,key=value,NAME"`: a comma in front of `key=` does not separate them."""
+    return re.split(r",(?!\s*[^\W\d][\w.]*\s*=)", text)
+
+
 def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
     """Reads one value, as `read_values` does; `what` is its name in messages."""
     text = text.strip()

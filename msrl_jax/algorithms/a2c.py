@@ -11,12 +11,13 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -38,7 +39,7 @@ class A2C:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')
     learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
@@ -61,7 +62,7 @@ class A2C:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
-        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+        optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
 
         def init(key: jax.Array) -> A2CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -85,10 +86,10 @@ class A2C:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-            return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
+            return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
 
         def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
             def step(carry, keys):

@@ -22,11 +22,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -58,7 +59,7 @@ class A3C:
     learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')
     rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
     epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
@@ -82,7 +83,7 @@ class A3C:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
-        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+        optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
 
         def init(key: jax.Array) -> A3CState:
@@ -123,7 +124,7 @@ class A3C:
 
         @fragment(role="server")
         def apply_updates(params, opt_state, progress, fetched, grads):
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
 
             def update(carry, worker):
                 params, opt_state = carry
@@ -137,7 +138,7 @@ class A3C:
             (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
                 update, (params, opt_state), (grads, counts, fetched)
             )
-            metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+            metrics = jax.tree.map(jnp.mean, stats) | in_force(learning_rate)
             return params, opt_state, worker_params, fetched, metrics
 
         @fragment(role="learner")

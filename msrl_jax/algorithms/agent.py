@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
+from msrl_jax.algorithms.optimizers import is_own
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
@@ -97,26 +98,23 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     return keys[0], keys[1:]
 
 
-def make_optimizer(
-    name: Literal["adam", "rmsprop"], max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
-) -> optax.GradientTransformation:
-    """Makes an optimizer that clips gradients by their global norm first; `descend` takes its updates times a learning rate."""
-    rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)  # that of A3C (arXiv 1602.01783): not centered
-    scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
-    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
-    return optax.chain(clip, scale)
-
-
-def descend(params: Any, updates: Any, learning_rate: jax.Array) -> Any:
-    """Subtracts `learning_rate`, a traced number so that its schedule can use a `Counter`, times `updates` from `params`."""
-    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
-
-
 def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
     """A learning rate, which falls linearly to 0 over the run if it `falls`. `[]` float32."""
     if not falls or progress.total is None:
         return jnp.float32(rate)
     return jnp.asarray(optax.linear_schedule(rate, 0.0, transition_steps=1)(progress.fraction))
+
+
+def step_size(config: Any, progress: Progress) -> jax.Array | None:
+    """The learning rate of a config, for `descend`, `[]` float32; None if the optimizer has one of its own."""
+    if is_own(getattr(config, "optimizer", "adam")):
+        return None
+    return annealed(config.learning_rate, progress, config.anneal_learning_rate)
+
+
+def in_force(learning_rate: jax.Array | None) -> dict[str, jax.Array]:
+    """The metric `learning_rate`, if there is one."""
+    return {} if learning_rate is None else {"learning_rate": learning_rate}
 
 
 StateT = TypeVar("StateT")

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
 from msrl_jax.algorithms.loops.off_policy import Carry, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -30,6 +31,7 @@ class BC:
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -43,7 +45,7 @@ class BC:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         space = check_policy_space(env.action_space)
         policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, self)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
+        optimizer = make_optimizer(self, epsilon=1e-8)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch):

@@ -18,9 +18,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from msrl_jax.algorithms import optimizers
+
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
 CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or MODULE:NAME of one
+# NAME:parameter=value,... too; or an optax.GradientTransformation, or MODULE:NAME of one
+OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 Normalization = Literal["minibatch", "batch", "none"]
 
@@ -159,7 +163,8 @@ def _check_fields(self: Any) -> None:
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
-        if remedy := _remedy(value, kinds, f.metadata.get("bounds", {})):
+        remedy = optimizers.remedy(value) if kind == OptimizerKind else _remedy(value, kinds, f.metadata.get("bounds", {}))
+        if remedy:
             raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
 
 
@@ -169,7 +174,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
-        if Any in kinds and (":" in value if isinstance(value, str) else _may_be_module(value)):
+        if Any in kinds and (":" in value if isinstance(value, str) else is_object(value)):
             return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         own = ", a module, or MODULE:NAME of one" if Any in kinds else ""
@@ -197,9 +202,10 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     return None
 
 
-def _may_be_module(value: Any) -> bool:
-    is_pair = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
-    return callable(value) or hasattr(value, "apply") or hasattr(value, "step") or is_pair
+def is_object(value: Any) -> bool:
+    """Whether the value of a field may be no plain data: a module, a core, a function, or several."""
+    several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
+    return callable(value) or hasattr(value, "apply") or hasattr(value, "step") or several
 
 
 def _is_hashable(value: Any) -> bool:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
@@ -22,6 +22,7 @@ from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal
@@ -44,6 +45,7 @@ class CQL:
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="largest norm of each network's gradients. Usual: 10.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -96,7 +98,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
         )
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
     network = q_network(make_torso(env.observation_space, config), action_space)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+    optimizer = make_optimizer(config, epsilon=1e-5)
 
     def values(params, obs):
         return network.apply(params, obs)[..., 0]
@@ -131,7 +133,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
     size, count = math.prod(action_space.shape), config.num_samples
     target_entropy = -float(size) if config.target_entropy is None else config.target_entropy
     first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
-    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
+    optimizer = for_each_network(make_optimizer(config, epsilon=1e-8))
 
     def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
@@ -48,6 +49,7 @@ class DQN:
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.00025, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
     prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
     alpha: float = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
@@ -137,7 +139,7 @@ class DQN:
         network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit)
         midpoints = ((jnp.arange(self.num_choice_fractions) + 0.5) / self.num_choice_fractions,) if implicit else ()
         v_min, v_max = self.support if self.distribution == "c51" else (0.0, 0.0)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+        optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def expected(outputs: jax.Array) -> jax.Array:
             """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""

@@ -17,10 +17,11 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, counting_environment, descend, logical_axes
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
@@ -51,6 +52,7 @@ class ES:
     )
     learning_rate: float = tunable(default=0.05, above=0, doc="step size of Adam. Usual: 0.01 to 0.05.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     hidden_sizes: tuple[int, ...] = field(default=(32, 32), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -79,7 +81,7 @@ class ES:
         starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space)
         to_env_action = action_transform(venv.action_space)
-        optimizer = optax.scale_by_adam()
+        optimizer = make_optimizer(self, epsilon=1e-8)
 
         def init_params(key, obs):
             params = network.init(key, obs)["params"]
@@ -157,14 +159,14 @@ class ES:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, seeds, fitness):
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             grads = gradients(params, seeds, fitness)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             metrics = {
                 "fitness": fitness.mean(),
                 "fitness_max": fitness.max(),
                 "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
+                **in_force(learning_rate),
             }
             return params, opt_state, metrics
 

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes, make_optimizer, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
@@ -66,7 +67,7 @@ class IMPALA:
     learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')
     rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
     epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
@@ -94,7 +95,7 @@ class IMPALA:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
-        optimizer = make_optimizer(self.optimizer, self.max_grad_norm, self.epsilon, self.rms_decay)
+        optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
 
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -182,7 +183,7 @@ class IMPALA:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, batches):
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
 
             def update(carry, batch):
                 params, opt_state = carry
@@ -196,7 +197,7 @@ class IMPALA:
                 (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
                 metrics["parameter_age"] = jax.vmap(lambda version: parameter_age(progress.iteration, version))(batches.version)
                 metrics = jax.tree.map(lambda x: x.mean(0), metrics)
-            return params, opt_state, {**metrics, "learning_rate": learning_rate}
+            return params, opt_state, {**metrics, **in_force(learning_rate)}
 
         def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)

@@ -20,8 +20,8 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, make_optimizer, split_keys
-from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, split_keys, step_size
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
@@ -29,6 +29,7 @@ from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, forget, head
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
@@ -68,6 +69,7 @@ class IPPO:
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
     learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
@@ -102,7 +104,7 @@ class IPPO:
         shared, recurrent = self.share_parameters, self.core != "none"
         identify = shared and num_agents > 1
         network = _make_network(venv, num_agents, self)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
+        optimizer = make_optimizer(self, epsilon=1e-5)
         memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
         leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
 
@@ -225,12 +227,12 @@ class IPPO:
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
             batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self) if recurrent else shuffle_times(key, self)
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | in_force(learning_rate)
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress

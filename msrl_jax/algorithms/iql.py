@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -40,6 +41,7 @@ class IQL:
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -63,7 +65,7 @@ class IQL:
         policy = make_policy(env.observation_space, action_space, self)
         critics = make_critics(env.observation_space, action_space, 2, self)
         value = make_value(env.observation_space, self)
-        optimizer = for_each_network(make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8))
+        optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
             actor_key, critic_key, value_key = jax.random.split(key, 3)

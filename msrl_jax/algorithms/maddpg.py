@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, uniform_actions
@@ -30,6 +30,7 @@ from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
@@ -54,6 +55,7 @@ class MADDPG:
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="largest norm of each network's gradients. Usual: 0.5.")
     tau: float = tunable(default=0.01, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
@@ -82,7 +84,7 @@ class MADDPG:
         actor = make_actor(obs_space, size, self)
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
         buffer = agents_buffer(view, self)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
+        optimizer = make_optimizer(self, epsilon=1e-8)
         if not shared:
             optimizer = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
 

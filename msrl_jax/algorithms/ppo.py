@@ -10,12 +10,13 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -42,6 +43,7 @@ class PPO:
     num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
     learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
@@ -67,7 +69,7 @@ class PPO:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
+        optimizer = make_optimizer(self, epsilon=1e-5)
 
         def init(key: jax.Array) -> PPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -106,10 +108,10 @@ class PPO:
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
             batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+            return params, opt_state, key, metrics | in_force(learning_rate)
 
         def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
             def step(carry, keys):

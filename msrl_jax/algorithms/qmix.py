@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
@@ -24,6 +24,7 @@ from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
@@ -51,6 +52,7 @@ class QMIX:
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
     prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
     alpha: float = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
@@ -96,7 +98,7 @@ class QMIX:
             mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
         carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
         buffer = sequence_buffer(view.observation_type, action, self, carry)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+        optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def init(key: jax.Array, obs: Any) -> dict[str, Any]:
             network_key, mixer_key = jax.random.split(key)

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
 from msrl_jax.algorithms.networks.q_network import greedy_target
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
@@ -49,6 +50,7 @@ class R2D2:
     n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
     prioritised: bool = field(default=True, doc="whether larger TD errors are drawn more often. Usual: True for images.")
     alpha: float = tunable(default=0.9, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
@@ -89,7 +91,7 @@ class R2D2:
         carry = jax.eval_shape(lambda: network.initial_carry(()))
         obs, action = observation_type(env), action_type(action_space)
         buffer = sequence_buffer(obs, action, self, carry, may_be_absent=is_on_host(env))
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+        optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, training_env
-from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -49,6 +50,7 @@ class RecurrentPPO:
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
@@ -77,7 +79,7 @@ class RecurrentPPO:
         heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
         network = recurrent_network(venv.observation_space, heads, self)
         to_env_action = action_transform(venv.action_space)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-5)
+        optimizer = make_optimizer(self, epsilon=1e-5)
 
         def init(key: jax.Array) -> RecurrentPPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -130,10 +132,10 @@ class RecurrentPPO:
         def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
             trajectory, _, value = experience
             batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+            return params, opt_state, key, metrics | in_force(learning_rate)
 
         def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
             def step(before, keys):

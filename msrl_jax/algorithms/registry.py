@@ -11,7 +11,7 @@ from jax.core import Tracer
 from msrl_jax import _checks, envs
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._spec import parse_spec as parse_spec
-from msrl_jax.algorithms import files
+from msrl_jax.algorithms import files, optimizers
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.envs.base import check_made, env_name
 
@@ -90,6 +90,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
             near = suggestion(name, known)
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
+    optimizers.check_given(new, overrides)
     if hasattr(new, "check_given"):
         new.check_given(overrides)
     return new

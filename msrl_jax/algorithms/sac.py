@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
 from msrl_jax.fragments import fragment
@@ -47,6 +48,7 @@ class SAC:
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
     tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
@@ -69,7 +71,7 @@ class SAC:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         policy = make_policy(venv.observation_space, action_space, self)
         critics = make_critics(venv.observation_space, action_space, 2, self)
-        optimizer = for_each_network(make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8))
+        optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
             actor_key, critic_key = jax.random.split(key)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.trajectory import check_minibatches
@@ -80,6 +80,7 @@ class SelfPlay:
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
     learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
     discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per step. Usual: 1, or 0.99 to 0.999.")
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")

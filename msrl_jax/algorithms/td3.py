@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress, annealed, make_optimizer
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Progress, step_size
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.registry import is_constant, variant
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -47,6 +48,7 @@ class TD3:
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
     tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
@@ -68,7 +70,7 @@ class TD3:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         actor = make_actor(venv.observation_space, size, self)
         critics = make_critics(venv.observation_space, action_space, self.num_critics, self)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=1e-8)
+        optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
 
         def init(key: jax.Array, obs: jax.Array) -> Learner:
@@ -114,7 +116,7 @@ class TD3:
         def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
             actor_moves = batch.ready & (remainder(batch.update, self.policy_period) == 0)
             grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-            params, opt_state, rate = {}, {}, annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            params, opt_state, rate = {}, {}, step_size(self, progress)
             for part, due in (("actor", actor_moves), ("critic", batch.ready)):
                 before = learner.params[part], learner.opt_state[part]
                 params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)

@@ -14,6 +14,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from msrl_jax._checks import suggestion
+from msrl_jax._spec import split_specs
 
 ABOUT_FILES = "--config FILE.toml takes options from a file; --print-config writes that file, with all options."
 
@@ -91,7 +92,7 @@ def _options(kind: Any) -> PrimitiveConstructorSpec:
         return known[text.strip()]
 
     def several(given: list[str]) -> Any:
-        texts = " ".join(given).split(",")
+        texts = split_specs(" ".join(given))
         if len(texts) > 1 and not all(map(str.strip, texts)):
             raise ValueError(f"{' '.join(given)!r} has an empty value; separate values by single commas")
         found = list(map(one, texts))

@@ -149,7 +149,8 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
     dataset = _find_dataset(saved, asked.get("data"))
     env_object = None if env is None or isinstance(env, str) else env
-    again = {"env": env_object, "env_params": given["env_params"], "data": dataset, "network": asked.get("network")}
+    objects = {name: asked[name] for name, held in was["config"].items() if isinstance(held, Mapping) and name in asked}
+    again = {"env": env_object, "env_params": given["env_params"], "data": dataset} | objects
     before = Experiment.from_json(was, **again, where=where)
     known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
     overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}

@@ -267,7 +267,7 @@ def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
 
 def replay_step(
     path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
-    network: Any = None,
+    **objects: Any,
 ) -> Failure | None:
     """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
 
@@ -276,7 +276,7 @@ def replay_step(
       env: the environment, if the run was given an environment object.
       env_params: what its parameters are drawn from, if that is a function.
       data: the data, if the run learned from data.
-      network: the network, if it cannot be imported by its name.
+      **objects: fields of the config that were objects without a name: `network=`, `optimizer=`.
 
     Returns:
       The failure as it happens now; None if all results are finite here.
@@ -290,7 +290,7 @@ def replay_step(
     source = None if run["data"] is None else run["data"]["path"] if data is None else data
     if run["data"] is not None and source is None:
         raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
-    again = {"env": env, "env_params": env_params, "data": source, "network": network}
+    again = {"env": env, "env_params": env_params, "data": source} | objects
     experiment = Experiment.from_json(run, **again, where=f"the run of {path}")
     if about["record"] is not None:
         experiment = experiment.record(about["record"])

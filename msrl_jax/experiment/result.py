@@ -396,8 +396,8 @@ class Result:
         *,
         env: Environment | None = None,
         env_params: GivenParams | None = None,
-        network: Any = None,
         checkpoint: Literal["newest", "best"] | int = "newest",
+        **objects: Any,
     ) -> "Result":
         """Reads a run from its folder, also while it is in progress or after it was killed.
 
@@ -405,9 +405,9 @@ class Result:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
           env: the environment, if `train` got an environment object.
           env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
-          network: the network, if `train` got one that cannot be imported by its name.
           checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
             of iterations.
+          **objects: fields of the config that cannot be imported by their names, if `train` got such: `network=`, `optimizer=`.
 
         Returns:
           The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
@@ -417,7 +417,7 @@ class Result:
         Raises:
           RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
         """
-        return cls(**store.load(Path(path), env, env_params, network, checkpoint))
+        return cls(**store.load(Path(path), env, env_params, checkpoint, objects))
 
 
 def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:

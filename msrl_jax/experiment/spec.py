@@ -15,7 +15,7 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, reference, suggestion, whole
 from msrl_jax.algorithms import files
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.config import is_object, tunable_fields
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.registry import check_env
@@ -248,8 +248,9 @@ class Experiment:
     @property
     def objects(self) -> dict[str, Any]:
         """What the folder of a run may not hold, as `Result.load` takes it."""
-        given = {"env": self.env, "network": getattr(self.algorithm, "network", None)}
-        return {name: None if isinstance(x, str) else x for name, x in given.items()} | {"env_params": self.env_params}
+        fields = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
+        given = {"env": None if isinstance(self.env, str) else self.env, "env_params": self.env_params}
+        return given | {name: x for name, x in fields.items() if is_object(x)}
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
@@ -270,8 +271,8 @@ class Experiment:
         env: Environment | str | None = None,  # if it was an object
         env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
         data: Any = None,  # the data set; without it, the config has none
-        network: Any = None,  # if it was an object
         where: str = "the run",  # in messages
+        **objects: Any,  # fields of the config that were objects
     ) -> "Experiment":
         """Reads what `to_json` returned; raises RunFolderError if a part has to be given, or this version cannot read it."""
         if given["env_spec"] is None and env is None:
@@ -281,10 +282,14 @@ class Experiment:
             raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
         named: Any = env or given["env_spec"]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
-        if network is not None:
-            fields["network"] = network
-        elif isinstance(held := fields.get("network"), Mapping):
-            raise RunFolderError(f"{where} has a network object ({held['object']}); give it again: network=...")
+        if unknown := objects.keys() - fields:
+            name = min(unknown)
+            raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give again what was an object in its config")
+        fields |= {name: x for name, x in objects.items() if x is not None}
+        for name, held in fields.items():
+            if isinstance(held, Mapping) and held.keys() == {"object"}:
+                article = "an" if name[0] in "aeiou" else "a"
+                raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
         if data is not None:
             fields["data"] = data
         elif fields.get("data") is not None:  # the rest of the config is checked without a data set
@@ -318,11 +323,8 @@ class Experiment:
 
 
 def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config as plain data; a module as what `reference` says of it."""
-    return {
-        name: reference(value) if name == "network" and not isinstance(value, str) else to_json(value)
-        for name, value in fields.items()
-    }
+    """Fields of a config as plain data; a module or another object as what `reference` says of it."""
+    return {name: reference(value) if is_object(value) else to_json(value) for name, value in fields.items()}
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -286,13 +286,14 @@ def _not_needed(what: str) -> Iterator[None]:
 
 
 def load(
-    path: Path, env: Environment | None, env_params: GivenParams | None, network: Any, which: Literal["newest", "best"] | int
+    path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int,
+    objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
     `Result.load`."""
     description = read_description(path)
     where = f"the run in {path}"
-    experiment = Experiment.from_json(description, env=env, env_params=env_params, network=network, where=where)
+    experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, **objects)
     saved, state, registers = _load_agent(path, which, experiment)
     _check_settings(path, description, saved)
     progress = saved.progress

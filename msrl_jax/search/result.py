@@ -40,7 +40,7 @@ class SweepResult:
       stop_reason: why the sweep was interrupted, as in `Result`.
       description: what the sweep computes, as plain data.
       env: the environment if it was given as an object.
-      network: the network if it was given as an object.
+      objects: fields of the config that were given as objects.
       folder: the sweep's folder, if it has one.
     """
 
@@ -50,7 +50,7 @@ class SweepResult:
     stop_reason: str
     description: Mapping[str, Any]
     env: Environment | None = None
-    network: Any = None
+    objects: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     folder: Path | None = None
 
     @property
@@ -86,7 +86,7 @@ class SweepResult:
         if chosen.run is None:
             raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; go on with resume=True")
         found = self.runs[chosen.run]
-        return found if isinstance(found, Result) else Result.load(found, env=self.env, network=self.network)
+        return found if isinstance(found, Result) else Result.load(found, env=self.env, **self.objects)
 
     def trial(self, trial: Trial | int | None = None) -> Trial:
         """A trial by its number; the best one if None."""
@@ -190,13 +190,13 @@ class SweepResult:
         return "\n".join(lines)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, env: Environment | None = None, network: Any = None) -> "SweepResult":
+    def load(cls, path: str | os.PathLike, *, env: Environment | None = None, **objects: Any) -> "SweepResult":
         """Reads a sweep that has ended from its folder.
 
         Args:
           path: the folder.
           env: the environment, if `sweep` got an environment object.
-          network: the network, if `sweep` got one that cannot be imported by its name.
+          **objects: fields of the config that cannot be imported by their names, if `sweep` got such.
 
         Returns:
           The result; its runs are read when they are asked for.
@@ -209,7 +209,7 @@ class SweepResult:
         ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
         trials = tuple(map(_read_trial, ended["trials"]))
-        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, network, path)
+        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, objects, path)
 
 
 def _read_trial(row: Mapping[str, Any]) -> Trial:

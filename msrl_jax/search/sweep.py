@@ -16,6 +16,7 @@ from typing import Any
 
 from msrl_jax import _compiling, algorithms
 from msrl_jax._checks import as_path, check_seed, suggestion, whole
+from msrl_jax.algorithms.config import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.metrics import metrics_of
@@ -117,7 +118,7 @@ def sweep(
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
     axes, constants = space.read_axes(type(start), fields)
-    start = algorithms.make(start, {name: x for name, x in constants.items() if name == "network"})
+    start = algorithms.make(start, {name: x for name, x in constants.items() if is_object(x)})
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
@@ -161,8 +162,9 @@ def sweep(
                 stages = space.rungs(course.trials, steps, halving)
         reason = course.conduct(stages, requests)
         table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
-        given = {name: x for name, x in course.base.objects.items() if name != "env_params"}
-        result = SweepResult(table, tuple(course.runs), status, reason, description, folder=path, **given)
+        objects = {name: x for name, x in course.base.objects.items() if name not in ("env", "env_params")}
+        given = course.base.objects["env"], objects
+        result = SweepResult(table, tuple(course.runs), status, reason, description, *given, folder=path)
         if path is not None and processes.is_first():
             write_table(result, path)
         processes.gathered("")  # no process ends while another one writes

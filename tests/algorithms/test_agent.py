@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import Progress
-from msrl_jax.algorithms.agent import annealed, descend, make_optimizer
+from msrl_jax.algorithms.agent import annealed
 from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
@@ -93,19 +93,3 @@ def test_the_learning_rate_falls_linearly_over_a_run_of_many_iterations(iteratio
 def test_the_learning_rate_stays_without_annealing_or_a_length_of_the_run(total, falls):
     rate = annealed(0.5, Progress(counter(50), total), falls)
     assert rate == 0.5 and rate.dtype == jnp.float32 and not rate.weak_type
-
-
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
-def test_directions_and_descent_are_the_optimizers_of_optax(name):
-    """Two steps on gradients longer than the norm that they are scaled down to."""
-    params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[3.0]])}
-    usual = {"adam": optax.adam(0.1, eps=1e-5), "rmsprop": optax.rmsprop(0.1, 0.9, eps=1e-5, eps_in_sqrt=True)}[name]
-    reference = optax.chain(optax.clip_by_global_norm(0.5), usual)
-    optimizer = make_optimizer(name, max_grad_norm=0.5, epsilon=1e-5, rms_decay=0.9)
-    want, want_state, state = params, reference.init(params), optimizer.init(params)
-    for _ in range(2):
-        updates, want_state = reference.update(want, want_state)
-        want = optax.apply_updates(want, updates)
-        directions, state = optimizer.update(params, state)
-        params = descend(params, directions, jnp.float32(0.1))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, want)

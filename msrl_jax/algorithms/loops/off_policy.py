@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, descend, logical_axes
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, step_size
 from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.optimizers import descend
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import mask_of, sample_legal
@@ -120,7 +121,7 @@ def gradient_rule(
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        rate = step_size(config, progress)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
         target_params = ()
         if target:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import descend, split_keys
+from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
+from msrl_jax.algorithms.optimizers import descend
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform

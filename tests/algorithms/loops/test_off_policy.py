@@ -9,8 +9,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
-from msrl_jax.algorithms.agent import make_optimizer
 from msrl_jax.algorithms.loops import off_policy
+from msrl_jax.algorithms.optimizers import make_optimizer
 from tests.support.off_policy import counting
 
 E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72
@@ -25,7 +25,7 @@ def agent():
         item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, shards=4, min_size=LEARNING_STARTS,
         alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
-    optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
+    optimizer = make_optimizer(types.SimpleNamespace(optimizer="adam", max_grad_norm=10.0), epsilon=1e-8)
     apply_update = off_policy.updater(optimizer)
 
     def explore(params, obs, keys, steps, carry):

@@ -1,0 +1,117 @@
+"""Optimizers by name are those of optax, and transformations of one's own are applied as they are."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.algorithms import PPO, SAC, counted
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.loops.off_policy import for_each_network
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from tests.support import transformations
+
+PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[3.0, 1.0], [0.5, -1.0]])}
+OPTAX = {
+    "adam": optax.adam(0.1, eps=1e-5),
+    "adam:b1=0.5,eps=1e-3,nesterov=True": optax.adam(0.1, b1=0.5, eps=1e-3, nesterov=True),
+    "adamw:weight_decay=0.1": optax.adamw(0.1, eps=1e-5, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(0.1, 0.9, eps=1e-5),
+    "rmsprop:decay=0.5,centered=True,momentum=0.8": optax.rmsprop(0.1, 0.5, eps=1e-5, centered=True, momentum=0.8),
+    "sgd": optax.sgd(0.1),
+    "sgd:momentum=0.9,nesterov=True": optax.sgd(0.1, 0.9, nesterov=True),
+    "lion:weight_decay=0.01": optax.lion(0.1, weight_decay=0.01),
+    "muon:ns_steps=3": optax.contrib.muon(0.1, ns_steps=3),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_directions_and_descent_are_the_optimizers_of_optax(name):
+    """Two steps on gradients longer than the norm that they are scaled down to."""
+    reference = optax.chain(optax.clip_by_global_norm(0.5), OPTAX[name])
+    config = types.SimpleNamespace(optimizer=name, max_grad_norm=0.5)
+    optimizer = make_optimizer(config, epsilon=1e-5, rms_decay=0.9)
+    params, state, want, want_state = PARAMS, optimizer.init(PARAMS), PARAMS, reference.init(PARAMS)
+    for _ in range(2):
+        updates, want_state = reference.update(want, want_state, want)
+        want = optax.apply_updates(want, updates)
+        directions, state = optimizer.update(params, state, params)
+        params = descend(params, directions, jnp.float32(0.1))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, want)
+
+
+def test_a_transformation_of_ones_own_is_applied_to_each_network_as_it_is():
+    own = optax.adamw(0.1, weight_decay=0.2)
+    optimizer = for_each_network(make_optimizer(types.SimpleNamespace(optimizer=own, max_grad_norm=1e-9), epsilon=1.0))
+    networks = {"actor": PARAMS, "critic": jax.tree.map(lambda x: 2 * x, PARAMS)}
+    updates, _ = optimizer.update(networks, optimizer.init(networks), networks)
+    for name, params in networks.items():
+        want, _ = own.update(params, own.init(params), params)
+        jax.tree.map(np.testing.assert_array_equal, updates[name], want)
+    jax.tree.map(np.testing.assert_array_equal, descend(networks, updates, None), optax.apply_updates(networks, updates))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        (PPO(num_envs=8, unroll_length=8, num_minibatches=2, num_epochs=2, hidden_sizes=(6,), learning_rate=1e-2,
+             optimizer="lion:b1=0.8", max_grad_norm=None), optax.lion(1e-2, b1=0.8)),
+        (SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, capacity=256, learning_starts=32, hidden_sizes=(6,),
+             optimizer="adamw:weight_decay=0.1"), optax.adamw(1e-3, weight_decay=0.1)),
+    ],
+    ids=["ppo", "sac"],
+)  # fmt: skip
+def test_a_run_with_a_transformation_of_optax_is_the_run_with_its_name(algorithm, own):
+    env = msrl.envs.make("CartPole-v1" if algorithm.name == "ppo" else "Pendulum-v1")
+
+    def params(optimizer):
+        agent = counted(msrl.algorithms.make(algorithm, {"optimizer": optimizer}).build(env), 10)
+        state = jax.jit(agent.init)(jax.random.key(0))
+        run = jax.jit(lambda state: jax.lax.scan(lambda state, _: agent.iteration(state), state, None, length=3))
+        state, metrics = run(state)
+        assert ("learning_rate" in metrics) == (algorithm.name == "ppo" and isinstance(optimizer, str))
+        return innermost(state).params
+
+    want = params(algorithm.optimizer)
+    for a, b in zip(jax.tree.leaves(params(own)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+LINESEARCH = optax.scale_by_backtracking_linesearch(3)
+WRONG = {
+    "misspelt": ("addam", r"PPO.optimizer='addam': use one of adam, .* \(did you mean 'adam'\?\)"),
+    "a misspelt name with parameters": ("adamm:b1=0.1", r"did you mean 'adam'"),
+    "parameter": ("adamw:weigth_decay=0.1", r"use parameters that adamw of optax has \(did you mean 'weight_decay'\?\): b1, "),
+    "value": ("adamw:b1=1", "use a finite number of at least 0 and below 1 for b1"),
+    "word": ("sgd:nesterov=1", "use True or False for nesterov"),
+    "text": ("adamw:0.1", "use adamw:parameter=value"),
+    "number": (3, "PPO.optimizer=3: use an optax.GradientTransformation, or a function"),
+    "a function of arguments": (optax.sgd, "use an optax.GradientTransformation, or a function without arguments"),
+    "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
+    "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),
+    "a function behind a name": ("optax:sgd", "optimizer=optax:sgd is a function; give"),
+    "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, its state, .* nothing else"),
+    "state": (optax.GradientTransformation(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
+    "updates": (optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (0, s)), "returns updates of another structure"),
+    "states": (optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
+    "several": (["adam", "sgd"], "members of a run cannot differ in it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_optimizer_is_refused_in_words_before_anything_compiles(case, monkeypatch):
+    given, message = WRONG[case]
+    monkeypatch.setattr(msrl.fragments.Program, "run", None)
+    with pytest.raises((TypeError, ValueError), match=message):
+        msrl.train("ppo", optimizer=given, total_steps=32 * 128, progress=False)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "anneal_learning_rate"])
+def test_what_has_no_effect_on_a_transformation_of_ones_own_is_refused(name):
+    with pytest.raises(ValueError, match=rf"PPO.{name} has no effect on an optimizer of one's own"):
+        msrl.algorithms.make("ppo", {"optimizer": transformations.falling, name: PPO().__dict__[name]})
