@@ -97,6 +97,11 @@ def reference(value: Any) -> str | dict[str, str]:
     return {"object": " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).split())}
 
 
+def name_of(value: Any) -> str:
+    """How messages name a value: a text as it is given, an object by its name or its class."""
+    return repr(value) if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
+
+
 def suggestion(name: str, options: Iterable[str]) -> str:
     """Text that proposes the option that a misspelled or shortened name probably means, to follow it; empty if there is none.
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.optimizers import is_own
+from msrl_jax.algorithms.optimizers import Adapted, is_own
+from msrl_jax.algorithms.schedules import is_adaptive
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
@@ -106,14 +107,16 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
 
 
 def step_size(config: Any, progress: Progress) -> jax.Array | None:
-    """The learning rate of a config, for `descend`, `[]` float32; None if the optimizer has one of its own."""
-    if is_own(getattr(config, "optimizer", "adam")):
+    """The learning rate of a config, for `descend`, `[]` float32; None if the optimizer has its own."""
+    if is_own(getattr(config, "optimizer", "adam")) or is_adaptive(config.learning_rate):
         return None
     return annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
 
-def in_force(learning_rate: jax.Array | None) -> dict[str, jax.Array]:
-    """The metric `learning_rate`, if there is one."""
+def in_force(learning_rate: jax.Array | None, opt_state: Any = ()) -> dict[str, jax.Array]:
+    """The metric `learning_rate`: that of `step_size`, or one that adapts; none if the optimizer has its own."""
+    if isinstance(opt_state, Adapted):
+        return {"learning_rate": opt_state.rate.mean()}  # over networks, if each has one
     return {} if learning_rate is None else {"learning_rate": learning_rate}
 
 

@@ -4,8 +4,10 @@ Fields made with `tunable` change no shape and no branch of the program. They ar
 the members of one program may have them each for themselves.
 """
 
+import copy
 import dataclasses
 import difflib
+import functools
 import math
 import numbers
 import operator
@@ -18,7 +20,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from msrl_jax.algorithms import optimizers
+from msrl_jax.algorithms import optimizers, schedules
+from msrl_jax.algorithms.transformations import scheduled
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
@@ -50,6 +53,7 @@ def field(
     high: float | None = None,
     below: float | None = None,
     tunable: bool = False,
+    adaptive: bool = False,
 ) -> T:
     """A field of a config.
 
@@ -60,19 +64,20 @@ def field(
       above: a number that values exceed.
       high: the largest value.
       below: a number that exceeds values.
-      tunable: whether the members of one program may have different values.
+      tunable: whether the members of one program may have different values, and whether it may be a schedule.
+      adaptive: whether it is a learning rate that may adapt to the KL divergence of `proximal_updates`.
 
     Returns:
       The field, for a class made with `config`.
     """
     bounds = {"above": above, "at least": low, "at most": high, "below": below}
-    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}, "tunable": tunable}
+    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}, "tunable": tunable, "adaptive": adaptive}
     return dataclasses.field(default=default, metadata=about)  # type: ignore[return-value]
 
 
-def tunable(*, default: T, doc: str, **bounds: float) -> T:
+def tunable(*, default: T, doc: str, adaptive: bool = False, **bounds: float) -> T:
     """A `field` of a number that the members of one program may have each for themselves: a leaf of the config."""
-    return field(default=default, doc=doc, tunable=True, **bounds)
+    return field(default=default, doc=doc, tunable=True, adaptive=adaptive, **bounds)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
@@ -97,6 +102,7 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
     def make(cls: Any) -> Any:
         _check_declaration(cls)
         cls.__post_init__ = _check
+        cls.build = _with_schedules(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         new.name, new.many_agents, new.offline = name, many_agents, offline
         leaves = tunable_fields(new)
@@ -148,8 +154,38 @@ def _check_declaration(cls: type) -> None:
 def _check(self: Any) -> None:
     """Checks a config that is made."""
     _check_fields(self)
-    if hasattr(self, "check"):
+    if not hasattr(self, "check"):
+        return
+    if not (given := schedules.given(self)):
         self.check()
+        return
+    usual = {f.name: f.default for f in dataclasses.fields(self)}  # in place of functions, which are not called yet
+    for progress in (0.0, 1.0):
+        numbers = {n: schedules.at(schedules.read(x), progress) if schedules.is_ramp(x) else usual[n] for n, x in given.items()}
+        with_traced(self, numbers).check()
+
+
+def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
+    traced = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(traced, name, value)
+    return traced
+
+
+def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
+    """A config with numbers in place of its schedules; a learning rate that had one does not fall besides."""
+    return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
+
+
+def _with_schedules(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `build` of a config, which finds numbers in place of schedules."""
+
+    @functools.wraps(build)
+    def built(self: Any, env: Any) -> Any:
+        return scheduled(lambda numbers: build(with_numbers_of(self, numbers), env), schedules.check(self))
+
+    return built
 
 
 def _check_fields(self: Any) -> None:
@@ -163,9 +199,26 @@ def _check_fields(self: Any) -> None:
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
-        remedy = optimizers.remedy(value) if kind == OptimizerKind else _remedy(value, kinds, f.metadata.get("bounds", {}))
+        bounds = f.metadata.get("bounds", {})
+        if kind == OptimizerKind:
+            remedy = optimizers.remedy(value)
+        elif f.metadata.get("tunable") and schedules.is_adaptive(value):
+            remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(adaptive()))
+        elif f.metadata.get("tunable") and schedules.is_schedule(value):
+            remedy = schedules.remedy(f.name, value, bounds)
+        else:
+            remedy = _remedy(value, kinds, bounds)
         if remedy:
             raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
+
+
+_ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
+
+
+def adaptive() -> list[str]:
+    """The names of the algorithms whose learning rate may adapt to the KL divergence of their updates."""
+    configs: dict[str, Any] = ALGORITHMS
+    return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
 
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:

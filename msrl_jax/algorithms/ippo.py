@@ -67,7 +67,7 @@ class IPPO:
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    learning_rate: float = tunable(default=1e-3, adaptive=True, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
@@ -212,7 +212,7 @@ class IPPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+        run_updates = proximal_updates(self, optimizer, gradients)
 
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
             """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
@@ -232,7 +232,7 @@ class IPPO:
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | in_force(learning_rate)
+            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress

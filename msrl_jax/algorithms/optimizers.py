@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import optax.contrib
 
 from msrl_jax import _checks
 from msrl_jax._spec import read_values
+from msrl_jax.algorithms.schedules import KL, is_adaptive, is_schedule, read_kl
 
 NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.adam, "adamw": optax.adamw, "rmsprop": optax.rmsprop, "sgd": optax.sgd, "lion": optax.lion,
@@ -71,7 +72,14 @@ def _wrong_parameter(name: str, text: str) -> str | None:
 
 
 def check_given(config: Any, names: Collection[str]) -> None:
-    """Raises ValueError if a field was given that a transformation of one's own has in itself."""
+    """Raises ValueError if a field was given that has no effect on the learning rate or the optimizer of the config."""
+    rate = getattr(config, "learning_rate", None)
+    if "anneal_learning_rate" in names and (is_schedule(rate) or is_adaptive(rate)):
+        kind = type(config).__name__
+        raise ValueError(
+            f"{kind}.anneal_learning_rate has no effect on {kind}.learning_rate={_checks.name_of(rate)}, which is no number; "
+            "leave it out, or give a number"
+        )
     if not is_own(getattr(config, "optimizer", "adam")):
         return
     for name in _PARTS:
@@ -115,6 +123,14 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     """
     if is_own(config.optimizer):
         return _own(config.optimizer)
+    rate = getattr(config, "learning_rate", None)
+    if is_adaptive(rate):
+        return _adapting(_named(config, epsilon, rms_decay), read_kl(rate))
+    return _named(config, epsilon, rms_decay)
+
+
+def _named(config: Any, epsilon: Any, rms_decay: Any) -> optax.GradientTransformation:
+    """An optimizer of optax, after a clip if the config has one."""
     name, _, text = config.optimizer.partition(":")
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
     usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # that of A3C (arXiv 1602.01783): not centered
@@ -129,10 +145,37 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     return optax.chain(clip, optimizer)
 
 
+class Adapted(NamedTuple):
+    """The state of an optimizer whose learning rate adapts."""
+
+    own: Any  # of the optimizer
+    rate: jax.Array  # the learning rate of the last update. shape=(), dtype=float32
+
+
+def _adapting(optimizer: optax.GradientTransformation, kl: KL) -> optax.GradientTransformation:
+    """An optimizer that keeps a learning rate in its state, an `Adapted`."""
+
+    def update(updates: Any, state: Adapted, params: Any = None) -> tuple[Any, Adapted]:
+        updates, own = optimizer.update(updates, state.own, params)
+        return updates, Adapted(own, state.rate)
+
+    return optax.GradientTransformation(lambda params: Adapted(optimizer.init(params), jnp.float32(kl.start)), update)
+
+
+def adapted(kl: KL, state: Adapted, divergence: jax.Array) -> Adapted:
+    """Divides the rate by 1.5 if the divergence (nats, `[]`) is above twice the target, multiplies it if below half of it.
+
+    As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
+    """
+    slower, faster = jnp.maximum(state.rate / 1.5, kl.low), jnp.minimum(state.rate * 1.5, kl.high)
+    is_small = (divergence > 0) & (divergence < kl.target / 2)
+    return state._replace(rate=jnp.where(divergence > kl.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+
 def _own(given: Any) -> optax.GradientTransformation:
     """A transformation of one's own, which says in words what does not fit when it is first traced."""
     what: Any = _checks.imported("optimizer", given, _OWN) if isinstance(given, str) else given
-    name = f"optimizer={given if isinstance(given, str) else getattr(what, '__qualname__', type(what).__qualname__)}"
+    name = f"optimizer={_checks.name_of(given)}"
     if callable(what) and not _needed(what):
         what = what()
     if not isinstance(what, optax.GradientTransformation):

@@ -41,7 +41,7 @@ class PPO:
     unroll_length: int = field(default=128, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 2048.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
+    learning_rate: float = tunable(default=3e-3, adaptive=True, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
@@ -103,7 +103,7 @@ class PPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+        run_updates = proximal_updates(self, optimizer, gradients)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
@@ -111,7 +111,7 @@ class PPO:
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, metrics | in_force(learning_rate)
+            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
 
         def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
             def step(carry, keys):

@@ -48,7 +48,7 @@ class RecurrentPPO:
     unroll_length: int = field(default=64, doc="steps per iteration, `T`; gradients flow back through all. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=0.001, adaptive=True, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
@@ -126,7 +126,7 @@ class RecurrentPPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(optimizer, gradients, self.target_kl)
+        run_updates = proximal_updates(self, optimizer, gradients)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
@@ -135,7 +135,7 @@ class RecurrentPPO:
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-            return params, opt_state, key, metrics | in_force(learning_rate)
+            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
 
         def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
             def step(before, keys):

@@ -1,6 +1,5 @@
 """The algorithms by name: their configs, presets of them, and which of them fits an environment."""
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,10 +8,12 @@ import jax
 from jax.core import Tracer
 
 from msrl_jax import _checks, envs
+from msrl_jax._checks import reference as reference
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._spec import parse_spec as parse_spec
 from msrl_jax.algorithms import files, optimizers
 from msrl_jax.algorithms.config import ALGORITHMS, config
+from msrl_jax.algorithms.config import with_traced as with_traced
 from msrl_jax.envs.base import check_made, env_name
 
 T = TypeVar("T")
@@ -94,14 +95,6 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     if hasattr(new, "check_given"):
         new.check_given(overrides)
     return new
-
-
-def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
-    """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
-    traced = copy.copy(config)
-    for name, value in values.items():
-        object.__setattr__(traced, name, value)
-    return traced
 
 
 def is_constant(value: Any, number: float) -> bool:

@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms import files
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
-from msrl_jax.algorithms.config import ALGORITHMS, config, field
+from msrl_jax.algorithms.config import ALGORITHMS, config, field, is_object, with_numbers_of
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.networks.distributions import check_policy_space
-from msrl_jax.algorithms.registry import get, make, parse_spec, suggestion
+from msrl_jax.algorithms.registry import get, make, parse_spec, reference, suggestion
+from msrl_jax.algorithms.schedules import check
+from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
@@ -73,8 +75,17 @@ class Teams:
             raise ValueError(f"no team of {self.teams} learns; give one an algorithm")
         members = members_of(tuple(env.agents), entries, name)
         venv = vectorize_agents(env, self.num_envs, members)
-        teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), self) for entry in entries}
-        return teams_agent(venv, teams, unroll_length=self.unroll_length)
+
+        def of(numbers: Mapping[str, Any]) -> Agent:
+            teams = {}
+            for entry in entries:
+                own = {name.partition("/")[2]: x for name, x in numbers.items() if name.partition("/")[0] == entry.name}
+                now = entry if entry.config is None else dataclasses.replace(entry, config=with_numbers_of(entry.config, own))
+                teams[entry.name] = _build_team(now, venv, len(members[entry.name]), self)
+            return teams_agent(venv, teams, unroll_length=self.unroll_length)
+
+        schedules = {e.name: check(e.config) for e in entries if e.config is not None}
+        return scheduled(of, {f"{team}/{field}": x for team, fields in schedules.items() for field, x in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +107,10 @@ class Entry:
         """The team as `TEAM=ALGORITHM:field=value,...`."""
         fields = ["agents=" + "|".join(self.patterns)] if self.patterns else []
         changed = _changed(self.config) if self.config else {}
+        for name, value in changed.items():
+            if is_object(value) and not isinstance(said := reference(value), str):
+                raise ValueError(f"team {self.name!r} has {said['object']} as {name}; teams are text, so give MODULE:NAME")
+        changed = {name: reference(value) if is_object(value) else value for name, value in changed.items()}
         fields += [f"{k}={value!r}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
         name = type(self.config).name if self.config else RANDOM
         if self.config and files.is_file(found := files.reference(type(self.config))):

@@ -1,11 +1,11 @@
-"""Transformations of agents: what all of them share, and the one that counts the iterations of a run.
+"""Transformations of agents: what all of them share, the one that follows schedules, and the one that counts iterations.
 
 What widens a run is a function from agent to agent. It has one state type, a NamedTuple with the state that it wraps in its
 field `inner`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics
+from msrl_jax.algorithms.schedules import Schedule, at
 from msrl_jax.fragments import counters, fragment
 from msrl_jax.fragments.counters import Counter
 from msrl_jax.fragments.progress import Progress, parameter_age, parameter_version
+
+# What JAX raises if Python needs the value of an array in a trace.
+BRANCHES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+)  # fmt: skip
 
 
 def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., Any], axes: Any) -> Agent:
@@ -33,6 +39,59 @@ def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., 
     within = lambda f: None if f is None else lambda state, *args: f(state.inner, *args)  # noqa: E731
     new = {"act": within(agent.act), "probabilities": within(agent.probabilities)}
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes, **new)
+
+
+class Scheduled(NamedTuple):
+    """The state of an agent whose config has schedules."""
+
+    inner: Any  # the state of the agent
+    numbers: dict[str, jax.Array]  # the values in force in the last iteration, with which it acts. shape=() each, float32
+
+
+_NOTE = (
+    "The schedules of {} are numbers of the program. If the algorithm branches on such a field in Python, or converts it to a "
+    "number, it should be declared with field and not with tunable; else use jnp.where in place of the branch."
+)
+
+
+def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[str, Schedule]) -> Agent:
+    """An agent whose config changes over the run: that of every iteration has the values of the schedules.
+
+    The values depend on the count alone, so every placement computes them for itself, outside of the loops of an iteration.
+
+    Args:
+      build: makes the agent from the values by name.
+      schedules: functions of the progress, checked before.
+
+    Returns:
+      The agent; that of `build({})` if there are no schedules.
+    """
+    if not schedules:
+        return build({})
+    first = {name: at(schedule, 0.0) for name, schedule in schedules.items()}
+    agent = build(first)
+
+    def init(key: jax.Array) -> Scheduled:
+        return Scheduled(agent.init(key), {name: jnp.float32(x) for name, x in first.items()})
+
+    def iteration(state: Scheduled, progress: Progress) -> tuple[Scheduled, Metrics]:
+        if progress.total is None:
+            raise ValueError(f"schedules of {', '.join(schedules)} need the length of the run: counted(agent, iterations)")
+        numbers = {name: jnp.asarray(x(progress.fraction), jnp.float32) for name, x in schedules.items()}
+        try:
+            inner, metrics = build(numbers).iteration(state.inner, progress)
+        except BRANCHES as error:
+            error.add_note(_NOTE.format(", ".join(schedules)))
+            raise
+        return Scheduled(inner, numbers), metrics
+
+    def of_state(name: str) -> Callable[..., Any]:
+        return lambda state, *args: getattr(build(state.numbers), name)(state.inner, *args)
+
+    return dataclasses.replace(
+        agent, init=init, iteration=iteration, axes=Scheduled(agent.axes, P()),  # type: ignore[arg-type]
+        act=of_state("act"), probabilities=None if agent.probabilities is None else of_state("probabilities"),
+    )  # fmt: skip
 
 
 class Counted(NamedTuple):

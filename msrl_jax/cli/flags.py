@@ -52,17 +52,20 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def _numbers(text: str) -> Any:
-    """Reads a number, or several for the members of a run."""
+    """Reads a number, or several for the members of a run; or a schedule."""
+    kind, colon, _ = text.partition(":")
+    if colon and kind not in ("uniform", "log", "log_uniform", "choice"):
+        return text
     try:
         return tuple(map(float, text.removesuffix(",").split(","))) if "," in text else float(text)
     except ValueError:
-        kind, colon, _ = text.partition(":")
-        remedy = "msrl-jax sweep takes distributions" if colon and kind.isalpha() else "separate several by commas: 1e-4,3e-4"
+        remedy = "msrl-jax sweep takes distributions" if colon else "separate several by commas: 1e-4,3e-4"
         raise ValueError(f"{text!r} is not a number; {remedy}") from None
 
 
-_NUMBERS = _one("FLOAT[,FLOAT...]", _numbers)
-_NUMBERS_OR_NONE = _one("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_SCHEDULES = "FLOAT[,FLOAT...]|linear:FROM:TO|cosine:FROM:TO|MODULE:NAME"
+_NUMBERS = _one(_SCHEDULES, _numbers)
+_NUMBERS_OR_NONE = _one("{None}|" + _SCHEDULES, lambda text: None if text == "None" else _numbers(text))
 _SPEC = _one("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
 _SIZES = PrimitiveConstructorSpec(
     nargs="*", metavar="INT [INT...]", str_from_instance=lambda x: list(map(str, x)), is_instance=lambda x: True,

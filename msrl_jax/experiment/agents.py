@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax._checks import whole
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.registry import with_traced
+from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.replay import SHARD_AXIS
 
@@ -26,11 +27,6 @@ UNRANKED = "the return is the sum over teams or players that oppose each other, 
 SKIPPED = "skipped_updates"  # the metric that counts the dropped updates
 
 _ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of what actors, environments and buffers compute
-
-# What JAX raises if Python needs the value of an array in a trace.
-_BRANCHES = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
-)  # fmt: skip
 
 
 class Member(NamedTuple):
@@ -66,7 +62,7 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
         def call(*args: Any) -> Any:
             try:
                 return function(*args)
-            except _BRANCHES as error:
+            except BRANCHES as error:
                 error.add_note(note)
                 raise
 
@@ -175,7 +171,7 @@ def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
     skipped, found, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
     level = 0  # of the outermost state
     while True:
-        if not isinstance(state, Member):
+        if not isinstance(state, Member | Scheduled):
             own = {name: getattr(state, name) for name in state._fields if name not in skipped}
             found |= {(level, name): x for name, x in own.items() if is_learned(x, getattr(axes, name))}
         if "inner" not in state._fields:

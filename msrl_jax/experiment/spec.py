@@ -18,7 +18,9 @@ from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import is_object, tunable_fields
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
+from msrl_jax.algorithms.optimizers import is_own
 from msrl_jax.algorithms.registry import check_env
+from msrl_jax.algorithms.schedules import is_adaptive, is_schedule
 from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
@@ -76,6 +78,12 @@ class Experiment:
         if self.guard not in get_args(GuardPolicy):
             words = get_args(GuardPolicy)
             raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, words)}; use one of {', '.join(words)}")
+        rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
+        if self.guard == "rollback" and (is_schedule(rate) or is_adaptive(rate) or is_own(optimizer)):
+            raise ValueError(
+                'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
+                'own; give a number, or use guard="halt" or "skip"'
+            )
         if unknown := [name for name in self.settings if name not in tunable_fields(type(self.algorithm))]:
             kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
@@ -284,7 +292,7 @@ class Experiment:
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
         if unknown := objects.keys() - fields:
             name = min(unknown)
-            raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give again what was an object in its config")
+            raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give what was an object in its config")
         fields |= {name: x for name, x in objects.items() if x is not None}
         for name, held in fields.items():
             if isinstance(held, Mapping) and held.keys() == {"object"}:

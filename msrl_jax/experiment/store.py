@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from msrl_jax.algorithms import schedules
+from msrl_jax.algorithms.optimizers import is_own
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
@@ -192,12 +194,13 @@ def take_over(saved: Saved, run: Any) -> None:
 def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     """Says what happens to schedules over `total_steps` if these change."""
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
+    rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
-    rises = getattr(config, "beta", None) is not None
-    if was == now or not (falls or rises):
+    falls = falls and not (schedules.is_schedule(rate) or schedules.is_adaptive(rate)) and not is_own(getattr(config, "optimizer", "adam"))
+    rises = getattr(config, "beta", None) is not None and "beta" not in own
+    if was == now or not (falls or rises or own):
         return
-    what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises))
-    rate, text = getattr(config, "learning_rate", None), ""
+    what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises) + list(own))
     if falls and rate is not None:
         text = f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
     _note(

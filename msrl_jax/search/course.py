@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -71,8 +72,8 @@ class Course:
         """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""
         made, tunable = [], tunable_fields(type(self.base.algorithm)) if self.shared else ()
         for number, values in enumerate(chosen, first):
-            # A tunable field that is None is a branch of the program.
-            data = tuple(name for name, value in values.items() if name in tunable and value is not None)
+            # A tunable field that is None is a branch of the program, and a schedule is a part of it.
+            data = tuple(name for name, value in values.items() if name in tunable and isinstance(value, numbers.Real))
             shape = Shape({name: value for name, value in values.items() if name not in data}, data)
             if shape not in self.shapes:
                 self.shapes.append(shape)

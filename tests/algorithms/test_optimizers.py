@@ -82,6 +82,7 @@ def test_a_run_with_a_transformation_of_optax_is_the_run_with_its_name(algorithm
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+Own = optax.GradientTransformation
 LINESEARCH = optax.scale_by_backtracking_linesearch(3)
 WRONG = {
     "misspelt": ("addam", r"PPO.optimizer='addam': use one of adam, .* \(did you mean 'adam'\?\)"),
@@ -95,10 +96,10 @@ WRONG = {
     "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
     "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),
     "a function behind a name": ("optax:sgd", "optimizer=optax:sgd is a function; give"),
-    "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, its state, .* nothing else"),
-    "state": (optax.GradientTransformation(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
-    "updates": (optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (0, s)), "returns updates of another structure"),
-    "states": (optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
+    "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, .* nothing else"),
+    "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
+    "updates": (Own(lambda p: (), lambda g, s, p=None: (0, s)), "returns updates of another structure"),
+    "states": (Own(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
     "several": (["adam", "sgd"], "members of a run cannot differ in it"),
 }  # fmt: skip
 

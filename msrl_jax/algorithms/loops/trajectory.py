@@ -15,8 +15,9 @@ import optax
 
 from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.optimizers import descend
+from msrl_jax.algorithms.optimizers import adapted, descend, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.schedules import is_adaptive, read_kl
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
@@ -106,16 +107,21 @@ def shuffle_times(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def proximal_updates(
-    optimizer: optax.GradientTransformation, gradients: Callable[..., tuple[Any, dict[str, jax.Array]]], target_kl: float | None
+    config: Any, optimizer: optax.GradientTransformation, gradients: Callable[..., tuple[Any, dict[str, jax.Array]]]
 ) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
     """Makes the updates: `(params, opt_state, minibatches [U, ...], learning_rate, *data) -> (params, opt_state, statistics)`.
 
     `gradients` is `(params, *data, chosen) -> (gradients, statistics)`. Updates are skipped once the statistic `approx_kl`
-    exceeds `target_kl`; the result has the means of the statistics over the updates.
+    exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
+    before every update, to the same statistic.
     """
+    target_kl, adapts = config.target_kl, is_adaptive(config.learning_rate) and not is_own(config.optimizer)
 
     @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged):
+    def apply_update(params, opt_state, grads, learning_rate, diverged, kl):
+        if kl is not None:
+            opt_state = adapted(read_kl(config.learning_rate), opt_state, kl)
+            learning_rate = opt_state.rate
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
         if diverged is not None:
@@ -126,9 +132,11 @@ def proximal_updates(
         def update(updated, chosen):
             params, opt_state, diverged = updated
             grads, stats = gradients(params, *data, chosen)
+            kl = stats["approx_kl"] if adapts else None
             if target_kl is not None:
+                kl = jnp.where(diverged, jnp.nan, kl) if adapts else None
                 diverged |= stats["approx_kl"] > target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged, kl)
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
 
         diverged = None if target_kl is None else jnp.bool(False)

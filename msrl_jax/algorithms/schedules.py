@@ -1,0 +1,193 @@
+"""Schedules: numbers of a config that change over the run.
+
+A tunable field takes a number, or
+
+    linear:FROM[:TO]   falls, or rises, linearly from FROM to TO, which is 0 if left out, over the run
+    cosine:FROM[:TO]   the same along half a cosine (Loshchilov and Hutter, 2017, arXiv 1608.03983)
+    a function         of the progress, a scalar array from 0 to 1, that returns a number; or MODULE:NAME of one
+
+A text may end with `,warmup=SHARE`: over that share of the run, the number rises linearly from 0 first. A learning rate that is
+`kl:TARGET` is no schedule: `optimizers.adapting` changes it after what the updates do.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import _checks
+from msrl_jax._spec import read_values
+
+Schedule = Callable[[Any], Any]
+"""`progress -> number`; both are scalar arrays."""
+_KINDS = ("linear", "cosine")
+_FORM = "linear:FROM:TO or cosine:FROM:TO, maybe with ,warmup=SHARE behind it"
+_KL_FORM = "kl:TARGET, maybe with ,start=RATE,low=RATE,high=RATE behind it"
+_TESTS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
+_CLOSED = {"above": operator.ge, "below": operator.le}
+_GRID = np.linspace(0, 1, 101, dtype=np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A schedule from one number to another one."""
+
+    kind: str  # "linear" or "cosine"
+    start: float
+    end: float = 0.0
+    warmup: float = 0.0
+
+    def __call__(self, progress: Any) -> Any:
+        """The value at a progress."""
+        xp: Any = np if isinstance(progress, np.ndarray | np.generic) else jnp
+        done = xp.clip((progress - self.warmup) / (1 - self.warmup), 0.0, 1.0)
+        left = (1 + xp.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
+        value = (self.start - self.end) * left + self.end
+        return xp.where(progress < self.warmup, self.start * progress / self.warmup, value) if self.warmup else value
+
+
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """A learning rate that keeps the KL divergence of updates near a target, as rsl_rl does."""
+
+    target: float
+    start: float = 1e-3
+    low: float = 1e-5
+    high: float = 1e-2
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether the value of a tunable field is a schedule."""
+    return callable(value) or (isinstance(value, str) and not is_adaptive(value))
+
+
+def is_ramp(value: Any) -> bool:
+    """Whether the value of a field is the text of a `Ramp`."""
+    return isinstance(value, str) and value.partition(":")[0] in _KINDS
+
+
+def is_adaptive(value: Any) -> bool:
+    """Whether a learning rate is one that adapts."""
+    return isinstance(value, str) and value.partition(":")[0] == "kl"
+
+
+@functools.cache
+def read(given: Any) -> Schedule:
+    """The schedule of a text or a function; raises ValueError, with what to use, if it is none."""
+    if not isinstance(given, str):
+        return given
+    name, _, text = given.partition(":")
+    if name not in _KINDS:
+        return _checks.imported("schedule", given, "a function of the progress")
+    listed, named = _numbers(text, _FORM, 2, ("warmup",))
+    made = Ramp(name, *listed, **named)
+    if not 0 <= made.warmup < 1:
+        raise ValueError(f"a warmup of at least 0 and below 1, a share of the run: {_FORM}")
+    return made
+
+
+@functools.cache
+def read_kl(given: str) -> KL:
+    """The target of an adaptive learning rate; raises ValueError, with what to use, if it is none."""
+    listed, named = _numbers(given.partition(":")[2], _KL_FORM, 1, ("start", "low", "high"))
+    made = KL(*listed, **named)
+    if not (made.target > 0 and 0 < made.low <= made.start <= made.high):
+        raise ValueError(f"a target above 0, and 0 < low <= start <= high (else 1e-5, 1e-3, 1e-2): {_KL_FORM}")
+    return made
+
+
+def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[list[float], dict[str, float]]:
+    """Reads `NUMBER:NUMBER,name=NUMBER`."""
+    first, comma, rest = text.partition(",")
+    try:
+        listed = [float(x) for x in first.split(":")]
+        named = {name: float(x) for name, x in (read_values(rest, wrong=form) if comma else {}).items()}
+    except (ValueError, TypeError):
+        raise ValueError(form) from None
+    if len(listed) > most or not all(map(math.isfinite, [*listed, *named.values()])) or not named.keys() <= set(names):
+        raise ValueError(form)
+    return listed, named
+
+
+def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
+    """What to use in place of a value of a field that may be a schedule; None if it is one. Functions are not called yet."""
+    if not isinstance(given, str):
+        return None
+    kind, _, text = given.partition(":")
+    if kind not in _KINDS:
+        is_path = kind.replace(".", "").isidentifier() and text.replace(".", "").isidentifier()
+        near = _checks.suggestion(kind, _KINDS) if text else ""
+        return None if is_path else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+    try:
+        wrong = _wrong_value(name, read(given)(_GRID), bounds)
+    except ValueError as error:
+        return str(error)
+    return wrong and f"numbers that fit; {wrong}"
+
+
+def kl_remedy(text: str) -> str | None:
+    """What to use in place of the text of an adaptive learning rate; None if it is one."""
+    try:
+        read_kl(text)
+    except ValueError as error:
+        return str(error)
+
+
+def given(config: Any) -> dict[str, Any]:
+    """The schedules of a config as they are given, by field."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("tunable")}
+    return {name: value for name, value in values.items() if is_schedule(value)}
+
+
+def check(config: Any) -> dict[str, Schedule]:
+    """The schedules of a config, all values of which are in the bounds of their fields; raises ValueError if one is not."""
+    found = {name: read(value) for name, value in given(config).items()}
+    bounds = {f.name: f.metadata.get("bounds", {}) for f in dataclasses.fields(config)}
+    for name, schedule in found.items():
+        where = f"{type(config).__name__}.{name}={_checks.name_of(getattr(config, name))}"
+        if wrong := _wrong_value(name, _table(schedule, where), bounds[name]):
+            raise ValueError(f"{where}: {wrong}")
+    return found
+
+
+def at(schedule: Schedule, progress: float) -> float:
+    """The value of a schedule, as a Python number."""
+    with jax.ensure_compile_time_eval():
+        return float(schedule(np.float32(progress) if isinstance(schedule, Ramp) else jnp.float32(progress)))
+
+
+@functools.cache
+def _table(schedule: Schedule, where: str) -> np.ndarray:
+    """The values of a schedule on a grid of progresses."""
+    if isinstance(schedule, Ramp):
+        return schedule(_GRID)
+    try:
+        with jax.ensure_compile_time_eval():
+            found = jax.eval_shape(schedule, jnp.float32(0))
+            fits = jnp.shape(found) == () and jnp.issubdtype(found.dtype, np.number) and found.dtype != np.complex64
+            if not fits:
+                raise TypeError(f"it returns {found}")
+            return np.asarray(jax.lax.map(lambda x: jnp.asarray(schedule(x), jnp.float32), jnp.asarray(_GRID)))
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ValueError(f"{where} fails: {cause}; it gets the progress, a traced array [], and returns a number") from error
+
+
+def _wrong_value(name: str, values: np.ndarray, bounds: Mapping[str, float]) -> str | None:
+    """The first value that is not finite or not in the bounds, in words; None if there is none.
+
+    The end of a run is never reached, so a bound itself may stand there; and the steps of a learning rate may begin with 0.
+    """
+    for progress, value in zip(_GRID, values, strict=True):
+        closed = _CLOSED if progress == 1 or name == "learning_rate" else {}
+        fits = all((closed.get(relation) or _TESTS[relation])(value, np.float32(x)) for relation, x in bounds.items())
+        if not (fits and math.isfinite(value)):
+            wanted = " and ".join(f"{relation} {bound:g}" for relation, bound in bounds.items())
+            return f"at the progress {progress:g} it is {value:g}, and should be finite {wanted}".rstrip()
+    return None
