@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, annealed, logical_axes, make_optimizer, split_keys, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_discrete
 from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times, stepping
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
@@ -60,6 +61,7 @@ class PQN:
     num_minibatches: int = field(default=16, doc="updates per pass. Usual: 4 to 32.")
     learning_rate: float = tunable(default=2.5e-4, above=0, doc="step size of Adam. Usual: 1e-4 to 5e-4.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-5.")
     max_grad_norm: float | None = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
     discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
@@ -84,7 +86,7 @@ class PQN:
         action_space = check_discrete("PQN", env.action_space)
         venv = training_env(env, self)
         network = q_network(make_torso(venv.observation_space, self), action_space)
-        optimizer = make_optimizer("adam", max_grad_norm=self.max_grad_norm, epsilon=self.adam_epsilon)
+        optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
             """The values `[B, A]` of the actions, -inf of illegal ones, in observations `[B, ...]`."""
@@ -141,15 +143,15 @@ class PQN:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(optimizer, gradients, None)
+        run_updates = proximal_updates(self, optimizer, gradients)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
             batch = t, lambda_targets(params, t, last_obs, bootstrap_value)
-            learning_rate = annealed(self.learning_rate, progress, self.anneal_learning_rate)
+            learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, metrics | {"learning_rate": learning_rate}
+            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
             def step(carry, inputs):

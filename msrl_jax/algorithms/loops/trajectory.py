@@ -115,7 +115,7 @@ def proximal_updates(
     exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
     before every update, to the same statistic.
     """
-    target_kl, adapts = config.target_kl, is_adaptive(config.learning_rate) and not is_own(config.optimizer)
+    target_kl, adapts = getattr(config, "target_kl", None), is_adaptive(config.learning_rate) and not is_own(config.optimizer)
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate, diverged, kl):
