@@ -91,7 +91,7 @@ class DQN:
     munchausen_clip: float = tunable(default=-1.0, high=0, doc="M-DQN: smallest log-policy times temperature. Usual: -1.")
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, the atoms of "c51" have limits, and M-DQN sees single steps and values."""
+        """Raises ValueError unless the data are some, atoms have limits, and M-DQN has single steps and no atoms."""
         check_data(self)
         name = type(self).__name__
         if self.munchausen and self.n_step > 1:

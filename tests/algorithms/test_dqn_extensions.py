@@ -40,7 +40,7 @@ def plain_soft(values, outputs):
 
 def plain_loss(taken, target, fraction):
     """Pair by pair, the Huber loss of every quantile and every sample of its target."""
-    total = 0.0
+    total = jnp.zeros(len(taken))
     for i in range(taken.shape[1]):
         for j in range(target.shape[1]):
             error = target[:, j] - taken[:, i]
@@ -99,8 +99,8 @@ def test_soft_targets_and_rewards_by_hand():
     value, outputs = jnp.log(jnp.array([1.0, 3.0])), jnp.array([[4.0, 8.0], [0.0, 4.0]])
     entropy = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75))
     np.testing.assert_allclose(soft_target(value, outputs, 1.0), [1 + entropy, 5 + entropy], rtol=1e-6)
-    np.testing.assert_allclose(munchausen_reward(value, 1, 0.9, 1.0, -1.0), 0.9 * np.log(0.75), rtol=1e-6)
-    np.testing.assert_allclose(munchausen_reward(value, 0, 0.9, 1.0, -1.0), -0.9, rtol=1e-6)  # log(1/4) is clipped
+    np.testing.assert_allclose(munchausen_reward(value, jnp.int32(1), 0.9, 1.0, -1.0), 0.9 * np.log(0.75), rtol=1e-6)
+    np.testing.assert_allclose(munchausen_reward(value, jnp.int32(0), 0.9, 1.0, -1.0), -0.9, rtol=1e-6)  # log(1/4) is clipped
     illegal, more = jnp.append(value, -jnp.inf), jnp.append(outputs, jnp.ones((1, 2)), 0)
     np.testing.assert_allclose(soft_target(illegal, more, 1.0), [1 + entropy, 5 + entropy], rtol=1e-6)
 

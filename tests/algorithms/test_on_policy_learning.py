@@ -1,4 +1,4 @@
-"""A2C, IMPALA and A3C solve CartPole with their defaults, IMPALA also with actors that lag behind."""
+"""A2C, IMPALA, A3C and PQN solve CartPole with their defaults, IMPALA also with actors that lag behind."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def final_returns(name, total_steps, policy="GPUOnly", **parameters):
     return metrics["episode_return"][-(length // 10) :].mean(axis=0)
 
 
-@pytest.mark.parametrize(("name", "total_steps"), [("a2c", 500_000), ("impala", 500_000), ("a3c", 750_000)])
+@pytest.mark.parametrize(("name", "total_steps"), [("a2c", 500_000), ("impala", 500_000), ("a3c", 750_000), ("pqn", 500_000)])
 def test_defaults_solve_cartpole_on_five_of_six_seeds(name, total_steps):
     assert (final_returns(name, total_steps) >= 475).sum() >= 5
 
