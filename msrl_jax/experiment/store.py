@@ -196,7 +196,8 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
-    falls = falls and not (schedules.is_schedule(rate) or schedules.is_adaptive(rate)) and not is_own(getattr(config, "optimizer", "adam"))
+    fixed = schedules.is_schedule(rate) or schedules.is_adaptive(rate) or is_own(getattr(config, "optimizer", "adam"))
+    falls = falls and not fixed
     rises = getattr(config, "beta", None) is not None and "beta" not in own
     if was == now or not (falls or rises or own):
         return

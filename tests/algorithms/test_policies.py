@@ -9,7 +9,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
-from tests.support.small_runs import ENVS, MODULES, PARTICULAR, SMALL, WHOLE, relative_difference
+from msrl_jax.algorithms.agent import innermost
+from tests.support.small_runs import ENVS, MODULES, OPTIMIZED, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 
 # Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
@@ -60,7 +61,7 @@ CASES = [
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
-    *((name, "Pendulum-v1" if "sac" in name else "CartPole-v1") for name in (*MODULES, *WHOLE)),
+    *((name, "Pendulum-v1" if name.startswith("sac") else "CartPole-v1") for name in (*MODULES, *WHOLE, *OPTIMIZED)),
 ]
 
 
@@ -100,6 +101,11 @@ FEW_POLICIES = {
     "a2c+pair": (),
     "ppo+whole": (),
     "sac+whole": ("SingleLearnerCoarse",),
+    "ppo+muon": ("Central",),
+    "dqn+own": ("SingleLearnerCoarse",),
+    "ppo+kl": ("Central",),
+    "sac+cosine": ("SingleLearnerFine",),
+    "dqn+scheduled": ("Environments",),
 }
 
 
@@ -138,7 +144,7 @@ def build(name, env, **overrides):
 
 def seen(state):
     """What is acted on next, which tells whether all that was done before is the same; nothing if data are all there is."""
-    return getattr(state.inner, "obs", np.zeros(0))
+    return getattr(innermost(state), "obs", np.zeros(0))
 
 
 @functools.cache
@@ -152,7 +158,7 @@ def reference(name, env):
 
     state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
     after, (obs, metrics) = jax.jit(lambda state: jax.lax.scan(step, state, None, length=ITERATIONS))(state)
-    return agent, state, *jax.device_get((after.inner.params, obs, metrics))
+    return agent, state, *jax.device_get((innermost(after).params, obs, metrics))
 
 
 @pytest.mark.parametrize(("algorithm", "env", "num_devices", "policy"), MATRIX)
@@ -173,7 +179,7 @@ def test_the_same_training_run(algorithm, env, num_devices, policy):
     else:
         # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.
         np.testing.assert_allclose(seen(after), obs[-1], rtol=1e-5, atol=1e-5)
-    pairs = zip(jax.tree.leaves(after.inner.params), jax.tree.leaves(params), strict=True)
+    pairs = zip(jax.tree.leaves(innermost(after).params), jax.tree.leaves(params), strict=True)
     assert max(relative_difference(a, b) for a, b in pairs) < 1e-5
     for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -5,6 +5,7 @@ import numpy as np
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
+from tests.support import transformations
 from tests.support.modules import FORMS, Fading, Head
 
 SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
@@ -56,6 +57,15 @@ for _name, _form in MODULES.items():
 WHOLE = {"ppo+whole": Whole(Head(2), Head(1)), "sac+whole": Whole(Head(2), Head(1))}
 for _name, _whole in WHOLE.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | {"network": as_network(_whole)}
+# Optimizers and schedules. Each step of Muon's iteration for small singular values multiplies a rounding by 3.4.
+OPTIMIZED = {
+    "ppo+muon": {"optimizer": "muon:ns_steps=1", "learning_rate": 1e-3}, "dqn+own": {"optimizer": transformations.falling},
+    "ppo+kl": {"learning_rate": "kl:1e-4,start=1e-3"},
+    "sac+cosine": {"learning_rate": "cosine:1e-3:1e-4,warmup=0.01", "tau": "linear:0.1:0.001", "optimizer": "adamw"},
+    "dqn+scheduled": {"final_epsilon": "cosine:0.8:0.1", "learning_rate": "linear:1e-3", "exploration_steps": 600},
+}  # fmt: skip
+for _name, _options in OPTIMIZED.items():
+    PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 

@@ -10,3 +10,8 @@ def falling() -> optax.GradientTransformation:
 
 ready = falling()
 """The same one, made."""
+
+
+def halving(progress):
+    """A schedule from 1 to 1/2."""
+    return 1 - progress / 2

@@ -113,7 +113,7 @@ def proximal_updates(
 
     `gradients` is `(params, *data, chosen) -> (gradients, statistics)`. Updates are skipped once the statistic `approx_kl`
     exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
-    before every update, to the same statistic.
+    before every update but the first, to the same statistic.
     """
     target_kl, adapts = getattr(config, "target_kl", None), is_adaptive(config.learning_rate) and not is_own(config.optimizer)
 
@@ -129,10 +129,11 @@ def proximal_updates(
         return *new, optax.tree.norm(grads)
 
     def run(params: Any, opt_state: Any, minibatches: jax.Array, learning_rate: jax.Array, *data: Any) -> Any:
-        def update(updated, chosen):
-            params, opt_state, diverged = updated
+        def update(updated, inputs):
+            (params, opt_state, diverged), (chosen, is_first) = updated, inputs
             grads, stats = gradients(params, *data, chosen)
-            kl = stats["approx_kl"] if adapts else None
+            # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
+            kl = jnp.where(is_first, jnp.nan, stats["approx_kl"]) if adapts else None
             if target_kl is not None:
                 kl = jnp.where(diverged, jnp.nan, kl) if adapts else None
                 diverged |= stats["approx_kl"] > target_kl
@@ -140,7 +141,8 @@ def proximal_updates(
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
 
         diverged = None if target_kl is None else jnp.bool(False)
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
+        inputs = minibatches, jnp.arange(len(minibatches)) == 0 if adapts else None
+        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), inputs)
         return params, opt_state, jax.tree.map(jnp.mean, stats)
 
     return run
