@@ -218,10 +218,12 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
             _show(args, [row.to_dict() for row in rows], format_table(rows))
             return 0
         plan = rows[0].plan
-    else:
-        experiment = make_experiment(args.algo, args.env, overrides=config, **common)
+    experiment = make_experiment(args.algo, args.env, overrides=config, **common)
+    if not args.devices:
         plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
-    _show(args, plan.to_dict(), plan)
+    parts = experiment.parameters
+    lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
+    _show(args, plan.to_dict() | {"parameters": parts}, "\n".join([str(plan), "", *lines]))
     return 0
 
 

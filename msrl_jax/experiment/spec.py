@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, reference, suggestion, whole
 from msrl_jax.algorithms import files
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.algorithms.config import is_object, tunable_fields
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
@@ -193,6 +193,16 @@ class Experiment:
     def iterations(self) -> int:
         """The number of whole iterations."""
         return self.total_steps // self.steps_per_iteration
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """The number of trained numbers of one member, by part of the networks: the names at which its parameters branch."""
+        params: Any = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
+        params = innermost(params).params
+        while isinstance(params, Mapping) and len(params) == 1:
+            (params,) = params.values()
+        parts = params if isinstance(params, Mapping) else {"params": params}
+        return {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts.items()}
 
     def check_length(self) -> None:
         """Raises ValueError if the run has no whole iteration, or a population that never evolves."""

@@ -177,6 +177,10 @@ def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):
     words = " ".join(capsys.readouterr().out.split())
     long = [program["name"].split("+") for program in plan["programs"] if len(program["name"]) > 40]
     assert long and all(f"({len(names)} fragments): {', '.join(names)}" in words for names in long)
+    actor = 3 * 256 + 256 + 256 * 256 + 256 + 256 * 2 + 2
+    critics = 2 * (4 * 256 + 256 + 256 * 256 + 256 + 256 + 1)  # they see the action, and have one output
+    assert plan["parameters"] == {"actor": actor, "critic": critics, "log_temperature": 1}
+    assert f"parameters ({actor + critics + 1:,}) actor {actor:,} critic {critics:,}" in words
 
 
 def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
