@@ -97,8 +97,8 @@ class HostVectorized(WithoutStatistics, Wrapper):
         """Advances every environment by one action; environments start again at the end of an episode."""
         action = as_actions(self, action, (self.num_envs,), "environment")
         obs, flag = self._observations(), self._row(jnp.bool_)
-        metrics = self._row(jnp.float32, len(self.metrics)) if self.metrics else None
-        results = self._row(jnp.uint32), (obs, self._row(jnp.float32), flag, flag, obs, flag, metrics)
+        metrics = (self._row(jnp.float32, len(self.metrics)),) if self.metrics else ()
+        results = self._row(jnp.uint32), (obs, self._row(jnp.float32), flag, flag, obs, flag, *metrics)
         steps, outcome = host_fragment(self.simulators, results, name="simulate")(state.seed, state.steps, action)
         t = TimeStep(*received(outcome, "env"))
         return state._replace(steps=steps, asked=state.asked + 1, absent=state.absent + ~t.present), t  # type: ignore[operator]
@@ -164,7 +164,7 @@ class Stepping:
                 made.present[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
                 if made.metrics is not None:
                     made.metrics[other] = np.nan
-            return after, tuple(made)
+            return after, tuple(made) if made.metrics is not None else tuple(made)[:-1]
 
         return outcome
 
