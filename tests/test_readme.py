@@ -54,6 +54,7 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
+    (ENVIRONMENTS, "Metrics"),
     (ENVIRONMENTS, "Parameters as data"),
     (ENVIRONMENTS, "Simulators on the host"),
     (ENVIRONMENTS, "Legal actions"),
@@ -368,6 +369,13 @@ def test_an_environment_of_ones_own(run_sections):
         report = envs.check(run.behavior.env, steps=20)
         assert report.ok, report
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
+
+
+@pytest.mark.slow
+def test_metrics_of_an_environment(run_sections):
+    (cliff,), _ = run_sections(ENVIRONMENTS, "Metrics")
+    assert envs.check(cliff["Cliff"]()).ok and (cliff["result"].history["episode_success"] <= 1).all()
+    assert len(cliff["swept"].trials) == 4 and cliff["swept"].best.rank_by == "success"
 
 
 @pytest.mark.slow
