@@ -50,6 +50,7 @@ RUN_HERE = (
     (ALGORITHMS, "Networks of your own"),
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
+    (ALGORITHMS, "Your own copy"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
@@ -348,6 +349,16 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
 
 
 @pytest.mark.long
+def test_a_copy_of_ones_own(run_sections):
+    (namespace,), output = run_sections(ALGORITHMS, "Your own copy")
+    (block,) = blocks(ALGORITHMS, "Your own copy", "python")
+    assert f"# {output.strip()}: the config" in block
+    result = namespace["result"]
+    assert type(result.experiment.algorithm) is namespace["MyPPO"] and result.experiment.algorithm.clip_ratio == 0.1
+    del sys.modules["my_ppo"]
+
+
+@pytest.mark.long
 def test_self_play(run_sections):
     (namespace,), output = run_sections(ALGORITHMS, "Self-play")
     assert namespace["table"].shape == (2, 6, 3)
@@ -450,13 +461,16 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
 
 
 @pytest.mark.parametrize("line", IN_PAGES)
-def test_the_command_line_understands_the_pages(line, monkeypatch):
+def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
+    if "--algo my_dqn.py" in line:
+        msrl.algorithms.copy("dqn", "my_dqn.py")
     _, command, *arguments = shlex.split(line)
     seen = []
     monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.append(given) or 0))
     monkeypatch.setattr(program, "use_cpu_devices", lambda count: None)
     monkeypatch.setattr(program, "launched", lambda args, argv: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == 1
+    sys.modules.pop("my_dqn", None)
 
 
 @pytest.mark.slow

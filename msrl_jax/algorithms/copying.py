@@ -23,7 +23,7 @@ from symtable import SymbolTable, symtable
 from typing import Any, TypeAlias
 
 from msrl_jax._checks import as_path, writing
-from msrl_jax.algorithms import registry
+from msrl_jax.algorithms import files, registry
 from msrl_jax.algorithms.config import ALGORITHMS
 
 Import: TypeAlias = tuple[str, str | None, str]  # module, name in it (None: the module itself), name here
@@ -283,10 +283,9 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
         raise ValueError(f"{path} does not end in .py; name a file such as my_{kind.name}.py")
     if not (name := path.stem).isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{path}: {name!r} cannot be a name in Python; use letters, digits and _, such as my_{kind.name}.py")
-    if name.lower() in map(str.lower, ALGORITHMS):
-        raise ValueError(
-            f"{path}: an algorithm named {name!r} is registered already; name the file otherwise: my_{kind.name}.py"
-        )
+    others = [n.lower() for n, c in ALGORITHMS.items() if not files.reference(c).startswith(f"{path.absolute()}:")]
+    if name.lower() in others:
+        raise ValueError(f"{path}: an algorithm named {name!r} is registered already; choose another name")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}; make it first, or name another one")
     if path.exists():
