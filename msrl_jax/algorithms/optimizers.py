@@ -66,7 +66,7 @@ def _wrong_parameter(name: str, text: str) -> str | None:
                 return f"True or False for {key}"
         elif isinstance(value, bool) or not isinstance(value, numbers.Real):
             return f"a number for {key}"
-        elif not (math.isfinite(value) and value >= 0 and (value < 1 or key not in _SHARES)):
+        elif not (math.isfinite(float(value)) and float(value) >= 0 and (float(value) < 1 or key not in _SHARES)):
             return f"a finite number of at least 0{' and below 1' * (key in _SHARES)} for {key}"
     return None
 
@@ -155,7 +155,7 @@ class Adapted(NamedTuple):
 def _adapting(optimizer: optax.GradientTransformation, kl: KL) -> optax.GradientTransformation:
     """An optimizer that keeps a learning rate in its state, an `Adapted`."""
 
-    def update(updates: Any, state: Adapted, params: Any = None) -> tuple[Any, Adapted]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, own = optimizer.update(updates, state.own, params)
         return updates, Adapted(own, state.rate)
 

@@ -45,7 +45,7 @@ class Ramp:
 
     def __call__(self, progress: Any) -> Any:
         """The value at a progress."""
-        xp: Any = np if isinstance(progress, np.ndarray | np.generic) else jnp
+        xp: Any = np if type(progress).__module__ == "numpy" else jnp  # no device is touched for a NumPy array
         done = xp.clip((progress - self.warmup) / (1 - self.warmup), 0.0, 1.0)
         left = (1 + xp.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
         value = (self.start - self.end) * left + self.end
@@ -131,7 +131,7 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
     return wrong and f"numbers that fit; {wrong}"
 
 
-def kl_remedy(text: str) -> str | None:
+def kl_remedy(text: Any) -> str | None:
     """What to use in place of the text of an adaptive learning rate; None if it is one."""
     try:
         read_kl(text)

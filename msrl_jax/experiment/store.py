@@ -290,7 +290,10 @@ def _not_needed(what: str) -> Iterator[None]:
 
 
 def load(
-    path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int,
+    path: Path,
+    env: Environment | None,
+    env_params: GivenParams | None,
+    which: Literal["newest", "best"] | int,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The fields of a result from its folder, to which another process may be writing, with the state on one device; see

@@ -39,7 +39,7 @@ def assert_same(one, other):
 CASES = {
     "adapted": ({"learning_rate": "kl:0.01,start=1e-3"}, {}),
     "members": ({"learning_rate": "kl:0.01,start=1e-3", "entropy_coef": "cosine:0.1", "clip_ratio": [0.1, 0.3]}, {}),
-    "schedules": ({"learning_rate": "linear:1e-2,warmup=0.3", "entropy_coef": transformations.halving, "optimizer": "muon"}, {}),
+    "schedules": ({"learning_rate": "linear:1e-2,warmup=0.3", "clip_ratio": transformations.halving, "optimizer": "muon"}, {}),
     "object": ({"optimizer": transformations.ready}, {"optimizer": transformations.ready}),
     "function": ({"optimizer": transformations.falling}, {}),
 }
@@ -64,7 +64,7 @@ def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
     train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*give it again: optimizer=\.\.\."):
         msrl.Result.load(tmp_path / "run")
-    with pytest.raises(RunFolderError, match="has no optimiser.*did you mean 'optimizer'"):
+    with pytest.raises(RunFolderError, match=r"has no optimiser.*did you mean 'optimizer'"):
         msrl.Result.load(tmp_path / "run", optimiser=transformations.ready)
     with pytest.raises(RunFolderError, match="cannot go on with optimizer='sgd'"):
         msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")

@@ -133,9 +133,10 @@ def proximal_updates(
             (params, opt_state, diverged), (chosen, is_first) = updated, inputs
             grads, stats = gradients(params, *data, chosen)
             # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
-            kl = jnp.where(is_first, jnp.nan, stats["approx_kl"]) if adapts else None
+            kl = None
+            if adapts:
+                kl = jnp.where(is_first if diverged is None else is_first | diverged, jnp.nan, stats["approx_kl"])
             if target_kl is not None:
-                kl = jnp.where(diverged, jnp.nan, kl) if adapts else None
                 diverged |= stats["approx_kl"] > target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged, kl)
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
