@@ -37,7 +37,7 @@ def plain_rollout(agent, state, steps):
     env_state, obs, rows = state.env_state, state.obs, []
     for t in range(T):
         greedy = plain_q(params, np.asarray(obs, np.float64), np).argmax(-1)
-        epsilon = 1 - 0.95 * min((steps + t * E) / CONFIG.exploration_steps, 1)
+        epsilon = 1 - 0.98 * min((steps + t * E) / CONFIG.exploration_steps, 1)
         whether, which = (jax.vmap(jax.random.split)(keys[:, t])[:, i] for i in range(2))
         by_chance = np.array([jax.random.uniform(k) < epsilon for k in whether])
         action = np.where(by_chance, [jax.random.randint(k, (), 0, 3) for k in which], greedy).astype(np.int32)
