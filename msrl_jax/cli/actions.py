@@ -212,15 +212,15 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
     from msrl_jax.report.scaling import format_table, plans
 
     common = {"seeds": args.seeds, "env_params": args.env_params}
+    rows = []
     if args.devices:
         rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
-        if len(rows) > 1:
-            _show(args, [row.to_dict() for row in rows], format_table(rows))
-            return 0
-        plan = rows[0].plan
+    if len(rows) > 1:
+        _show(args, [row.to_dict() for row in rows], format_table(rows))
+        return 0
     experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-    if not args.devices:
-        plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
+    policy = resolve_policy(args.policy or experiment.usual_policy)
+    plan = rows[0].plan if rows else experiment.compile(policy).explain()
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
     _show(args, plan.to_dict() | {"parameters": parts}, "\n".join([str(plan), "", *lines]))

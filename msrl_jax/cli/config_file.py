@@ -51,12 +51,13 @@ class ConfigFile:
 
         Raises UsageError, which names the file, the line and the key, if a key is unknown or has a value that no flag takes.
         """
+        if not self.values:
+            return [], {}
         given = flags.given_fields(argv)
         hints, algo = typing.get_type_hints(base, include_extras=True), list[str]()
         if "algo" in hints and "algo" in self.values and "algo" not in given:
-            algo = _words(
-                "algo", hints["algo"], self.values["algo"], self.at("algo")
-            )  # which decides what other keys there are
+            # It decides which other keys there are.
+            algo = _words("algo", hints["algo"], self.values["algo"], self.at("algo"))
         options, fields = flags.fields_of(base, [*algo, *argv])
         kinds: dict[str, Any] = {f.name: f.type for f in (*options, *fields)}
         words, defaults = list[str](), dict[str, Any]()
@@ -71,7 +72,8 @@ class ConfigFile:
             if key in given:
                 continue
             if _is_positional(kinds[key]):
-                defaults[key] = kinds[key].__origin__(_scalar(key, kinds[key], value, self.at(key)))
+                kind = kinds[key].__origin__
+                defaults[key] = kind(_scalar(key, kind, value, self.at(key)))
             else:
                 words += _words(key, kinds[key], value, self.at(key))
         return words, defaults
@@ -82,7 +84,7 @@ def taken(argv: Sequence[str]) -> tuple[list[str], ConfigFile, bool]:
     rest, names, prints = list[str](), list[str](), False
     words = iter(argv)
     for word in words:
-        flag, equals, value = word.replace("_", "-").partition("=")[0], *word.partition("=")[1:]
+        flag, equals, value = word.partition("=")
         if flag == "--config":
             value = value if equals else next(words, "")
             if not value or (value.startswith("--") and not equals):
@@ -154,11 +156,11 @@ def _words(key: str, kind: Any, value: Any, where: str) -> list[str]:
         rows = [row if isinstance(row, list) else [row] for row in rows]
         return [f"{flag}={','.join(' '.join(_scalar(key, hint, x, where) for x in row) for row in rows)}"]
     texts = [_scalar(key, hint, x, where) for x in value]
-    if "[,VALUE" in metavar or "[,FLOAT" in metavar or "[,...]" in metavar:
+    if "[," in metavar:
         return [f"{flag}={','.join(texts)}{',' * (len(texts) == 1 and 'FLOAT' in metavar)}"]
     if not metavar and typing.get_origin(hint) is not tuple:
         raise UsageError(f"{where}: {key} takes one value; {_toml.value(value)} is an array")
-    if dashed := [text for text in texts if text.startswith("-") and isinstance(value[texts.index(text)], str)]:
+    if dashed := [x for x in value if isinstance(x, str) and x.startswith("-")]:
         raise UsageError(f"{where}: {key} has {dashed[0]!r}, which begins as a flag does; leave the dash out")
     return [flag, *texts]
 
@@ -169,7 +171,7 @@ def _scalar(key: str, hint: Any, value: Any, where: str) -> str:
     if isinstance(value, Mapping):
         if [*value] == ["object"]:
             flag = key.replace("_", "-")
-            fact = f"was an object ({value['object']}), which a file cannot hold; give --{flag} MODULE:NAME, or use msrl.train"
+            fact = f"was an object ({value['object']}), which a file cannot hold; name one with --{flag}, or use msrl.train"
         else:
             fact = f"is a table; keys are flat, so write {key} = value, without [{key}]"
     elif isinstance(value, bool):
@@ -182,6 +184,8 @@ def _scalar(key: str, hint: Any, value: Any, where: str) -> str:
         fact = f"is {value}; use a finite number"
     elif not isinstance(value, str) and Path in (hint, *typing.get_args(hint)):
         fact = f"is the number {value}; write the path in double quotes"
+    elif value == "":
+        fact = "is empty; give a value, or leave it out"
     elif isinstance(value, str) and not value.isprintable():
         fact = f"has a character that cannot be printed ({value!r}); leave it out"
     if fact is not None:

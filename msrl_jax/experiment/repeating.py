@@ -14,7 +14,7 @@ _HEAD = (
     "msrl-jax train --config FILE repeats this run; flags win over the file. Callbacks, and where and how often the run was "
     "saved, are not here."
 )
-_OBJECT = "an object, which a file cannot hold: give MODULE:NAME of it, or the object itself to msrl.train."
+_OBJECT = "an object, which a file cannot hold: name one with the flag, or give it to msrl.train."
 
 
 def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:

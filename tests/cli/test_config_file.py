@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import jax
-import numpy as np
 import pytest
 
 from msrl_jax import PBT, Experiment, Result, algorithms, envs, train
@@ -13,6 +12,7 @@ from msrl_jax.cli import config_file, flags, main
 from msrl_jax.cli.actions import COMMANDS
 from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.repeating import repeating
+from tests.support.runs import assert_same_run
 
 TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
 PLACE = {
@@ -134,7 +134,7 @@ MISTAKES = [
     ("seed = true", "line 1: seed is true; it takes a value"),
     ("out = 3", "line 1: out is the number 3; write the path in double quotes"),
     ('out = "a\\u0000"', "line 1: out has a character that cannot be printed"),
-    ('env = ""', "line 1: the value of env is empty"),
+    ('env = ""', "line 1: env is empty; give a value"),
     ('env = "CartPole"', "line 1: env: unknown environment 'CartPole' (did you mean 'CartPole-v1'?)"),
     ('algo = "poo"', "line 1: algo: unknown algorithm 'poo' (did you mean 'ppo'?)"),
     ("algo = 3", "line 1: algo: unknown algorithm '3'"),
@@ -142,7 +142,7 @@ MISTAKES = [
     ("num_envs = 8\nnum_minibatches = 7", "line 2: PPO.unroll_length=128 cannot be split into num_minibatches=7"),
     ("cpu_devices = 0", "line 1: cpu_devices 0: use 1 to 1024"),
     ('config = "b.toml"', "line 1: config belongs on the command line"),
-    ('env = {object = "Mine()"}', "line 1: env was an object (Mine()), which a file cannot hold; give --env MODULE:NAME"),
+    ('env = {object = "Mine()"}', "line 1: env was an object (Mine()), which a file cannot hold; name one with --env"),
     ("a = " + "[" * 5000, "too many brackets"),
     ("seed = " + "1" * 5000, "a number of too many digits"),
 ]  # fmt: skip
@@ -242,15 +242,13 @@ def test_rates_are_those_before_rollbacks(tmp_path):
 def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
     first = train(
         PPO(**TINY), "CartPole-v1", learning_rate=[1e-3, 3e-3], seed=2, total_steps=512, policy="GPUOnly:num_devices=1",
-        env_params="length=uniform:0.25:1", eval_episodes=2, out=tmp_path / "first", progress=False,
+        env_params="length=uniform:0.25:1", eval_episodes=2, chunk=4, out=tmp_path / "first", progress=False,
     )  # fmt: skip
     file = tmp_path / "first" / "run.toml"
     assert main(["train", "--config", str(file), "--out", str(tmp_path / "second"), "--progress", "none"]) == 0
     second = Result.load(tmp_path / "second")
     assert second.experiment.difference(first.experiment) is None
-    for one, two in zip(*(jax.tree.leaves(jax.device_get(result.state.params)) for result in (first, second)), strict=True):
-        np.testing.assert_array_equal(one, two)
-    np.testing.assert_array_equal(second.evaluation.returns, first.evaluation.returns)
+    assert_same_run(second, first)
     assert (tmp_path / "second" / "run.toml").read_text() == file.read_text()
     second.save(tmp_path / "third")
     assert (tmp_path / "third" / "run.toml").read_text() == file.read_text()
@@ -264,5 +262,7 @@ def test_an_object_has_no_place_in_a_file(tmp_path, capsys):
     file = tmp_path / "run" / "run.toml"
     assert main(["train", "--config", str(file), "--out", str(tmp_path / "again")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"run\.toml, line \d+: env was an object \(.*CartPole.*\), which a file cannot hold; give --env", line)
+    assert re.search(
+        r"run\.toml, line \d+: env was an object \(.*CartPole.*\), which a file cannot hold; name one with --env", line
+    )
     assert experiment_of(file, "--env", "CartPole-v1") == Experiment(algorithm=PPO(**TINY), total_steps=64)
