@@ -205,7 +205,7 @@ def _check_fields(self: Any) -> None:
         elif f.metadata.get("tunable") and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(adaptive()))
         elif f.metadata.get("tunable") and schedules.is_schedule(value):
-            remedy = schedules.remedy(f.name, value, bounds)
+            remedy = schedules.remedy(f.name, value, bounds, _remedy(value, kinds, bounds) or "a number")
         else:
             remedy = _remedy(value, kinds, bounds)
         if remedy:

@@ -115,15 +115,18 @@ def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[l
     return listed, named
 
 
-def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
-    """What to use in place of a value of a field that may be a schedule; None if it is one. Functions are not called yet."""
+def remedy(name: str, given: Any, bounds: Mapping[str, float], number: str) -> str | None:
+    """What to use in place of a value of a field that may be a schedule; None if it is one. Functions are not called yet.
+
+    `number` says which numbers the field takes.
+    """
     if not isinstance(given, str):
         return None
     kind, _, text = given.partition(":")
     if kind not in _KINDS:
         is_path = kind.replace(".", "").isidentifier() and text.replace(".", "").isidentifier()
         near = _checks.suggestion(kind, _KINDS) if text else ""
-        return None if is_path else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+        return None if is_path else f"{number}, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
         wrong = _wrong_value(name, read(given)(_GRID), bounds)
     except ValueError as error:

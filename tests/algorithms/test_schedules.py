@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, counted
 from msrl_jax.algorithms.agent import Agent, Progress, innermost
-from msrl_jax.algorithms.config import config, field, tunable
+from msrl_jax.algorithms.config import config, tunable
 from msrl_jax.algorithms.optimizers import Adapted, adapted, make_optimizer
 from msrl_jax.algorithms.schedules import read, read_kl
 from msrl_jax.fragments.counters import counter
@@ -43,22 +43,25 @@ def test_a_cosine_with_a_warmup_is_that_of_optax():
     np.testing.assert_allclose(got, [want(step) for step in range(101)], rtol=1e-4)
 
 
-@config("echo")
-class Echo:
-    """Reports its numbers, and acts with them."""
+@pytest.fixture
+def echo(monkeypatch):
+    """An algorithm that reports its numbers, and acts with them."""
+    monkeypatch.setattr("msrl_jax.algorithms.config.ALGORITHMS", {})
 
-    learning_rate: float = tunable(default=1.0, above=0, doc="a number.")
-    anneal_learning_rate: bool = field(default=False, doc="unused.")
-    entropy_coef: float | None = tunable(default=0.1, low=0, doc="a number.")
+    @config("echo")
+    class Echo:
+        learning_rate: float = tunable(default=1.0, above=0, doc="a number.")
+        entropy_coef: float | None = tunable(default=0.1, low=0, doc="a number.")
 
-    def build(self, env):
-        """An agent whose state is that of DQN, and which computes nothing."""
-        agent = DQN(num_envs=4, hidden_sizes=(4,)).build(env)
+        def build(self, env):
+            agent = DQN(num_envs=4, hidden_sizes=(4,)).build(env)
 
-        def iteration(state, progress):
-            return state, {"rate": jnp.float32(self.learning_rate), "bonus": jnp.float32(self.entropy_coef)}
+            def iteration(state, progress):
+                return state, {"rate": jnp.float32(self.learning_rate), "bonus": jnp.float32(self.entropy_coef)}
 
-        return dataclasses.replace(agent, iteration=iteration, act=lambda state, obs, key: jnp.float32(self.entropy_coef))
+            return dataclasses.replace(agent, iteration=iteration, act=lambda state, obs, key: jnp.float32(self.entropy_coef))
+
+    return Echo
 
 
 def run(agent: Agent, length=LENGTH):
@@ -66,8 +69,8 @@ def run(agent: Agent, length=LENGTH):
     return jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length))(state)
 
 
-def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the_last_ones():
-    algorithm = Echo(learning_rate="linear:8", entropy_coef=lambda progress: jnp.exp(-progress))
+def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the_last_ones(echo):
+    algorithm = echo(learning_rate="linear:8", entropy_coef=lambda progress: jnp.exp(-progress))
     agent = counted(algorithm.build(msrl.envs.make("CartPole-v1")), LENGTH)
     state, metrics = run(agent)
     np.testing.assert_allclose(metrics["rate"], 8 - np.arange(8), rtol=1e-6)
@@ -151,7 +154,7 @@ def test_updates_of_ppo_descend_by_the_adapted_rate():
 
 FORM = "use linear:FROM:TO or cosine:FROM:TO"
 WRONG = {
-    "misspelt": ({"learning_rate": "linaer:3e-4"}, r"PPO.learning_rate='linaer:3e-4': use a number, .*did you mean 'linear'"),
+    "misspelt": ({"learning_rate": "linaer:3e-4"}, r"PPO.learning_rate='linaer:3e-4': use a finite number above 0, .*did you mean 'linear'"),
     "empty": ({"learning_rate": "linear"}, FORM),
     "word": ({"learning_rate": "linear:x"}, FORM),
     "several": ({"learning_rate": "linear:1:2:3"}, FORM),
