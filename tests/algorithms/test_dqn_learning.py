@@ -31,6 +31,7 @@ OPTIONS = {
     "n-step": {"n_step": 3},
     "prioritised": {"prioritised": True},
     "c51": {"distribution": "c51"},
+    "munchausen": {"munchausen": True},
     "qr": {"distribution": "qr", "learning_rate": 5e-4, "tau": 0.005},
 }
 
