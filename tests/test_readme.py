@@ -48,6 +48,8 @@ RUN_HERE = (
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
     (ALGORITHMS, "Networks of your own"),
+    (ALGORITHMS, "Optimizers"),
+    (ALGORITHMS, "Schedules"),
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (ALGORITHMS, "Your own copy"),
@@ -301,12 +303,22 @@ def test_a_loop_of_ones_own(run_sections):
 
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
-    (namespace,), _ = run_sections(ALGORITHMS, "Networks of your own")
+    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own")
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]
     assert other.description["config"]["network"] == "torsos:linear"
     assert other.state.params["params"]["torso"]["module"]["kernel"].shape == (4, 64)
+    assert set(whole["result"].state.params["actor"]["params"]) == {"torso"}
+    assert remembering["result"].state.params["core"]["kernel"].shape == (64, 32)
+    assert remembering["result"].description["config"]["core"] == "cores:fading"
+
+
+@pytest.mark.long
+def test_optimizers_and_schedules(run_sections):
+    (own, scheduled), _ = run_sections(ALGORITHMS, "Optimizers", "Schedules", steps=8192)
+    assert "learning_rate" not in own["result"].history
+    np.testing.assert_allclose(scheduled["result"].history["learning_rate"][-1], 1.5e-3, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -438,10 +450,19 @@ def test_the_page_shows_where_a_nan_comes_from(run_sections):
     assert output.count("returned a reward of nan: fragment 'env_step' (role 'env')") == 2
 
 
+def write_config_files():
+    """The file of the page, and an empty one."""
+    Path("run").mkdir()
+    Path("run/run.toml").touch()
+    (file,) = blocks(RUNS, "A run as a file", "toml")
+    Path("run.toml").write_text(file)
+
+
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
 def test_the_command_line_understands_the_examples(line, monkeypatch, run_sections):
     name, command, *arguments = shlex.split(line)
     assert name == "msrl-jax"
+    write_config_files()
     seen = {}
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
@@ -464,12 +485,13 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
 def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
     if "--algo my_dqn.py" in line:
         msrl.algorithms.copy("dqn", "my_dqn.py")
-    _, command, *arguments = shlex.split(line)
+    write_config_files()
+    _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
     monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.append(given) or 0))
     monkeypatch.setattr(program, "use_cpu_devices", lambda count: None)
     monkeypatch.setattr(program, "launched", lambda args, argv: None)
-    assert cli.main([command, *arguments]) == 0 and len(seen) == 1
+    assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)
 
 
