@@ -154,7 +154,7 @@ def test_updates_of_ppo_descend_by_the_adapted_rate():
 
 FORM = "use linear:FROM:TO or cosine:FROM:TO"
 WRONG = {
-    "misspelt": ({"learning_rate": "linaer:3e-4"}, r"PPO.learning_rate='linaer:3e-4': use a finite number above 0, .*did you mean 'linear'"),
+    "misspelt": ({"learning_rate": "linaer:3e-4"}, "'linaer:3e-4': use a finite number above 0, .*did you mean 'linear'"),
     "empty": ({"learning_rate": "linear"}, FORM),
     "word": ({"learning_rate": "linear:x"}, FORM),
     "several": ({"learning_rate": "linear:1:2:3"}, FORM),
