@@ -33,7 +33,7 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
         "env_params": _params(about["env_params"]), "policy": _policy(about["policy"]),
         **{name: about[name] for name in ("total_steps", "seed", "seeds")}, "pbt": _pbt(about["pbt"]),
         **{name: about[name] for name in ("guard", "eval_episodes", "eval_every", "chunk")},
-        "cpu_devices": _cpus(about["devices"]),
+        **_cpus(about["devices"]),
     }  # fmt: skip
     text = _toml.comment(_HEAD) + "\n"
     text += "".join(_entry(name, x) for name, x in options.items() if x is not None)
@@ -75,9 +75,12 @@ def _pbt(pbt: Mapping[str, Any] | None) -> str | None:
     return ",".join(f"{name}={x}" for name, x in (own | pbt["search"]).items())
 
 
-def _cpus(devices: Mapping[str, Any]) -> int | None:
-    """The virtual devices of a run in one process on a CPU; it is 1 of itself."""
-    return devices["count"] if devices["platform"] == "cpu" and devices["processes"] == 1 < devices["count"] else None
+def _cpus(devices: Mapping[str, Any]) -> dict[str, int]:
+    """The processes of a run on CPUs and the virtual devices of each, as options; both are 1 of themselves."""
+    each, others = divmod(devices["count"], devices["processes"])
+    if devices["platform"] != "cpu" or others:
+        return {}
+    return {name: n for name, n in (("processes", devices["processes"]), ("cpu_devices", each)) if n > 1}
 
 
 def _field(experiment: Experiment, about: Mapping[str, Any], name: str) -> Any:

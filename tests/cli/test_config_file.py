@@ -232,6 +232,21 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
     assert algorithms.make(options["algo"], fields) == config and len(fields) >= len(dataclasses.fields(config)) - 1
 
 
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (("cpu", 1, 1), (None, None)), (("cpu", 8, 1), (8, None)), (("cpu", 2, 2), (None, 2)), (("cpu", 8, 2), (4, 2)),
+        (("gpu", 8, 1), (None, None)),
+    ],
+)  # fmt: skip
+def test_the_file_of_a_run_asks_for_as_many_cpu_devices(devices, options, tmp_path):
+    experiment = Experiment(algorithm=PPO(**TINY))
+    about = dict(zip(("platform", "count", "processes"), devices, strict=True))
+    (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE | {"devices": about}))
+    found, *_ = parsed("train", "--config", str(tmp_path / "run.toml"))
+    assert (found["cpu_devices"], found["processes"]) == options
+
+
 def test_rates_are_those_before_rollbacks(tmp_path):
     experiment = make_experiment(overrides={**TINY, "learning_rate": 3e-4})
     halved = experiment.replaced(algorithm=dataclasses.replace(experiment.algorithm, learning_rate=3e-4 / 4))
