@@ -72,6 +72,12 @@ def is_ramp(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] in _KINDS
 
 
+def is_path(text: str) -> bool:
+    """Whether a text may be the MODULE:NAME of a schedule."""
+    module, _, name = text.partition(":")
+    return module.replace(".", "").isidentifier() and name.replace(".", "").isidentifier()
+
+
 def is_adaptive(value: Any) -> bool:
     """Whether a learning rate is one that adapts."""
     return isinstance(value, str) and value.partition(":")[0] == "kl"
@@ -124,9 +130,8 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float], number: str) -> s
         return None
     kind, _, text = given.partition(":")
     if kind not in _KINDS:
-        is_path = kind.replace(".", "").isidentifier() and text.replace(".", "").isidentifier()
         near = _checks.suggestion(kind, _KINDS) if text else ""
-        return None if is_path else f"{number}, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+        return None if is_path(given) else f"{number}, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
         wrong = _wrong_value(name, read(given)(_GRID), bounds)
     except ValueError as error:

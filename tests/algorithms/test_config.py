@@ -70,8 +70,8 @@ def ball():
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
         ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
-        ("network", "transformer", r"one of \['auto', 'cnn', 'mlp'\], a module, or MODULE:NAME of one"),
-        ("network", 3, r"one of \['auto', 'cnn', 'mlp'\], a module"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], a module, or MODULE:NAME of one"),
+        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], a module"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):

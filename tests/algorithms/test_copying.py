@@ -72,7 +72,11 @@ def programs(algo):
     return texts, jax.tree.map(lambda x: (x.shape, str(x.dtype)), state), agent.axes
 
 
-@pytest.mark.parametrize("name", STOCK)
+# Of variants and kin, one each time.
+EACH_TIME = ("ppo", "dqn", "apex_dqn", "a2c", "bc", "ippo", "teams")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EACH_TIME else pytest.mark.slow) for n in STOCK])
 def test_a_copy_is_the_same_program(copies, name):
     file = str(copies / f"our_{name}.py")
     copy, original = algorithms.get(file), algorithms.get(name)
@@ -98,7 +102,14 @@ def test_copies_are_clean_and_import_only_what_is_public(copies):
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("name", "env"), [("ppo", ENV), ("dqn", ENV), ("qmix", "RockPaperScissors")])
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [
+        pytest.param("ppo", ENV, marks=pytest.mark.long),
+        pytest.param("dqn", ENV, marks=pytest.mark.slow),
+        pytest.param("qmix", "RockPaperScissors", marks=pytest.mark.slow),
+    ],
+)
 def test_from_the_command_line_a_copy_trains_the_same_bits(folder, name, env, capsys):
     given = RUNS[name][2] if name in RUNS else QMIX
     flags = [f"--{'' if value is not False else 'no-'}{key.replace('_', '-')}" + f"={value}" * (not isinstance(value, bool))
@@ -116,6 +127,7 @@ def test_from_the_command_line_a_copy_trains_the_same_bits(folder, name, env, ca
         np.testing.assert_array_equal(mine.history[column], original.history[column], err_msg=column)
 
 
+@pytest.mark.long
 def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     algorithms.copy("ppo", "my_ppo.py")
     common = {"total_steps": 64 * 12, "chunk": 3, "eval_episodes": 0, "progress": False} | PPO
@@ -151,6 +163,7 @@ def forget():
     sys.modules.pop("my_ppo")
 
 
+@pytest.mark.slow
 def test_members_populations_and_sweeps_of_a_file(folder):
     algorithms.copy("ppo", "my_ppo.py")
     common = {"total_steps": 64 * 4, "eval_episodes": 0, "progress": False} | PPO

@@ -40,7 +40,7 @@ def plain_values(core, params, obs, begins, memory, xp=np):
     """Action values `[T, E, A]` and memories `[T, E, H]`, written out."""
     dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
     features = xp.maximum(dense(params["torso"]["params"]["Dense_0"], obs), 0)
-    memories = plain_core(core, params["core"], features, begins, memory, xp)
+    _, memories = plain_core(core, params["core"], features, begins, memory, xp)
     p, h = params["heads"]["params"], memories[0]
     if "head" in p:
         return dense(p["head"], h), memories

@@ -23,7 +23,7 @@ GTRXL = "gtrxl:layers=2,heads=2,context=3"
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru", "lru", GTRXL])
+@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru", "lru", pytest.param(GTRXL, marks=pytest.mark.slow)])
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
     core = recurrent_core(request.param, H)
@@ -133,11 +133,11 @@ def plain_network(core, params, obs, is_first, carry, xp=jnp):
     """Log-probabilities of all actions, values and carry, written out."""
     dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
     features = xp.tanh(dense(params["torso"]["params"]["Dense_0"], obs))
-    h, *rest = plain_core(core, params["core"], features, is_first, carry, xp)
+    h, carries = plain_core(core, params["core"], features, is_first, carry, xp)
     heads = params["heads"]["params"]
     logits = dense(heads["actor_head"], h)
     log_probs = logits - xp.log(xp.exp(logits).sum(-1, keepdims=True))
-    return log_probs, dense(heads["critic_head"], h)[..., 0], tuple(m[-1] for m in (h, *rest))
+    return log_probs, dense(heads["critic_head"], h)[..., 0], tuple(m[-1] for m in carries)
 
 
 def chosen_of(log_probs, action, xp=jnp):

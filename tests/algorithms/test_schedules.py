@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def test_a_cosine_with_a_warmup_is_that_of_optax():
 @pytest.fixture
 def echo(monkeypatch):
     """An algorithm that reports its numbers, and acts with them."""
-    monkeypatch.setattr("msrl_jax.algorithms.config.ALGORITHMS", {})
+    monkeypatch.setattr(sys.modules[config.__module__], "ALGORITHMS", {})
 
     @config("echo")
     class Echo:

@@ -117,7 +117,7 @@ def agent_of(algorithm, env):
     return counted(DQN(num_envs=16, unroll_length=8, hidden_sizes=(8,), **options).build(env), 9)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.slow)])
 def test_metrics_change_no_bits_and_policies_none_of_them(algorithm):
     results = {}
     for kind in (Measured, Unmeasured):

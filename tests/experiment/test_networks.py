@@ -37,7 +37,11 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(FORMS["nnx"], None), (FORMS["linen"], Linen()), pytest.param(NAME, FORMS["nnx"], marks=pytest.mark.slow)],
+    [
+        (FORMS["nnx"], None),
+        pytest.param(FORMS["linen"], Linen(), marks=pytest.mark.slow),
+        pytest.param(NAME, FORMS["nnx"], marks=pytest.mark.slow),
+    ],
     ids=["object", "object given again", "name"],
 )
 def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, tmp_path):
@@ -63,6 +67,7 @@ def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
 
 
+@pytest.mark.slow
 def test_members_with_a_module_are_the_runs_that_their_seeds_give(train):
     both = train(network=modules.equinox_module, seeds=2, seed=3)
     for member in (0, 1):
@@ -81,7 +86,7 @@ def test_the_command_line_takes_a_module_by_its_name(train, tmp_path, capsys):
     assert_same(msrl.Result.load(out), train(network=FORMS["nnx"], devices=None))
     assert main(["evaluate", str(out), "--episodes", "4"]) == 0
     assert main([*words, "--network", "mpl"]) == 2
-    assert "is not one of auto, mlp, cnn or MODULE:NAME" in capsys.readouterr().err
+    assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
     assert main([*words, "--network", "tests.support.modules:nothing"]) == 2
     assert "has no attribute 'nothing'" in capsys.readouterr().err
 

@@ -96,6 +96,7 @@ def test_the_command_line_takes_optimizers_and_schedules(train, tmp_path, capsys
     assert "msrl-jax sweep takes distributions" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
     found = msrl.sweep(
         "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
