@@ -73,7 +73,7 @@ def programs(algo):
 
 
 # Of variants and kin, one each time.
-EACH_TIME = ("ppo", "dqn", "apex_dqn", "a2c", "bc", "ippo", "teams")
+EACH_TIME = ("ppo", "apex_dqn", "bc", "teams")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EACH_TIME else pytest.mark.slow) for n in STOCK])

@@ -78,6 +78,7 @@ def test_members_have_each_their_own_rate_as_alone(train):
         np.testing.assert_allclose(both.history["learning_rate"][:, member], alone.history["learning_rate"], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_command_line_takes_optimizers_and_schedules(train, tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]
@@ -110,6 +111,7 @@ def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
     assert msrl.SweepResult.load(tmp_path / "sweep").run(0).config.learning_rate == "linear:1e-2"
 
 
+@pytest.mark.slow
 def test_a_sweep_with_an_optimizer_of_ones_own(one_device, tmp_path):
     own = optax.sgd(1e-2)
     msrl.sweep(

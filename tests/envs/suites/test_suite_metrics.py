@@ -79,6 +79,7 @@ def test_success_of_xland():
     assert_equal(play(env, lambda state, action, key, after: {"success": after[2] > 0}, 400), ["success"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "names"),
     [("Game2048-v1", {"highest_tile"}), ("SlidingTilePuzzle-v0", {"prop_correctly_placed"}), ("Maze-v0", set()),
@@ -96,6 +97,7 @@ def test_what_jumanji_reports(name, names):
     assert_equal(play(env, theirs), [] if envs.has_agents(env) else names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sums", "means"),
     [
