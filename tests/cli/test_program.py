@@ -290,7 +290,8 @@ def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     trained = ["train", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--out", "run", "--policy", "own:Together", *common]
     swept = ["sweep", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--method", "grid", "--out", "sweep", *common]
     done = run(trained, swept)
-    assert done.returncode == 0 and "msrl-jax train --algo own:Mine" in done.stdout, done.stderr
+    # The folder, and so the command, has the path of the file, which any working directory finds.
+    assert done.returncode == 0 and f"msrl-jax train --algo {tmp_path}/own.py:Mine" in done.stdout, done.stderr
     done = run(["evaluate", "run", "--episodes", 2], ["train", "--out", "run", "--resume", "--total-steps", 256, *common[2:]])
     assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"] == "own:Together", "without --policy, too"
