@@ -36,3 +36,4 @@ from msrl_jax.algorithms.td3 import DDPG as DDPG
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.teams import Teams as Teams
 from msrl_jax.algorithms.transformations import counted as counted
+from msrl_jax.algorithms.words import build as build

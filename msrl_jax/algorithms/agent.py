@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.optimizers import Adapted, is_own
-from msrl_jax.algorithms.schedules import is_adaptive
+from msrl_jax.algorithms.optimizers import KL, Adapted, is_own
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
@@ -108,7 +107,7 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
 
 def step_size(config: Any, progress: Progress) -> jax.Array | None:
     """The learning rate of a config, for `descend`, `[]` float32; None if the optimizer has its own."""
-    if is_own(getattr(config, "optimizer", "adam")) or is_adaptive(config.learning_rate):
+    if is_own(getattr(config, "optimizer", "adam")) or isinstance(config.learning_rate, KL):
         return None
     return annealed(config.learning_rate, progress, config.anneal_learning_rate)
 

@@ -20,9 +20,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from msrl_jax.algorithms import optimizers, schedules
-from msrl_jax.algorithms.transformations import scheduled
-
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
 CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or MODULE:NAME of one
@@ -102,7 +99,7 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
     def make(cls: Any) -> Any:
         _check_declaration(cls)
         cls.__post_init__ = _check
-        cls.build = _with_schedules(cls.build)
+        cls.build = _of_plain_fields(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         new.name, new.many_agents, new.offline = name, many_agents, offline
         leaves = tunable_fields(new)
@@ -134,6 +131,18 @@ def tunable_fields(config: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(config) if f.metadata.get("tunable"))
 
 
+def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
+    """Makes the config of an algorithm that is another one with other defaults; it is no subclass of `base`."""
+    parent: Any = base
+    parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
+    for f in dataclasses.fields(parent):
+        parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
+    assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
+    about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
+    new: Any = type(name, (), parts | about)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
+
+
 def _check_declaration(cls: type) -> None:
     """Raises TypeError unless a class can be made a config."""
     where = f"the config {cls.__name__}"
@@ -152,17 +161,10 @@ def _check_declaration(cls: type) -> None:
 
 
 def _check(self: Any) -> None:
-    """Checks a config that is made."""
+    """Checks a config that is made; `words.check` checks what stands for something, and the rest of it then."""
     _check_fields(self)
-    if not hasattr(self, "check"):
-        return
-    if not (given := schedules.given(self)):
+    if hasattr(self, "check") and not any(is_word(getattr(self, name)) for name in tunable_fields(type(self))):
         self.check()
-        return
-    usual = {f.name: f.default for f in dataclasses.fields(self)}  # in place of functions, which are not called yet
-    for progress in (0.0, 1.0):
-        numbers = {n: schedules.at(schedules.read(x), progress) if schedules.is_ramp(x) else usual[n] for n, x in given.items()}
-        with_traced(self, numbers).check()
 
 
 def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
@@ -173,17 +175,19 @@ def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
     return traced
 
 
-def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
-    """A config with numbers in place of its schedules; a learning rate that had one does not fall besides."""
-    return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
-
-
-def _with_schedules(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `build` of a config, which finds numbers in place of schedules."""
+def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `build` of a config, which takes no text in place of an object, and no schedule in place of a number."""
 
     @functools.wraps(build)
     def built(self: Any, env: Any) -> Any:
-        return scheduled(lambda numbers: build(with_numbers_of(self, numbers), env), schedules.check(self))
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            may_be_word = f.metadata.get("tunable") or (Any in typing.get_args(hints[f.name]) and isinstance(value, str))
+            if may_be_word and is_word(value):
+                where = f"{type(self).__name__}.{f.name}={value!r}"
+                raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
+        return build(self, env)
 
     return built
 
@@ -199,26 +203,13 @@ def _check_fields(self: Any) -> None:
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
-        bounds = f.metadata.get("bounds", {})
-        if kind == OptimizerKind:
-            remedy = optimizers.remedy(value)
-        elif f.metadata.get("tunable") and schedules.is_adaptive(value):
-            remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(adaptive()))
-        elif f.metadata.get("tunable") and schedules.is_schedule(value):
-            remedy = schedules.remedy(f.name, value, bounds, _remedy(value, kinds, bounds) or "a number")
-        else:
-            remedy = _remedy(value, kinds, bounds)
+        if f.metadata.get("tunable") and is_word(value):
+            continue
+        remedy = _remedy(value, kinds, f.metadata.get("bounds", {}))
+        if f.metadata.get("tunable") and isinstance(value, str):
+            remedy = f"{remedy}, or a schedule, such as 'linear:0.1'"
         if remedy:
             raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
-
-
-_ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
-
-
-def adaptive() -> list[str]:
-    """The names of the algorithms whose learning rate may adapt to the KL divergence of their updates."""
-    configs: dict[str, Any] = ALGORITHMS
-    return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
 
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:
@@ -227,10 +218,10 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
-        if Any in kinds and (":" in value if isinstance(value, str) else is_object(value)):
+        if Any in kinds and (is_word(value) or is_object(value)):
             return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
-        own = ", a module, or MODULE:NAME of one" if Any in kinds else ""
+        own = ", an object of one's own, or MODULE:NAME of one" if Any in kinds else ""
         return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}{own}"
     if bool in kinds:
         return None if isinstance(value, bool) else "True or False"
@@ -253,6 +244,16 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         fits = isinstance(value, tuple) and value and all(type(n) is int and n >= 1 for n in value)
         return None if fits else "a tuple of positive integers, such as (64, 64)"
     return None
+
+
+def is_constant(value: Any, number: float) -> bool:
+    """Whether a number of a config is the same in the whole program, and equal to `number`."""
+    return not isinstance(value, Tracer) and value == number
+
+
+def is_word(value: Any) -> bool:
+    """Whether a value may stand for something that the program needs: a text with a colon, or a function."""
+    return ":" in value if isinstance(value, str) else callable(value)
 
 
 def is_object(value: Any) -> bool:

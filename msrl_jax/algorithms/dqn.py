@@ -15,13 +15,12 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable, variant
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment

@@ -21,7 +21,17 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, split_keys, step_size
-from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    CoreKind,
+    NetworkKind,
+    Normalization,
+    OptimizerKind,
+    config,
+    field,
+    tunable,
+    variant,
+)
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
@@ -30,7 +40,6 @@ from msrl_jax.algorithms.networks.distributions import Distribution, check_polic
 from msrl_jax.algorithms.networks.layers import Torso, forget, head
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
 from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents

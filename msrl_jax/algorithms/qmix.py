@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable, variant
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
@@ -25,7 +25,6 @@ from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_valu
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment

@@ -2,33 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from msrl_jax import _checks, envs
 from msrl_jax._checks import reference as reference
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._spec import parse_spec as parse_spec
-from msrl_jax.algorithms import files, optimizers
-from msrl_jax.algorithms.config import ALGORITHMS, config
-from msrl_jax.algorithms.config import with_traced as with_traced
+from msrl_jax.algorithms import files, words
+from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
-
-T = TypeVar("T")
-
-
-def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
-    """Makes the config of an algorithm that is another one with other defaults; it is no subclass of `base`."""
-    parent: Any = base
-    parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
-    for f in dataclasses.fields(parent):
-        parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
-    assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
-    about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
-    new: Any = type(name, (), parts | about)
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
 
 
 def names() -> list[str]:
@@ -91,15 +75,11 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
             near = suggestion(name, known)
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
-    optimizers.check_given(new, overrides)
+    words.check(new)
+    words.check_given(new, overrides)
     if hasattr(new, "check_given"):
         new.check_given(overrides)
     return new
-
-
-def is_constant(value: Any, number: float) -> bool:
-    """Whether a number of a config is the same in the whole program, and equal to `number`."""
-    return not isinstance(value, Tracer) and value == number
 
 
 def check_env(config: Any, env: Any) -> None:

@@ -7,7 +7,7 @@ A tunable field takes a number, or
     a function         of the progress, a scalar array from 0 to 1, that returns a number; or MODULE:NAME of one
 
 A text may end with `,warmup=SHARE`: over that share of the run, the number rises linearly from 0 first. A learning rate that is
-`kl:TARGET` is no schedule: `optimizers.adapting` changes it after what the updates do.
+`kl:TARGET` is no schedule: it changes after what the updates do (`optimizers.adapted`).
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import numpy as np
 
 from msrl_jax import _checks
 from msrl_jax._spec import read_values
+from msrl_jax.algorithms.optimizers import KL
 
 Schedule = Callable[[Any], Any]
 """`progress -> number`; both are scalar arrays."""
@@ -50,16 +51,6 @@ class Ramp:
         left = (1 + xp.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
         value = (self.start - self.end) * left + self.end
         return xp.where(progress < self.warmup, self.start * progress / self.warmup, value) if self.warmup else value
-
-
-@dataclasses.dataclass(frozen=True)
-class KL:
-    """A learning rate that keeps the KL divergence of updates near a target, as rsl_rl does."""
-
-    target: float
-    start: float = 1e-3
-    low: float = 1e-5
-    high: float = 1e-2
 
 
 def is_schedule(value: Any) -> bool:
@@ -121,17 +112,14 @@ def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[l
     return listed, named
 
 
-def remedy(name: str, given: Any, bounds: Mapping[str, float], number: str) -> str | None:
-    """What to use in place of a value of a field that may be a schedule; None if it is one. Functions are not called yet.
-
-    `number` says which numbers the field takes.
-    """
+def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
+    """What to use in place of a text or a function that is no schedule; None if it is one. Functions are not called yet."""
     if not isinstance(given, str):
         return None
     kind, _, text = given.partition(":")
     if kind not in _KINDS:
         near = _checks.suggestion(kind, _KINDS) if text else ""
-        return None if is_path(given) else f"{number}, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+        return None if is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
         wrong = _wrong_value(name, read(given)(_GRID), bounds)
     except ValueError as error:

@@ -25,11 +25,20 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    NetworkKind,
+    Normalization,
+    OptimizerKind,
+    config,
+    field,
+    is_constant,
+    tunable,
+    with_traced,
+)
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.trajectory import check_minibatches
-from msrl_jax.algorithms.registry import is_constant, with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment

@@ -15,13 +15,22 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress, step_size
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    config,
+    field,
+    is_constant,
+    tunable,
+    variant,
+)
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.registry import is_constant, variant
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder

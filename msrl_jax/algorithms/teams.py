@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms import files
+from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
-from msrl_jax.algorithms.config import ALGORITHMS, config, field, is_object, with_numbers_of
+from msrl_jax.algorithms.config import ALGORITHMS, config, field, is_object
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.networks.distributions import check_policy_space
 from msrl_jax.algorithms.registry import get, make, parse_spec, reference, suggestion
-from msrl_jax.algorithms.schedules import check
 from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
@@ -80,11 +79,11 @@ class Teams:
             teams = {}
             for entry in entries:
                 own = {name.partition("/")[2]: x for name, x in numbers.items() if name.partition("/")[0] == entry.name}
-                now = entry if entry.config is None else dataclasses.replace(entry, config=with_numbers_of(entry.config, own))
-                teams[entry.name] = _build_team(now, venv, len(members[entry.name]), self)
+                team = entry.config and words.with_numbers_of(words.objects(entry.config), own)
+                teams[entry.name] = _build_team(dataclasses.replace(entry, config=team), venv, len(members[entry.name]), self)
             return teams_agent(venv, teams, unroll_length=self.unroll_length)
 
-        schedules = {e.name: check(e.config) for e in entries if e.config is not None}
+        schedules = {e.name: words.check(e.config) for e in entries if e.config is not None}
         return scheduled(of, {f"{team}/{field}": x for team, fields in schedules.items() for field, x in fields.items()})
 
 

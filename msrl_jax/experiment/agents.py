@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax._checks import whole
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
-from msrl_jax.algorithms.registry import with_traced
+from msrl_jax.algorithms.config import with_traced
 from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.replay import SHARD_AXIS

@@ -13,14 +13,10 @@ import numpy as np
 
 from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, reference, suggestion, whole
-from msrl_jax.algorithms import files
+from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.algorithms.config import is_object, tunable_fields
-from msrl_jax.algorithms.networks.cores import as_core
-from msrl_jax.algorithms.networks.modules import as_network, is_name
-from msrl_jax.algorithms.optimizers import is_own
+from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
 from msrl_jax.algorithms.registry import check_env
-from msrl_jax.algorithms.schedules import is_adaptive, is_schedule
 from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
@@ -37,7 +33,6 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
-_OWN = {"network": as_network, "core": as_core}  # fields that take objects of a user's, and what makes them ours
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
 
@@ -73,13 +68,14 @@ class Experiment:
         if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
             raise TypeError(f"Experiment.algorithm={self.algorithm!r}: give a config, such as PPO(learning_rate=3e-4)")
         algorithms.get(type(self.algorithm))
+        words.check(self.algorithm)
         if self.pbt is not None and not isinstance(self.pbt, PBT):
             raise TypeError(f"Experiment.pbt={self.pbt!r}: give a PBT")
         if self.guard not in get_args(GuardPolicy):
-            words = get_args(GuardPolicy)
-            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, words)}; use one of {', '.join(words)}")
+            known = get_args(GuardPolicy)
+            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
         rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
-        if self.guard == "rollback" and (is_schedule(rate) or is_adaptive(rate) or is_own(optimizer)):
+        if self.guard == "rollback" and (is_word(rate) or words.is_own(optimizer)):
             raise ValueError(
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'
@@ -159,13 +155,10 @@ class Experiment:
 
     def _of_one(self, env: Any, *, skips: bool) -> Agent:
         def build(config: Any) -> Agent:
-            agent = numbers_only(config.build(env), self.name)
+            agent = numbers_only(words.build(config, env), self.name)
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
-        own = {name: read for name, read in _OWN.items() if not is_name(getattr(config, name, "auto"))}
-        if own:
-            config = dataclasses.replace(config, **{name: read(getattr(config, name)) for name, read in own.items()})
         return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
 
     @functools.cached_property

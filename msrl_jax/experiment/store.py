@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax.algorithms import schedules
-from msrl_jax.algorithms.optimizers import is_own
+from msrl_jax.algorithms import schedules, words
+from msrl_jax.algorithms.config import is_word
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
@@ -84,8 +84,8 @@ def read_description(path: Path) -> dict[str, Any]:
             f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
         )
     content = folder.read_json(file, *itertools.chain(*_FIELDS.values()))
-    for words, names in _FIELDS.items():
-        kinds = tuple(_KINDS[word] for word in re.split(", | or ", words))
+    for kind, names in _FIELDS.items():
+        kinds = tuple(_KINDS[word] for word in re.split(", | or ", kind))
         for name in names:
             if isinstance(value := content[name], bool) or not isinstance(value, kinds):
                 raise RunFolderError(
@@ -196,7 +196,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
-    fixed = schedules.is_schedule(rate) or schedules.is_adaptive(rate) or is_own(getattr(config, "optimizer", "adam"))
+    fixed = is_word(rate) or words.is_own(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     rises = getattr(config, "beta", None) is not None and "beta" not in own
     if was == now or not (falls or rises or own):

@@ -10,8 +10,7 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPO, config, field, make, tunable
-from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields
-from msrl_jax.algorithms.registry import variant
+from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields, variant
 
 
 @pytest.fixture
@@ -70,8 +69,8 @@ def ball():
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
         ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
-        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], a module, or MODULE:NAME of one"),
-        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], a module"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], an object of one's own, or MODULE:NAME of one"),
+        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], an object"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):

@@ -10,7 +10,7 @@ import optax.contrib
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import PPO, SAC, counted
+from msrl_jax.algorithms import PPO, SAC, build, counted, words
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.loops.off_policy import for_each_network
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
@@ -34,8 +34,7 @@ OPTAX = {
 def test_directions_and_descent_are_the_optimizers_of_optax(name):
     """Two steps on gradients longer than the norm that they are scaled down to."""
     reference = optax.chain(optax.clip_by_global_norm(0.5), OPTAX[name])
-    config = types.SimpleNamespace(optimizer=name, max_grad_norm=0.5)
-    optimizer = make_optimizer(config, epsilon=1e-5, rms_decay=0.9)
+    optimizer = make_optimizer(words.objects(PPO(optimizer=name, max_grad_norm=0.5)), epsilon=1e-5, rms_decay=0.9)
     params, state, want, want_state = PARAMS, optimizer.init(PARAMS), PARAMS, reference.init(PARAMS)
     for _ in range(2):
         updates, want_state = reference.update(want, want_state, want)
@@ -70,7 +69,7 @@ def test_a_run_with_a_transformation_of_optax_is_the_run_with_its_name(algorithm
     env = msrl.envs.make("CartPole-v1" if algorithm.name == "ppo" else "Pendulum-v1")
 
     def params(optimizer):
-        agent = counted(msrl.algorithms.make(algorithm, {"optimizer": optimizer}).build(env), 10)
+        agent = counted(build(msrl.algorithms.make(algorithm, {"optimizer": optimizer}), env), 10)
         state = jax.jit(agent.init)(jax.random.key(0))
         run = jax.jit(lambda state: jax.lax.scan(lambda state, _: agent.iteration(state), state, None, length=3))
         state, metrics = run(state)
@@ -85,13 +84,13 @@ def test_a_run_with_a_transformation_of_optax_is_the_run_with_its_name(algorithm
 Own = optax.GradientTransformation
 LINESEARCH = optax.scale_by_backtracking_linesearch(3)
 WRONG = {
-    "misspelt": ("addam", r"PPO.optimizer='addam': use one of adam, .* \(did you mean 'adam'\?\)"),
+    "misspelt": ("addam", "PPO.optimizer='addam': use 'adam'"),
     "a misspelt name with parameters": ("adamm:b1=0.1", r"did you mean 'adam'"),
     "parameter": ("adamw:weigth_decay=0.1", r"use parameters that adamw of optax has \(did you mean 'weight_decay'\?\): b1, "),
     "value": ("adamw:b1=1", "use a finite number of at least 0 and below 1 for b1"),
     "word": ("sgd:nesterov=1", "use True or False for nesterov"),
     "text": ("adamw:0.1", "use adamw:parameter=value"),
-    "number": (3, "PPO.optimizer=3: use an optax.GradientTransformation, or a function"),
+    "number": (3, r"PPO.optimizer=3: use one of \['adam', .*, an object of one's own, or MODULE:NAME of one"),
     "a function of arguments": (optax.sgd, "use an optax.GradientTransformation, or a function without arguments"),
     "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
     "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),

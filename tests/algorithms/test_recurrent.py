@@ -11,8 +11,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
+from msrl_jax.algorithms.networks.cores import named_core
 from msrl_jax.algorithms.networks.layers import forget
-from msrl_jax.algorithms.networks.recurrent import recurrent_core
 from tests.support.agents import make_still, still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk
@@ -26,7 +26,7 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches":
 @pytest.fixture(scope="module", params=["gru", "lstm", "min_gru", "lru", pytest.param(GTRXL, marks=pytest.mark.slow)])
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
-    core = recurrent_core(request.param, H)
+    core = named_core(request.param, H)
     scale = 0.3 if request.param in ("lru", GTRXL) else 0.7
     keys_of_carry, *keys = jax.random.split(jax.random.key(0), 64)
     keys = iter(keys)
@@ -94,7 +94,7 @@ def test_batched_gradients_equal_the_gradients_of_each_member(unrolled):
 
 
 def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
-    params = recurrent_core("lstm", H).init(jax.random.key(0), INPUTS)
+    params = named_core("lstm", H).init(jax.random.key(0), INPUTS)
     for matrix in np.split(params["recurrent"], 4, axis=1):
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(H), atol=1e-5)
     np.testing.assert_array_equal(params["bias"].reshape(4, H), [[0] * H, [1] * H, [0] * H, [0] * H])
@@ -102,7 +102,7 @@ def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
 
 def test_units_of_a_new_min_gru_remember_for_2_to_128_steps():
     """A unit that keeps a share `k` at every step remembers for `1 / (1 - k)` steps."""
-    core = recurrent_core("min_gru", 64)
+    core = named_core("min_gru", 64)
     params = core.init(jax.random.key(0), INPUTS)
     kept, _ = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64),))
     np.testing.assert_allclose(1 / (1 - np.float64(kept)), np.linspace(2, 128, 64), rtol=1e-4)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import DQN, PPO, counted
+from msrl_jax.algorithms import DQN, PPO, build, counted, words
 from msrl_jax.algorithms.agent import Agent, Progress, innermost
 from msrl_jax.algorithms.config import config, tunable
 from msrl_jax.algorithms.optimizers import Adapted, adapted, make_optimizer
@@ -72,19 +72,19 @@ def run(agent: Agent, length=LENGTH):
 
 def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the_last_ones(echo):
     algorithm = echo(learning_rate="linear:8", entropy_coef=lambda progress: jnp.exp(-progress))
-    agent = counted(algorithm.build(msrl.envs.make("CartPole-v1")), LENGTH)
+    agent = counted(build(algorithm, msrl.envs.make("CartPole-v1")), LENGTH)
     state, metrics = run(agent)
     np.testing.assert_allclose(metrics["rate"], 8 - np.arange(8), rtol=1e-6)
     np.testing.assert_allclose(metrics["bonus"], np.exp(-np.arange(8) / 8), rtol=1e-6)
     np.testing.assert_allclose(agent.act(state, None, None), math.exp(-7 / 8), rtol=1e-6)
     with pytest.raises(ValueError, match=r"schedules of learning_rate, entropy_coef need the length of the run"):
-        run(counted(algorithm.build(msrl.envs.make("CartPole-v1"))))
+        run(counted(build(algorithm, msrl.envs.make("CartPole-v1"))))
 
 
 def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
     env = msrl.envs.make("CartPole-v1")
     annealed, scheduled = (
-        run(counted(PPO(**TINY, **rate).build(env), LENGTH))
+        run(counted(build(PPO(**TINY, **rate), env), LENGTH))
         for rate in ({"learning_rate": 0.01, "anneal_learning_rate": True}, {"learning_rate": "linear:0.01"})
     )
     for a, b in zip(jax.tree.leaves(innermost(annealed[0])), jax.tree.leaves(innermost(scheduled[0])), strict=True):
@@ -94,7 +94,7 @@ def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
 
 
 def lowered(**fields):
-    agent = counted(PPO(**TINY, **fields).build(msrl.envs.make("CartPole-v1")), LENGTH)
+    agent = counted(build(PPO(**TINY, **fields), msrl.envs.make("CartPole-v1")), LENGTH)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     return jax.jit(agent.iteration).lower(state).as_text()
 
@@ -133,7 +133,7 @@ def test_updates_of_ppo_descend_by_the_adapted_rate():
     """The gradients of a run with a constant rate, applied again by optax with the rate that their divergence asks for."""
     from msrl_jax.algorithms.loops.trajectory import proximal_updates
 
-    algorithm = PPO(**TINY, learning_rate="kl:0.01,start=0.1,high=1", max_grad_norm=None, target_kl=0.2)
+    algorithm = words.objects(PPO(**TINY, learning_rate="kl:0.01,start=0.1,high=1", max_grad_norm=None, target_kl=0.2))
     optimizer = make_optimizer(algorithm, epsilon=1e-5)
     divergences = jnp.array([0.001, 0.03, 0.015, 0.001, 0.3, 0.001, 0.5])
 
@@ -155,8 +155,8 @@ def test_updates_of_ppo_descend_by_the_adapted_rate():
 
 FORM = "use linear:FROM:TO or cosine:FROM:TO"
 WRONG = {
-    "misspelt": ({"learning_rate": "linaer:3e-4"}, "'linaer:3e-4': use a finite number above 0, .*did you mean 'linear'"),
-    "empty": ({"learning_rate": "linear"}, FORM),
+    "misspelt": ({"learning_rate": "linaer:3e-4"}, "'linaer:3e-4': use a number, .*did you mean 'linear'"),
+    "empty": ({"learning_rate": "linear"}, "use a finite number above 0, or a schedule, such as 'linear:0.1'"),
     "word": ({"learning_rate": "linear:x"}, FORM),
     "several": ({"learning_rate": "linear:1:2:3"}, FORM),
     "infinite": ({"learning_rate": "linear:inf"}, FORM),
@@ -191,8 +191,15 @@ def test_what_is_no_schedule_is_refused_in_words_before_anything_compiles(case, 
 
 def test_only_algorithms_with_proximal_updates_adapt_their_rate():
     with pytest.raises(ValueError, match=r"DQN.learning_rate='kl:0.01': use a number or a schedule: only"):
-        DQN(learning_rate="kl:0.01")
-    assert halving(0.5) == 0.75 and PPO(clip_ratio="tests.support.transformations:halving").build(msrl.envs.make("CartPole-v1"))
+        words.check(DQN(learning_rate="kl:0.01"))
+    assert halving(0.5) == 0.75
+    (schedule,) = words.check(PPO(clip_ratio="tests.support.transformations:halving")).values()
+    assert schedule is halving
+
+
+def test_build_of_a_config_itself_takes_plain_numbers_only():
+    with pytest.raises(ValueError, match=r"PPO.learning_rate='linear:0.1' stands for something: msrl_jax.algorithms.build"):
+        PPO(learning_rate="linear:0.1").build(msrl.envs.make("CartPole-v1"))
 
 
 def test_teams_follow_their_own_schedules():

@@ -15,9 +15,8 @@ import optax
 
 from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.optimizers import adapted, descend, is_own
+from msrl_jax.algorithms.optimizers import KL, adapted, descend, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.schedules import is_adaptive, read_kl
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
@@ -115,12 +114,13 @@ def proximal_updates(
     exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
     before every update but the first, to the same statistic.
     """
-    target_kl, adapts = getattr(config, "target_kl", None), is_adaptive(config.learning_rate) and not is_own(config.optimizer)
+    target_kl = getattr(config, "target_kl", None)
+    adapts = isinstance(config.learning_rate, KL) and not is_own(config.optimizer)
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate, diverged, kl):
         if kl is not None:
-            opt_state = adapted(read_kl(config.learning_rate), opt_state, kl)
+            opt_state = adapted(config.learning_rate, opt_state, kl)
             learning_rate = opt_state.rate
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)

@@ -1,4 +1,4 @@
-"""Layers with a memory of one's own: an object with functions `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
+"""Layers with a memory, by name or of one's own: objects with `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
 
     init(key, inputs [B, I]) -> params
     initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0
@@ -10,6 +10,7 @@ An `unroll` clears the carry before the first step of every episode; without one
 MODULE:NAME of one. All numbers are parameters, as those of modules are.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,29 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax import _checks
+from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
+from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
 from msrl_jax.algorithms.networks.modules import check_gradients
+from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
+from msrl_jax.algorithms.networks.transformer import gtrxl
 
 _FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
+
+
+def named_core(name: str, size: int) -> Core:
+    """Makes a layer with a memory: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
+
+    Raises:
+      ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
+    """
+    name, params = parse_spec(name)
+    cells = {cell: functools.partial(stepwise, cell) for cell in CELLS}
+    known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
+    try:
+        return _checks.find("core", known, name)(size, **params)
+    except TypeError:
+        raise ValueError(f"core={name!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
 
 def as_core(given: Any) -> Callable[[int], Core]:

@@ -14,19 +14,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.layers import Carry, Core, forget, matmul
-
-Gates = tuple[jax.Array, ...]
-"""One array `[..., H]` for each gate."""
+from msrl_jax.algorithms.networks.recurrent import Gates, per_gate
 
 LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
-
-
-def per_gate(x: jax.Array, num_gates: int) -> Gates:
-    """Splits `[..., G * H]` into gates."""
-    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
-    # times as long.
-    return tuple(jnp.split(x, num_gates, axis=-1))
 
 
 def min_gru(size: int) -> Core:

@@ -15,14 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax import _checks
-from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.layers import Carry, Core, Torso, Whole, flatten, forget, make_torso, matmul, unflatten
-from msrl_jax.algorithms.networks.linear_recurrence import Gates, lru, min_gru, per_gate
-from msrl_jax.algorithms.networks.transformer import gtrxl
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.masks import with_mask_of
 from msrl_jax.envs.spaces import zeros
+
+Gates = tuple[jax.Array, ...]
+"""One array `[..., H]` for each gate."""
+
+
+def per_gate(x: jax.Array, num_gates: int) -> Gates:
+    """Splits `[..., G * H]` into gates."""
+    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
+    # times as long.
+    return tuple(jnp.split(x, num_gates, axis=-1))
 
 
 class Cell(NamedTuple):
@@ -56,23 +62,12 @@ CELLS: dict[str, Cell] = {
     "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
 }
 
-def recurrent_core(name: str, size: int) -> Core:
-    """Makes a layer with a memory: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
 
-    Raises:
-      ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
-    """
-    name, params = parse_spec(name)
-    cells = {cell: functools.partial(_stepwise, CELLS[cell]) for cell in CELLS}
-    known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
-    try:
-        return _checks.find("core", known, name)(size, **params)
-    except TypeError:
-        raise ValueError(f"core={name!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
-
-
-def _stepwise(cell: Cell, size: int) -> Core:
-    """A layer whose gates depend on its last output; the products of its inputs are one product for all steps."""
+def stepwise(name: str, size: int) -> Core:
+    """The layer "gru" or "lstm": gates depend on its last output, and the products of its inputs are one for all steps."""
+    if name not in CELLS:
+        raise ValueError(f"core={name!r} is made by msrl_jax.algorithms.build(config, env); build takes {', '.join(CELLS)}")
+    cell = CELLS[name]
     num_gates = len(cell.biases)
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
@@ -182,8 +177,8 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], An
         return _feed_forward(observation_space, make_heads(torso))
     if isinstance(torso.network, Whole):
         raise ValueError("network=Whole(...) has no place for a memory before its last layers; give a module of features")
-    own = None if isinstance(config.core, str) else config.core
-    memory = own(torso.num_features) if own else recurrent_core(config.core, config.memory_size)
+    core = config.core
+    memory = stepwise(core, config.memory_size) if isinstance(core, str) else core(torso.num_features)
     heads = make_heads(Torso(Box(-np.inf, np.inf, (memory.num_outputs,)), (), config.activation))
 
     def init(key: jax.Array) -> dict[str, Any]:

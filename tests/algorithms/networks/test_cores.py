@@ -7,8 +7,7 @@ import pytest
 from flax import linen as nn
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.networks.cores import as_core
-from msrl_jax.algorithms.networks.recurrent import recurrent_core
+from msrl_jax.algorithms.networks.cores import as_core, named_core
 from tests.support.modules import Fading
 
 T, E, INPUTS = 5, 4, 3
@@ -113,7 +112,7 @@ def test_what_does_not_fit_is_refused_in_words(what):
 )
 def test_parameters_of_a_core_are_checked(core, message):
     with pytest.raises(ValueError, match=message):
-        recurrent_core(core, 8)
+        named_core(core, 8)
 
 
 def test_a_core_needs_a_module_of_features():

@@ -1,0 +1,209 @@
+"""What stands for something else in a config: schedules, optimizers, networks and cores, as text or as objects of one's own.
+
+A config keeps what it was given, which files and command lines can say. `build` puts what algorithms take in its place.
+"""
+
+import dataclasses
+import inspect
+import math
+import numbers
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax import _checks
+from msrl_jax._spec import read_values
+from msrl_jax.algorithms import schedules
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
+from msrl_jax.algorithms.networks.cores import as_core, named_core
+from msrl_jax.algorithms.networks.modules import as_network, is_name
+from msrl_jax.algorithms.networks.recurrent import CELLS
+from msrl_jax.algorithms.optimizers import NAMED, Named
+from msrl_jax.algorithms.transformations import scheduled
+from msrl_jax.envs import Environment, MultiAgentEnvironment
+
+_SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
+_PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
+_OWN = "an optax.GradientTransformation"
+_ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
+
+
+def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
+    """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
+
+    Args:
+      config: a config.
+      env: the environment.
+
+    Returns:
+      The agent.
+
+    Raises:
+      TypeError, ValueError: if something in the config is not what it should be, or does not fit the environment.
+    """
+    changing, ready = check(config), objects(config)
+    return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
+
+
+def objects(config: Any) -> Any:
+    """A config with what algorithms take in place of what stands for it; schedules stay as they are."""
+    own: dict[str, Any] = {}
+    if not is_name(network := getattr(config, "network", "auto")):
+        own["network"] = as_network(network)
+    if (core := getattr(config, "core", "none")) not in ("none", *CELLS):
+        own["core"] = (lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core)
+    if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
+        own["optimizer"] = _own_optimizer(optimizer) if is_own(optimizer) else _named_optimizer(optimizer)
+    if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
+        own["learning_rate"] = schedules.read_kl(rate)
+    return with_traced(config, own)
+
+
+def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
+    """A config with numbers in place of its schedules; a learning rate that had one does not fall besides."""
+    return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
+
+
+def check(config: Any) -> dict[str, schedules.Schedule]:
+    """Raises ValueError if something in a config is none of what it may stand for; returns its schedules, by field."""
+    for f in dataclasses.fields(config):
+        value, tunable = getattr(config, f.name), f.metadata.get("tunable")
+        if f.name == "optimizer" and _has_optimizer(config):
+            remedy = _optimizer_remedy(value)
+        elif tunable and schedules.is_adaptive(value):
+            remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
+        elif tunable and is_word(value):
+            remedy = schedules.remedy(f.name, value, f.metadata["bounds"])
+        else:
+            continue
+        if remedy:
+            raise ValueError(f"{type(config).__name__}.{f.name}={value!r}: use {remedy}")
+    found = schedules.check(config)
+    if found and hasattr(config, "check"):
+        usual = {name: f.default for name, f in config.__dataclass_fields__.items() if name in found}
+        for progress in (0.0, 1.0):  # a function is not called where the fields are compared with each other
+            ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
+            with_traced(config, usual | ramps).check()
+    return found
+
+
+def check_given(config: Any, names: Collection[str]) -> None:
+    """Raises ValueError if a field was given that has no effect on the learning rate or the optimizer of the config."""
+    kind, rate = type(config).__name__, getattr(config, "learning_rate", None)
+    if "anneal_learning_rate" in names and is_word(rate):
+        raise ValueError(
+            f"{kind}.anneal_learning_rate has no effect on {kind}.learning_rate={_checks.name_of(rate)}, which is no number; "
+            "leave it out, or give a number"
+        )
+    for name in _PARTS if is_own(getattr(config, "optimizer", "adam")) else ():
+        if name in names:
+            raise ValueError(
+                f"{kind}.{name} has no effect on an optimizer of one's own, which has its own learning rate, "
+                f"clip and schedule; make them a part of it, and leave {name} out"
+            )
+
+
+def _has_optimizer(config: Any) -> bool:
+    return typing.get_type_hints(type(config)).get("optimizer") == OptimizerKind
+
+
+def _adaptive() -> list[str]:
+    """The names of the algorithms whose learning rate may adapt to the KL divergence of their updates."""
+    configs: dict[str, Any] = ALGORITHMS
+    return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
+
+
+def is_own(optimizer: Any) -> bool:
+    """Whether an optimizer of a config is a transformation of one's own, or the name of one."""
+    return not isinstance(optimizer, str) or (":" in optimizer and optimizer.partition(":")[0] not in NAMED)
+
+
+def _optimizer_remedy(optimizer: Any) -> str | None:
+    """What to use in place of a value that is no optimizer of a config; None if it may be one."""
+    if not isinstance(optimizer, str):
+        fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needed(optimizer))
+        return None if fits else f"{_OWN}, or a function without arguments that returns one"
+    name, _, text = optimizer.partition(":")
+    if name not in NAMED and (":" not in optimizer or "=" in text):
+        return f"one of {', '.join(NAMED)}{_checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
+    if name not in NAMED or ":" not in optimizer:
+        return None
+    return _wrong_parameter(name, text)
+
+
+def _wrong_parameter(name: str, text: str) -> str | None:
+    """What to use in place of the parameters of a named optimizer."""
+    known = _parameters(NAMED[name])
+    try:
+        given = read_values(text, wrong=f"{name}:parameter=value,parameter=value")
+    except ValueError as error:
+        return str(error)
+    for key, value in given.items():
+        if key not in known:
+            return f"parameters that {name} of optax has{_checks.suggestion(key, known)}: {', '.join(known)}"
+        if isinstance(known[key], bool):
+            if not isinstance(value, bool):
+                return f"True or False for {key}"
+        elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return f"a number for {key}"
+        elif not (math.isfinite(float(value)) and float(value) >= 0 and (float(value) < 1 or key not in _SHARES)):
+            return f"a finite number of at least 0{' and below 1' * (key in _SHARES)} for {key}"
+    return None
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of an optimizer that are numbers, with their defaults."""
+    no_numbers = ("learning_rate", "mask", "dtype", "dimension_numbers")
+    found = inspect.signature(function).parameters
+    return {n: p.default for n, p in found.items() if isinstance(p.default, float | int | None) and not n.endswith(no_numbers)}
+
+
+def _needed(function: Callable[..., Any]) -> bool:
+    """Whether a function needs arguments."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+def _named_optimizer(text: str) -> Named:
+    name, _, parameters = text.partition(":")
+    return Named(name, tuple(read_values(parameters, wrong=parameters).items()))
+
+
+def _own_optimizer(given: Any) -> optax.GradientTransformation:
+    """A transformation of one's own, which says in words what does not fit when it is first traced."""
+    what: Any = _checks.imported("optimizer", given, _OWN) if isinstance(given, str) else given
+    name = f"optimizer={_checks.name_of(given)}"
+    if callable(what) and not _needed(what):
+        what = what()
+    if not isinstance(what, optax.GradientTransformation):
+        multi = " (of optax.MultiSteps, its gradient_transformation())" * isinstance(what, optax.MultiSteps)
+        raise TypeError(f"{name} is a {type(what).__qualname__}; give {_OWN}{multi}, or a function that returns one")
+
+    def init(params: Any) -> Any:
+        try:
+            state = jax.tree.map(jnp.copy, what.init(params))  # two leaves that are one array cannot be donated
+            updates, after = jax.eval_shape(what.update, params, state, params)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {str(error).strip()}"
+            raise ValueError(
+                f"{name} fails: {cause}; it gets gradients, its state, which is of arrays, and parameters, and nothing else"
+            ) from error
+        for what_is, got, wanted in (("updates", updates, params), ("a state", after, state)):
+            if _shapes(got) != _shapes(wanted):
+                like = "the parameters" if what_is == "updates" else "the state that it gets"
+                raise ValueError(f"{name} returns {what_is} of another structure, shape or dtype than {like}")
+        return state
+
+    return optax.GradientTransformation(init, what.update)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
