@@ -69,7 +69,7 @@ def ball():
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
         ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
-        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], an object of one's own, or MODULE:NAME of one"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], an object of .*, or MODULE:NAME"),
         ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], an object"),
     ],
 )
