@@ -89,7 +89,7 @@ def read_description(path: Path) -> dict[str, Any]:
         for name in names:
             if isinstance(value := content[name], bool) or not isinstance(value, kinds):
                 raise RunFolderError(
-                    f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run"
+                    f"{file}: {name!r} is {value!r}, and should be {kind}; restore the file, or start a new run"
                 )
     return content
 

@@ -317,7 +317,7 @@ def test_the_learning_rate_falls_over_the_run(name):
 @pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
 def test_bad_fields_are_refused(name):
     config = algorithms.get(name)
-    with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use .*did you mean 'rmsprop'"):
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use 'rmsprop'"):
         config(optimizer="rmspop")
     with pytest.raises(ValueError, match=rf"{config.__name__}\.discount=1\.5: use a finite number at least 0 and at most 1"):
         config(discount=1.5)

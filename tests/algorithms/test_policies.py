@@ -139,7 +139,7 @@ def build(name, env, **overrides):
     if algorithm.offline:
         fields = {field.name for field in dataclasses.fields(algorithm)}
         options = {key: value for key, value in options.items() if key in fields} | {"data": noise(made)}
-    return counted(algorithm(**options).build(made), 200)
+    return counted(msrl.algorithms.build(algorithm(**options), made), 200)
 
 
 def seen(state):

@@ -23,7 +23,11 @@ GTRXL = "gtrxl:layers=2,heads=2,context=3"
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru", "lru", pytest.param(GTRXL, marks=pytest.mark.slow)])
+CORES = ["gru", "lstm", "min_gru", "lru"]
+differentiated = pytest.mark.parametrize("unrolled", [*CORES, pytest.param(GTRXL, marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*CORES, GTRXL])
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
     core = named_core(request.param, H)
@@ -35,8 +39,9 @@ def unrolled(request):
     inputs = jax.random.normal(next(keys), (T, E, INPUTS))
     is_first = jax.random.bernoulli(jax.random.key(1), 0.3, (T, E)).at[0, 2].set(True)
     carry = core.initial_carry((E,))
+    step = jax.jit(core.step)
     for x in jax.random.normal(keys_of_carry, (3, E, INPUTS)):
-        _, carry = core.step(params, x, carry)
+        _, carry = step(params, x, carry)
     assert is_first.any() and not is_first.all() and is_first[0].any()
     return request.param, core, params, inputs, is_first, carry
 
@@ -51,13 +56,14 @@ def test_an_unroll_is_a_loop_over_steps_that_forgets_between_episodes(unrolled):
 
 def test_steps_compute_what_the_unroll_does(unrolled):
     _, core, params, inputs, _, carry = unrolled
-    want = core.unroll(params, inputs, jnp.zeros((T, E), bool), carry)
+    want, step = jax.jit(core.unroll)(params, inputs, jnp.zeros((T, E), bool), carry), jax.jit(core.step)
     for t, x in enumerate(inputs):
-        output, carry = core.step(params, x, carry)
+        output, carry = step(params, x, carry)
         expected = jax.tree.map(lambda x, t=t: x[t], want)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (output, carry), expected)
 
 
+@differentiated
 def test_gradients_equal_the_plain_loop(unrolled):
     """The gradients of all outputs with respect to all inputs."""
     name, core, params, inputs, is_first, carry = unrolled
@@ -83,6 +89,7 @@ def test_gradients_equal_the_plain_loop(unrolled):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
 
+@differentiated
 def test_batched_gradients_equal_the_gradients_of_each_member(unrolled):
     _, core, params, inputs, is_first, carry = unrolled
     many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), params)

@@ -197,9 +197,14 @@ def test_only_algorithms_with_proximal_updates_adapt_their_rate():
     assert schedule is halving
 
 
-def test_build_of_a_config_itself_takes_plain_numbers_only():
-    with pytest.raises(ValueError, match=r"PPO.learning_rate='linear:0.1' stands for something: msrl_jax.algorithms.build"):
-        PPO(learning_rate="linear:0.1").build(msrl.envs.make("CartPole-v1"))
+@pytest.mark.parametrize(
+    "word",
+    [{"learning_rate": "linear:0.1"}, {"entropy_coef": halving}, {"optimizer": "sgd:momentum=0.9"}, {"network": "m:net"}],
+)
+def test_build_of_a_config_itself_takes_plain_values_only(word):
+    (name,) = word
+    with pytest.raises(ValueError, match=rf"PPO.{name}=.* stands for something: msrl_jax.algorithms.build"):
+        PPO(**word).build(msrl.envs.make("CartPole-v1"))
 
 
 def test_teams_follow_their_own_schedules():

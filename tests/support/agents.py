@@ -14,8 +14,8 @@ def still(agent):
 
 
 def make_still(name, env, **fields):
-    return still(algorithms.get(name)(**fields).build(env))
+    return still(algorithms.build(algorithms.get(name)(**fields), env))
 
 
 def make_counted(name, env, iterations=None, **fields):
-    return counted(algorithms.get(name)(**fields).build(env), iterations)
+    return counted(algorithms.build(algorithms.get(name)(**fields), env), iterations)
