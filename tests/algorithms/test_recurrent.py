@@ -115,6 +115,15 @@ def test_units_of_a_new_min_gru_remember_for_2_to_128_steps():
     np.testing.assert_allclose(1 / (1 - np.float64(kept)), np.linspace(2, 128, 64), rtol=1e-4)
 
 
+def test_units_of_a_new_lru_forget_a_thousandth_to_a_tenth_in_a_step_and_turn_by_at_most_18_degrees():
+    core = named_core("lru", 64)
+    params = core.init(jax.random.key(0), INPUTS)
+    _, (real, imaginary) = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64), jnp.zeros(64)))
+    kept, turned = np.hypot(real, imaginary), np.degrees(np.arctan2(imaginary, real))
+    assert 0.9 <= kept.min() < 0.92 and 0.99 < kept.max() <= 0.999
+    assert 0 < turned.min() < 2 and 16 < turned.max() <= 18
+
+
 def build(env, **overrides):
     return make_still("recurrent_ppo", env, **SMALL | overrides)
 
