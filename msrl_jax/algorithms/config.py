@@ -22,6 +22,7 @@ from jax.core import Tracer
 
 from msrl_jax.algorithms import optimizers, schedules
 from msrl_jax.algorithms.transformations import scheduled
+from msrl_jax.envs.privileged import with_privileged
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
@@ -81,7 +82,9 @@ def tunable(*, default: T, doc: str, adaptive: bool = False, **bounds: float) ->
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
-def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Callable[[type[T]], type[T]]:
+def config(
+    name: str, *, many_agents: bool = False, offline: bool = False, privileged: bool = False
+) -> Callable[[type[T]], type[T]]:
     """Makes a class the config of an algorithm, and registers the algorithm.
 
     The class lists fields, and has a method `build(env) -> Agent`. It may have the methods `check()`, which raises ValueError
@@ -91,10 +94,11 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
       name: the name of the algorithm, such as `"ppo"`.
       many_agents: whether its environments are `MultiAgentEnvironment`s.
       offline: whether it learns from data alone, with no steps of environments.
+      privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
 
     Returns:
       A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
-      `many_agents` and `offline` become attributes of it.
+      `many_agents`, `offline` and `privileged` become attributes of it.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -104,7 +108,7 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
         cls.__post_init__ = _check
         cls.build = _with_schedules(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        new.name, new.many_agents, new.offline = name, many_agents, offline
+        new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         leaves = tunable_fields(new)
         static = [f.name for f in dataclasses.fields(new) if f.name not in leaves]
 
@@ -179,10 +183,11 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
 
 
 def _with_schedules(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `build` of a config, which finds numbers in place of schedules."""
+    """The method `build` of a config, which finds numbers in place of schedules, and what critics alone see if it takes it."""
 
     @functools.wraps(build)
     def built(self: Any, env: Any) -> Any:
+        env = with_privileged(env) if self.privileged else env
         return scheduled(lambda numbers: build(with_numbers_of(self, numbers), env), schedules.check(self))
 
     return built

@@ -15,6 +15,7 @@ from msrl_jax.algorithms import files, optimizers
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.algorithms.config import with_traced as with_traced
 from msrl_jax.envs.base import check_made, env_name
+from msrl_jax.envs.privileged import has_privileged
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
 
 
 def names() -> list[str]:
@@ -112,6 +113,13 @@ def check_env(config: Any, env: Any) -> None:
                 f"call this under jax.numpy_{setting}_promotion({default!r})"
             )
     if envs.has_agents(env) == config.many_agents:
+        if has_privileged(env) and not config.privileged:
+            takes = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
+            others = "the method global_state of environments of several agents" if config.many_agents else takes
+            raise TypeError(
+                f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
+                f"does not take one; use {others}, or the environment without that method"
+            )
         return
     name = env_name(env)
     others = [n for n, c in ALGORITHMS.items() if c.many_agents != config.many_agents and c.offline == config.offline]  # type: ignore[attr-defined]
