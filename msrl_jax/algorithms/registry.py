@@ -118,7 +118,7 @@ def check_env(config: Any, env: Any) -> None:
             others = "the method global_state of environments of several agents" if config.many_agents else takes
             raise TypeError(
                 f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
-                f"does not take one; use {others}, or the environment without that method"
+                f"does not take one; use {others}, or envs.Unprivileged(env)"
             )
         return
     name = env_name(env)

@@ -58,6 +58,7 @@ class _Privileged(EnvironmentWrapper):
     """The environment that `with_privileged` returns."""
 
     env: Any
+    privileged_state = None  # it is in the observations
 
     def __post_init__(self):
         _ = self.observation_space
@@ -83,6 +84,18 @@ class _Privileged(EnvironmentWrapper):
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         state, obs, *outcome = self.env.step(key, state, action)
         return state, self._observation(state, obs), *outcome  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unprivileged(EnvironmentWrapper):
+    """An environment without its `privileged_state`: critics see what actors see.
+
+    Attributes:
+      env: the environment.
+    """
+
+    env: Environment
+    privileged_state = None
 
 
 def are_privileged(space: spaces.Space) -> TypeGuard[spaces.Tuple]:

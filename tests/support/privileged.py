@@ -1,6 +1,7 @@
-"""Environments in which critics see more than actors."""
+"""Environments in which critics see more than actors; or nobody sees what the reward will be."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class Occluded(EnvironmentWrapper):
 
     env: Any
     visible: int = 2
+    _inner = attrgetter("env_state")
 
     @property
     def observation_space(self):
@@ -39,11 +41,11 @@ class Occluded(EnvironmentWrapper):
         return state.obs
 
 
-def cartpole():
-    return Occluded(make("CartPole-v1"))
+def cartpole() -> Occluded:
+    return Occluded(make("CartPole-v1"))  # of which the first two numbers are the position and the speed of the cart
 
 
-def pendulum():
+def pendulum() -> Occluded:
     return Occluded(make("Pendulum-v1", max_steps_in_episode=15))
 
 

@@ -197,8 +197,6 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     torsos = make_torsos(observation_space, config)
     torso = torsos.of("actor") if isinstance(torsos, TwoTorsos) else torsos
     if config.core == "none":
-        if isinstance(torsos, TwoTorsos):
-            raise ValueError("core='none': the critic shares the actor's torso, but it alone sees a privileged_state; use ppo")
         return _feed_forward(observation_space, make_heads(torso))
     if isinstance(torso.network, Whole):
         raise ValueError("network=Whole(...) has no place for a memory before its last layers; give a module of features")
