@@ -9,7 +9,6 @@ import functools
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
-import jax.numpy as jnp
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name
@@ -65,17 +64,17 @@ class _Privileged(EnvironmentWrapper):
 
     @functools.cached_property
     def observation_space(self) -> spaces.Tuple:  # type: ignore[override]
-        name = f"{env_name(self.env)}.privileged_state"
-        given = emitted(lambda key: self._observation(*self.env.reset(key))).privileged_state
+        name, given = f"{env_name(self.env)}.privileged_state", []
+        emitted(lambda key: given.append(self.env.privileged_state(self.env.reset(key)[0])))
         try:
-            space = spaces.unbounded(given)
+            space = spaces.unbounded(given[0])
         except TypeError as error:
             raise TypeError(f"{name} returned {error}; return an array of numbers, or a dict or a tuple of them") from None
         check_space(space, name)
         return spaces.Tuple(PrivilegedObservation(self.env.observation_space, space))
 
     def _observation(self, state: PyTree, obs: PyTree) -> PrivilegedObservation:
-        return PrivilegedObservation(obs, jax.tree.map(jnp.asarray, self.env.privileged_state(state)))
+        return PrivilegedObservation(obs, self.env.privileged_state(state))
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PrivilegedObservation]:
         state, obs = self.env.reset(key)

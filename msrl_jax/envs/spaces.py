@@ -213,6 +213,8 @@ Space: TypeAlias = Discrete | Box | Tuple | Dict
 
 def unbounded(values: Any) -> Space:
     """The space of arrays, or of dicts and tuples of them, of which shapes and dtypes are all that is known."""
+    if isinstance(values, Mapping | tuple) and not values:
+        raise TypeError(f"an empty {type(values).__name__}")
     if isinstance(values, Mapping):
         return Dict({name: unbounded(part) for name, part in values.items()})
     if isinstance(values, tuple):

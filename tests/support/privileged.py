@@ -49,6 +49,9 @@ def pendulum() -> Occluded:
     return Occluded(make("Pendulum-v1", max_steps_in_episode=15))
 
 
+DISCRETE = Discrete(2)
+
+
 class GuessState(NamedTuple):
     sign: jax.Array
     steps: jax.Array
@@ -61,9 +64,9 @@ class Unseen:
     Episodes are truncated after two steps, so with a discount of 1/2 a state is worth 2 or -2.
     """
 
-    action_space: Any = Discrete(2)
-    observation_space: Any = Box(0, 1, (3,))
+    action_space: Any = DISCRETE
     name = "Unseen"
+    observation_space = Box(0, 1, (3,))
 
     def _obs(self, state):
         return jnp.zeros(3).at[state.steps].set(1.0)
