@@ -172,7 +172,7 @@ class Watched(Maze):
 
 @pytest.mark.parametrize("algorithm", ["recurrent_ppo", pytest.param("sac", marks=pytest.mark.slow)])
 def test_actors_take_legal_actions_only(algorithm):
-    options = {"batch_size": 16, "capacity": 512, "learning_starts": 16} if algorithm == "sac" else {"memory_size": 8}
+    options = {"batch_size": 16, "capacity": 512, "learning_starts": 64} if algorithm == "sac" else {"memory_size": 8}
     agent = counted(get(algorithm)(num_envs=8, unroll_length=8, hidden_sizes=(8,), **options).build(Watched()), None)
     metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, 4)[1])(jax.random.key(0))
     assert all(np.isfinite(x).all() for name, x in metrics.items() if "episode" not in name)  # an illegal action gives nan
@@ -183,19 +183,25 @@ def test_offline_and_replayed_data_have_it_too():
     known = recorded(cartpole())
     np.testing.assert_array_equal(known.obs.obs, known.obs.privileged_state[:, :2])
     np.testing.assert_array_equal(known.next_obs.obs, known.next_obs.privileged_state[:, :2])
-    plain = recorded(envs.Unprivileged(cartpole()))
+    plain = dataclasses.replace(known, obs=known.obs.obs, next_obs=known.next_obs.obs)
     with pytest.raises(ValueError, match=r"the data set has obs, but the observation_space of .* obs/privileged_state"):
         get("iql")(data=plain).build(cartpole())
     seen = {"privileged_state": np.zeros((len(plain), 4), np.float32)}
     of_dicts = dataclasses.replace(plain, obs=seen | {"obs": plain.obs}, next_obs=seen | {"obs": plain.next_obs})
-    for dataset in (known, of_dicts):
-        get("iql")(data=dataset, batch_size=32).build(cartpole())
-    mixed = msrl.train(
-        "sac", pendulum(), data=recorded(pendulum()), n_step=3, storage="bfloat16", num_envs=8, batch_size=32,
-        learning_starts=32, capacity=1024, hidden_sizes=(8,), total_steps=96, progress=False, eval_episodes=0,
-    )  # fmt: skip
-    items = mixed.state.replay.items
-    assert [x.dtype for x in jax.tree.leaves(items)][:2] == [jnp.bfloat16, np.float32]
+    get("iql")(data=of_dicts, batch_size=32).build(cartpole())
+    rows = np.random.default_rng(0).uniform(-0.5, 0.5, (200, 3)).astype(np.float32)
+    obs = {"obs": rows[:, :2], "privileged_state": rows}
+    given = data.Dataset(obs, rows[:, :1], rows[:, 0], rows[:, 0] > 1, rows[:, 0] > 0.4, obs)
+    config = get("sac")(data=given, n_step=3, storage="bfloat16", num_envs=8, batch_size=32, capacity=1024, learning_starts=64)
+    agent = counted(config.build(pendulum()), None)
+
+    def run(key):
+        return jax.lax.scan(lambda state, _: agent.iteration(state), agent.with_data(agent.init(key)), None, 8)
+
+    state, metrics = jax.jit(run)(jax.random.key(0))
+    assert np.isfinite(metrics["critic_loss"].total).all() and metrics["critic_loss"].count[-1] > 0
+    stored = innermost(state).replay.items[:2]
+    assert [(x.dtype, x.shape[-1]) for x in stored] == [(jnp.bfloat16, 2), (jnp.float32, 3)]
 
 
 @pytest.mark.parametrize("algorithm", ["es", "dqn", "r2d2", "pqn", "bc", "cql"])

@@ -29,7 +29,7 @@ def test_only_those_who_ask_for_it_see_it():
 
 
 def test_the_two_parts_of_observations_with_and_without_masks():
-    obs, state, mask = np.ones(2), np.zeros(3), np.array([True, False])
+    obs, state, mask = jnp.ones(2), jnp.zeros(3), jnp.array([True, False])
     both = PrivilegedObservation(obs, state)
     masked = MaskedObservation(both, mask)
     assert actor_part(both) is obs and critic_part(both) is state and critic_part(masked) is state
@@ -67,8 +67,8 @@ def test_parameters_that_are_drawn_can_be_seen():
             return dataclasses.replace(self, **params)
 
         def step(self, key, state, action):
-            state, obs, reward, *ends = super().step(key, state, action)
-            return state, obs, reward * self.mass, *ends
+            state, obs, reward, terminated, truncated = super().step(key, state, action)
+            return state, obs, reward * self.mass, terminated, truncated
 
         def privileged_state(self, state):
             return jnp.stack([state.sign, jnp.float32(self.mass)])
