@@ -103,6 +103,22 @@ def test_only_the_critic_has_parameters_for_it(algorithm, options):
     assert env.visible in inputs["actor"] - inputs["critic"] and of_critic in inputs["critic"] - inputs["actor"]
 
 
+class Pictured(Unseen):
+    """Critics see a picture."""
+
+    def privileged_state(self, state):
+        return jnp.full((6, 6, 1), state.sign)
+
+
+@pytest.mark.parametrize("algorithm", ["recurrent_ppo", "ppo", "sac"])
+def test_each_part_has_the_network_of_its_space(algorithm):
+    agent = counted(get(algorithm)().build(Pictured()), None)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    convolutions = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.inner.params) if "Conv" in str(p)]
+    assert convolutions and all("critic" in name for name in convolutions)
+    assert jax.eval_shape(agent.iteration, state)[0] == state
+
+
 class Apart:
     """Environments, actors and the learner each on a device of their own."""
 
@@ -216,3 +232,5 @@ def test_actors_and_critics_share_no_torso():
     with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
         get("ppo")(shared_torso=True).build(cartpole())
     get("ppo")(shared_torso=True).build(Unseen())
+    with pytest.raises(ValueError, match="no place for a memory before its last layers"):
+        get("recurrent_ppo")(network=WHOLE).build(cartpole())

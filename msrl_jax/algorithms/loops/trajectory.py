@@ -61,8 +61,8 @@ def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Ca
         action = policy.sample(keys)
         return action, policy.log_prob(action)
 
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not;
-    # but not of what only critics see.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
+    # learner does if these values depend on what actors do not see.
     @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
     def bootstrap(params, final_obs):
         return unflatten(network.value(params, flatten(final_obs)), unroll_length)

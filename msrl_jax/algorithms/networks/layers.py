@@ -211,8 +211,11 @@ class Torso(nn.Module):
             x = obs.astype(jnp.float32)
             if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
                 x /= 255
+            if is_unroll := obs.ndim == 5:  # [T, E, H, W, C]; a convolution takes one dimension of images
+                x = flatten(x)
             x = _CONVOLUTIONS[self.kind](x, activation, large)
-            x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
+            x = x.reshape(*x.shape[: x.ndim - len(self.observation_space.shape)], -1)
+            x = unflatten(x, len(obs)) if is_unroll else x
         else:
             x = spaces.flatten(self.observation_space, obs)
         if action is not None:

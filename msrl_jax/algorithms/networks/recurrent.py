@@ -195,7 +195,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     value is right (Baisero & Amato, 2022, arXiv 2105.11674).
     """
     torsos = make_torsos(observation_space, config)
-    torso = torsos.of("actor") if isinstance(torsos, TwoTorsos) else torsos
+    torso = torsos.actor if isinstance(torsos, TwoTorsos) else torsos
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
     if isinstance(torso.network, Whole):
