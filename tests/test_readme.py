@@ -61,6 +61,7 @@ RUN_HERE = (
     (ENVIRONMENTS, "Parameters as data"),
     (ENVIRONMENTS, "Simulators on the host"),
     (ENVIRONMENTS, "Legal actions"),
+    (ENVIRONMENTS, "What the critic sees"),
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
     (RUNS, "A run as a value"),
@@ -433,6 +434,14 @@ def test_an_environment_with_legal_actions(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Legal actions")
     result, obs = namespace["result"], msrl.envs.MaskedObservation([1.0], [True, False, False])
     assert result.act(obs) == 0 and result.evaluation.finished.all()
+
+
+@pytest.mark.long
+def test_an_environment_whose_critic_sees_more(run_sections):
+    (namespace,), _ = run_sections(ENVIRONMENTS, "What the critic sees")
+    params = namespace["result"].state.params["params"]
+    first = [params[f"{part}_torso"]["Dense_0"]["kernel"].shape[0] for part in ("actor", "critic")]
+    assert first == [1, 2] and namespace["result"].act([0.5]).shape == (1,)
 
 
 @pytest.mark.long

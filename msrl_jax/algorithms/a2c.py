@@ -16,7 +16,7 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, c
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
-from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.layers import make_torsos
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
@@ -33,7 +33,7 @@ class A2CState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-@config("a2c")
+@config("a2c", privileged=True)
 class A2C:
     """Advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
@@ -61,7 +61,7 @@ class A2C:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
 
         def init(key: jax.Array) -> A2CState:

@@ -26,7 +26,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logica
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
-from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.layers import make_torsos
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -44,7 +44,7 @@ class A3CState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-@config("a3c")
+@config("a3c", privileged=True)
 class A3C:
     """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
@@ -82,7 +82,7 @@ class A3C:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
 

@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from msrl_jax.envs.privileged import with_privileged
+
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
 CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or MODULE:NAME of one
@@ -78,7 +80,9 @@ def tunable(*, default: T, doc: str, adaptive: bool = False, **bounds: float) ->
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
-def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Callable[[type[T]], type[T]]:
+def config(
+    name: str, *, many_agents: bool = False, offline: bool = False, privileged: bool = False
+) -> Callable[[type[T]], type[T]]:
     """Makes a class the config of an algorithm, and registers the algorithm.
 
     The class lists fields, and has a method `build(env) -> Agent`. It may have the methods `check()`, which raises ValueError
@@ -88,10 +92,11 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
       name: the name of the algorithm, such as `"ppo"`.
       many_agents: whether its environments are `MultiAgentEnvironment`s.
       offline: whether it learns from data alone, with no steps of environments.
+      privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
 
     Returns:
       A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
-      `many_agents` and `offline` become attributes of it.
+      `many_agents`, `offline` and `privileged` become attributes of it.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -101,7 +106,7 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
         cls.__post_init__ = _check
         cls.build = _of_plain_fields(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        new.name, new.many_agents, new.offline = name, many_agents, offline
+        new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         leaves = tunable_fields(new)
         static = [f.name for f in dataclasses.fields(new) if f.name not in leaves]
 
@@ -140,7 +145,7 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
 
 
 def _check_declaration(cls: type) -> None:
@@ -176,7 +181,7 @@ def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `build` of a config, which takes no text in place of an object, and no schedule in place of a number."""
+    """The method `build` of a config: no text in place of an object, no schedule of a number; with what critics alone see."""
 
     @functools.wraps(build)
     def built(self: Any, env: Any) -> Any:
@@ -187,7 +192,7 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
             if may_be_word and is_word(value):
                 where = f"{type(self).__name__}.{f.name}={value!r}"
                 raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
-        return build(self, env)
+        return build(self, with_privileged(env) if self.privileged else env)
 
     return built
 

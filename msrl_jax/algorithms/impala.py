@@ -18,7 +18,7 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, c
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, evaluate, outside_training
-from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.layers import make_torsos
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
 
 
-@config("impala")
+@config("impala", privileged=True)
 class IMPALA:
     """An actor-critic for stale actors; for any observations, and actions that are discrete, integers or floats.
 
@@ -94,7 +94,7 @@ class IMPALA:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
 
         def begin(key: jax.Array) -> IMPALAState:

@@ -24,7 +24,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@config("iql", offline=True)
+@config("iql", offline=True, privileged=True)
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 

@@ -15,7 +15,7 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, O
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
-from msrl_jax.algorithms.networks.layers import flatten, make_torso
+from msrl_jax.algorithms.networks.layers import flatten, make_torsos
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
@@ -33,7 +33,7 @@ class PPOState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
 
 
-@config("ppo")
+@config("ppo", privileged=True)
 class PPO:
     """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 
@@ -68,7 +68,7 @@ class PPO:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=1e-5)
 
         def init(key: jax.Array) -> PPOState:

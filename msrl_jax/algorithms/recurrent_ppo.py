@@ -24,6 +24,8 @@ from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.privileged import actor_part, are_privileged, with_privileged_of
 from msrl_jax.fragments import fragment
 
 
@@ -40,7 +42,7 @@ class RecurrentPPOState(NamedTuple):
     carry: Carry  # the recurrent state of the actors, [E, H] each
 
 
-@config("recurrent_ppo")
+@config("recurrent_ppo", privileged=True)
 class RecurrentPPO:
     """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
 
@@ -76,7 +78,8 @@ class RecurrentPPO:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
+        shared = not are_privileged(venv.observation_space)
+        heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=shared)  # noqa: E731
         network = recurrent_network(venv.observation_space, heads, self)
         to_env_action = action_transform(venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-5)
@@ -130,8 +133,10 @@ class RecurrentPPO:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
-            trajectory, _, value = experience
-            batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
+            trajectory, is_first, value = experience
+            value = network.value(params, with_privileged_of(unmasked(trajectory.obs), value))
+            bootstrap_value = network.value(params, bootstrap_value)
+            batch = (trajectory, is_first, value, *estimate_advantages(trajectory, value, bootstrap_value))
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
@@ -140,7 +145,7 @@ class RecurrentPPO:
         def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
+                action, log_prob, value, carry = act(state.params, actor_part(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 record = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), ((record, is_first, value), t.final_obs, carry)
@@ -148,8 +153,9 @@ class RecurrentPPO:
             actor_keys, keys = draw_keys(state.actor_keys)
             start = state.env_state, state.obs, state.is_first, state.carry
             (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-            bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
+            last = bootstrap(state.params, actor_part(final_obs), carries, experience[0].truncated)
             env_state, episodes = pop_episodes(env_state)
+            bootstrap_value = with_privileged_of(unmasked(final_obs), last)
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
             )

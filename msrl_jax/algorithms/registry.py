@@ -13,6 +13,7 @@ from msrl_jax._spec import parse_spec as parse_spec
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
+from msrl_jax.envs.privileged import has_privileged
 
 
 def names() -> list[str]:
@@ -92,6 +93,13 @@ def check_env(config: Any, env: Any) -> None:
                 f"call this under jax.numpy_{setting}_promotion({default!r})"
             )
     if envs.has_agents(env) == config.many_agents:
+        if has_privileged(env) and not config.privileged:
+            takes = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
+            others = "the method global_state of environments of several agents" if config.many_agents else takes
+            raise TypeError(
+                f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
+                f"does not take one; use {others}, or envs.Unprivileged(env)"
+            )
         return
     name = env_name(env)
     others = [n for n, c in ALGORITHMS.items() if c.many_agents != config.many_agents and c.offline == config.offline]  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least
 
 
-@config("sac")
+@config("sac", privileged=True)
 class SAC:
     """Soft actor-critic; for actions that are discrete or bounded floats.
 

@@ -36,7 +36,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder
 
 
-@config("td3")
+@config("td3", privileged=True)
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.check_types import show
+from msrl_jax.envs.privileged import PrivilegedObservation
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
@@ -51,7 +52,8 @@ class Dataset:
     episode of several agents ends when it is truncated or all of them have terminated.
 
     Observations of several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
-    path, such as `obs/position`.
+    path, such as `obs/position`. If critics see more than actors, observations are `PrivilegedObservation`s, of `obs/obs` and
+    `obs/privileged_state`.
 
     Attributes:
       obs: the observations: an array, or nested dicts and tuples of arrays. shape=(N, ...)
@@ -248,6 +250,8 @@ class Dataset:
 
 def named(value: Any, name: str) -> dict[str, Any]:
     """The parts of nested dicts and tuples by their paths, from `name` on; ValueError if none, or of a name that is no path."""
+    if isinstance(value, PrivilegedObservation):
+        value = value._asdict()
     if not isinstance(value, Mapping | tuple):
         return {name: value}
     if not value:
@@ -269,7 +273,8 @@ def nested(arrays: Mapping[str, Any], name: str) -> Any:
         return arrays[name]
     keys = sorted({path[len(name) + 1 :].partition("/")[0] for path in arrays if path.startswith(f"{name}/")})
     if not all(key.isdigit() for key in keys):
-        return {key: nested(arrays, f"{name}/{key}") for key in keys}
+        parts = {key: nested(arrays, f"{name}/{key}") for key in keys}
+        return PrivilegedObservation(**parts) if tuple(keys) == PrivilegedObservation._fields else parts
     if lacking := [str(i) for i in range(len(keys)) if str(i) not in keys]:
         raise ValueError(f"{name} has the parts {', '.join(keys)} of a tuple, but not {name}/{lacking[0]}; add it")
     return tuple(nested(arrays, f"{name}/{i}") for i in range(len(keys)))

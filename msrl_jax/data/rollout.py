@@ -18,6 +18,7 @@ from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.params import GivenParams, ParamSource, with_source
+from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host import host_errors
 from msrl_jax.fragments.runtime.executables import Fitting
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
@@ -94,9 +95,10 @@ def record(
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
     trained = result.member_state(member)
-    env = with_source(vectorize(behavior.env, num_envs), jax.device_get(behavior.source(trained)))
-    check_rows_fit(behavior.env, steps, "Record fewer steps at once, with another seed and file each time")
-    space, limit = RecordedEnvironment(behavior.env, chunk).action_space, 1.0 if epsilon is None else epsilon
+    recorded = with_privileged(behavior.env)
+    env = with_source(vectorize(recorded, num_envs), jax.device_get(behavior.source(trained)))
+    check_rows_fit(recorded, steps, "Record fewer steps at once, with another seed and file each time")
+    space, limit = RecordedEnvironment(recorded, chunk).action_space, 1.0 if epsilon is None else epsilon
     several = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
 
     def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -143,7 +145,7 @@ def record(
     description = result.description
     about = {
         "env": description["env"],
-        "observation_space": str(behavior.env.observation_space),
+        "observation_space": str(recorded.observation_space),
         "action_space": str(behavior.env.action_space),
         **agents_of(behavior.env),
         "made_by": f"{description['algorithm']}, {how}",

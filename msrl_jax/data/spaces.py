@@ -4,12 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from msrl_jax.data.dataset import Dataset, named, nested
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
+from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 
@@ -127,6 +129,8 @@ def _spaces_of(space: Space, name: str) -> dict[str, Space]:
     """The spaces of the parts of a value by their paths, as `named` has them."""
 
     def by_part(space: Space) -> Any:
+        if are_privileged(space):
+            return jax.tree.map(by_part, space.spaces)
         if isinstance(space, Dict):
             return {key: by_part(part) for key, part in space.spaces.items()}
         return tuple(map(by_part, space.spaces)) if isinstance(space, Tuple) else space

@@ -28,7 +28,8 @@ class Environment(Protocol):
 
     Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
     structure, shapes and dtypes. Messages use an attribute `name`, if there is one. A method `action_mask(state)` is optional:
-    it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
+    it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal. Optional too is a method
+    `privileged_state(state)`: what a critic sees in place of the observation, an array or dicts and tuples of arrays.
     Metrics are optional: a mapping `metrics` from names to what of an episode is reported, "last", "sum", "mean" or "max", and
     a method `report(state)`, which returns the scalars of the state after a step by name; several agents share them.
     Optional too are a mapping `default_params` from names to numbers or arrays, and a method `with_params(params)` that returns

@@ -17,6 +17,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.metrics import metrics_of
+from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
 
@@ -72,6 +73,7 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
         env = make(env)
     name = env_name(env)
     try:
+        env = with_privileged(env)
         venv = vectorize(env, num_envs)
     except Exception as error:
         if (line := _line_of_user(error)) is None and not isinstance(error, TypeError | ValueError):

@@ -239,7 +239,8 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
         its = with_params(env, params)
         state, obs = strong(its.reset(key))
-        also = [getattr(its, method)(state) for method in ("action_mask", "global_state", "report") if hasattr(its, method)]
+        methods = "action_mask", "global_state", "privileged_state", "report"
+        also = [getattr(its, method)(state) for method in methods if hasattr(its, method)]
         return (state, obs), strong(its.step(key, state, action)), also
 
     with_params(env, {})

@@ -174,12 +174,13 @@ class _Compound:
 
 @dataclass(frozen=True)
 class Tuple(_Compound):
-    """Tuples with one value of each space."""
+    """Tuples with one value of each space; named tuples if the spaces are in one."""
 
     spaces: tuple["Space", ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "spaces", tuple(self.spaces))
+        if not isinstance(self.spaces, tuple):
+            object.__setattr__(self, "spaces", tuple(self.spaces))
 
     def contains(self, x: Any) -> jax.Array:
         """Whether `x` is a tuple of values of the parts; bool[]."""
@@ -208,6 +209,27 @@ class Dict(_Compound):
 
 
 Space: TypeAlias = Discrete | Box | Tuple | Dict
+
+
+def unbounded(values: Any) -> Space:
+    """The space of arrays, or of dicts and tuples of them, of which shapes and dtypes are all that is known."""
+    if isinstance(values, Mapping | tuple) and not values:
+        raise TypeError(f"an empty {type(values).__name__}")
+    if isinstance(values, Mapping):
+        return Dict({name: unbounded(part) for name, part in values.items()})
+    if isinstance(values, tuple):
+        return Tuple(tuple(map(unbounded, values)))
+    kind = getattr(values, "dtype", None)
+    if kind is None or not any(jnp.issubdtype(kind, number) for number in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise TypeError(f"a {type(values).__name__}" if kind is None else f"{kind}{list(values.shape)}")
+    dtype = np.dtype(kind)
+    if np.issubdtype(dtype, np.bool_):
+        low, high = False, True
+    elif np.issubdtype(dtype, np.integer):
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    else:
+        low, high = -np.inf, np.inf
+    return Box(low, high, values.shape, dtype)
 
 
 def is_integers(space: Space) -> TypeGuard[Box]:

@@ -17,6 +17,7 @@ from msrl_jax.envs import metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.metrics import EpisodeMetrics
+from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
@@ -202,7 +203,10 @@ class NormalizeObservation(NormalizingWrapper):
             normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
             return jnp.where(at_least(stats.count, 1), normalized, x)
 
-        return with_mask_of(obs, jax.tree.map(normalize, unmasked(obs), stats.mean, stats.var))
+        plain, mean, var = unmasked(obs), stats.mean, stats.var
+        if isinstance(mean, PrivilegedObservation) and not isinstance(plain, PrivilegedObservation):
+            mean, var = mean.obs, var.obs
+        return with_mask_of(obs, jax.tree.map(normalize, plain, mean, var))
 
 
 class NormalizeRewardState(NamedTuple):
@@ -266,7 +270,7 @@ def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:
     if isinstance(space, spaces.Box):
         return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
     if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(tuple(_normalized_space(part, clip) for part in space.spaces))
+        return spaces.Tuple(jax.tree.map(lambda part: _normalized_space(part, clip), space.spaces))
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _normalized_space(part, clip) for name, part in space.spaces.items()})
     raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")

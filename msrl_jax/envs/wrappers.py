@@ -24,6 +24,7 @@ class EnvironmentWrapper(Wrapper):
     agents = of_env("agents")
     action_mask = property(lambda self: self._of_state("action_mask"))
     global_state = property(lambda self: self._of_state("global_state"))
+    privileged_state = property(lambda self: self._of_state("privileged_state"))
     report = property(lambda self: self._of_state("report"))
     _inner = staticmethod(lambda state: state)  # the state inside; a wrapper with a state of its own says where that is
 

@@ -23,6 +23,7 @@ from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
+from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evaluate import Behavior
 from msrl_jax.experiment.folder import RunFolderError, to_json
@@ -231,7 +232,8 @@ class Experiment:
 
     def record(self, steps: int) -> "Experiment":
         """The same run with environments that keep their last `steps` steps."""
-        check_rows_fit(self.environment, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
+        env = with_privileged(self.environment)
+        check_rows_fit(env, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
         return self.replaced(recorded_steps=steps)
 
     def replaced(self, **changes: Any) -> "Experiment":
@@ -326,8 +328,9 @@ class Experiment:
 
     def about(self) -> dict[str, Any]:
         """A description of the run for its data sets."""
-        space, actions = (str(x) for x in (self.environment.observation_space, self.environment.action_space))
-        about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(self.environment)}
+        env = with_privileged(self.environment)
+        space, actions = str(env.observation_space), str(env.action_space)
+        about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(env)}
         about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
         about |= {"settings": self.settings} if self.settings else {}
         return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})

@@ -20,7 +20,8 @@ ULP_OF_SPEED = np.spacing(np.float32(8))
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
 LOCK = "tests.support.lock:Lock"
-EXACT = ("CartPole-v1", LOCK)
+CART, PENDULUM = "tests.support.privileged:cartpole", "tests.support.privileged:pendulum"  # critics see more than actors
+EXACT = ("CartPole-v1", LOCK, CART)
 # Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
 INTEGERS = {
     "ppo": ("SingleLearnerCoarse",), "recurrent_ppo": (), "a2c": (), "impala": ("SingleLearnerFine",), "a3c": (), "es": (),
@@ -60,6 +61,9 @@ CASES = [
     ("cql+lagrange", "Pendulum-v1"),
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
+    ("ppo+privileged", CART),
+    ("recurrent_ppo+privileged", CART),
+    ("sac+privileged", PENDULUM),
     *((name, LOCK) for name in INTEGERS),
     *((name, "Pendulum-v1" if name.startswith("sac") else "CartPole-v1") for name in (*MODULES, *WHOLE, *OPTIMIZED)),
 ]
@@ -94,6 +98,9 @@ FEW_POLICIES = {
     "bc": ("MultiLearner",),
     "cql": ("SingleLearnerCoarse",),
     "iql": ("Environments",),
+    "ppo+privileged": ("SingleLearnerCoarse",),
+    "recurrent_ppo+privileged": (),
+    "sac+privileged": ("Environments",),
     "ppo+linen": ("Environments",),
     "dqn+equinox": ("MultiLearner",),
     "sac+nnx": (),
@@ -144,7 +151,7 @@ def build(name, env, **overrides):
 
 def seen(state):
     """What is acted on next, which tells whether all that was done before is the same; nothing if data are all there is."""
-    return getattr(innermost(state), "obs", np.zeros(0))
+    return jax.tree.leaves(getattr(innermost(state), "obs", np.zeros(0)))[-1]
 
 
 @functools.cache

@@ -50,6 +50,8 @@ PARTICULAR = {
     "iql": {"num_updates": 2, "batch_size": 64},
 }
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
+for _name in ("ppo", "recurrent_ppo", "sac"):
+    PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]
 # Modules of one's own.
 MODULES = {"ppo+linen": "linen", "dqn+equinox": "equinox", "sac+nnx": "nnx", "r2d2+equinox": "equinox", "a2c+pair": "pair"}
 for _name, _form in MODULES.items():

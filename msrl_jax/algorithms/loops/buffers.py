@@ -21,6 +21,7 @@ from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedOb
 from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type
+from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.envs.spaces import is_integers
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
 
@@ -89,7 +90,7 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
     """The `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has none."""
     others: dict[str, str | None] = {}
-    while isinstance(obs, JointObservation | MaskedObservation):
+    while isinstance(obs, JointObservation | MaskedObservation | PrivilegedObservation):
         others |= dict.fromkeys(obs._fields[1:])
         obs = obs.obs
     return None if codec is None else {"obs": codec, "next_obs": codec, **others}

@@ -29,6 +29,7 @@ from msrl_jax.algorithms.optimizers import descend
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import mask_of, sample_legal
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.envs.spaces import is_integers, num_values
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, advance, at_least, counter, fraction, remainder
@@ -305,7 +306,7 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
 
         def step(loop, inputs):
             env_state, obs, carry = loop
-            action, next_carry = act(acting_params, obs, *inputs, carry)
+            action, next_carry = act(acting_params, actor_part(obs), *inputs, carry)
             env_state, t = env_step(env_state, action)
             item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
             return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item

@@ -19,6 +19,7 @@ from msrl_jax.algorithms.optimizers import KL, adapted, descend, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.privileged import actor_part, are_privileged
 from msrl_jax.fragments import fragment
 
 
@@ -59,12 +60,16 @@ def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Ca
         action = policy.sample(keys)
         return action, policy.log_prob(action)
 
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
-    @fragment(role="actor")
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
+    # learner does if these values depend on what actors do not see.
+    @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
     def bootstrap(params, final_obs):
         return unflatten(network.value(params, flatten(final_obs)), unroll_length)
 
-    return draw_keys, act, env_step, bootstrap, pop_episodes
+    def act_on(params, obs, keys):
+        return act(params, actor_part(obs), keys)
+
+    return draw_keys, act_on, env_step, bootstrap, pop_episodes
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:

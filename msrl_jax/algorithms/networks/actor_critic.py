@@ -15,9 +15,11 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Torso, flatten, head, unflatten
+from msrl_jax.algorithms.networks.layers import Torso, TwoTorsos, flatten, head, unflatten
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.privileged import PrivilegedObservation
 
 
 class _Module(nn.Module):
@@ -35,9 +37,14 @@ class _Module(nn.Module):
         self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
-        """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
+        """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`.
+
+        Without the privileged state that the critic sees, the second is the features of the actor.
+        """
         features = self.actor_torso(obs)
         policy = self._distribution(features, obs)
+        if not self._sees(obs):
+            return policy, features
         return policy, self._value(features if self.critic_torso is None else self.critic_torso(obs))
 
     def policy(self, obs: jax.Array) -> Distribution:
@@ -47,6 +54,11 @@ class _Module(nn.Module):
     def value(self, obs: jax.Array) -> jax.Array:
         """The values alone. `[...]`."""
         return self._value((self.critic_torso or self.actor_torso)(obs))
+
+    def _sees(self, obs: Any) -> bool:
+        """Whether the critic sees in observations what it needs for values."""
+        sees_all = self.critic_torso is None or self.critic_torso.sees == "obs"
+        return sees_all or isinstance(unmasked(obs), PrivilegedObservation)
 
     def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
         return policy_of(self.action_space, self.actor_head(features), obs, self.log_scale)
@@ -64,11 +76,16 @@ class ActorCritic(NamedTuple):
     value: Callable[[Any, jax.Array], jax.Array]  # (params, obs) -> value [...]
 
 
-def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
+def actor_critic(torso: Torso | TwoTorsos, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
     """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
     actor = torso.of("actor")
     if shared_torso and actor.is_whole:
         raise ValueError("network=Whole(...) shares no torso; use shared_torso=False, or give a module of features")
+    if shared_torso and isinstance(torso, TwoTorsos):
+        raise ValueError(
+            "shared_torso=True: the critic sees the environment's privileged_state and the actor does not, so they share no "
+            "torso; use shared_torso=False"
+        )
     critic = None if shared_torso else torso.of("critic").clone()
     module = _Module(actor, critic, check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -165,6 +166,8 @@ class Torso(nn.Module):
     # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
     network: Network | Whole | None = None
     is_whole: bool = False  # whether the network is one of a `Whole`, so that no head follows
+    # what it sees of a `PrivilegedObservation`; "both": the privileged state, and the observation as an action
+    sees: Literal["obs", "privileged_state", "both"] = "obs"
 
     def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
         """The torso of a part, which is this one but for a `Whole`."""
@@ -193,6 +196,9 @@ class Torso(nn.Module):
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
         obs = unmasked(obs)
+        if isinstance(obs, PrivilegedObservation):
+            action = obs.obs if self.sees == "both" else action
+            obs = obs.obs if self.sees == "obs" else obs.privileged_state
         activation = ACTIVATIONS[self.activation]
         if self.is_whole:
             return self._outputs(obs) if action is None else self._outputs(obs, action)
@@ -205,8 +211,11 @@ class Torso(nn.Module):
             x = obs.astype(jnp.float32)
             if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
                 x /= 255
+            if is_unroll := obs.ndim == 5:  # [T, E, H, W, C]; a convolution takes one dimension of images
+                x = flatten(x)
             x = _CONVOLUTIONS[self.kind](x, activation, large)
-            x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
+            x = x.reshape(*x.shape[: x.ndim - len(self.observation_space.shape)], -1)
+            x = unflatten(x, len(obs)) if is_unroll else x
         else:
             x = spaces.flatten(self.observation_space, obs)
         if action is not None:
@@ -227,6 +236,17 @@ class Torso(nn.Module):
         return x.reshape(*batch, x.shape[-1])
 
 
+class TwoTorsos(NamedTuple):
+    """The torsos of an actor and of critics that see a privileged state in its observation's place."""
+
+    actor: Torso
+    critic: Torso
+
+    def of(self, part: Literal["actor", "critic", "value"]) -> Torso:
+        """The torso of a part."""
+        return (self.actor if part == "actor" else self.critic).of(part)
+
+
 def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
     """The last layer after a torso, a `dense` one; nothing after a network that has its own."""
     if not torso.is_whole:
@@ -238,6 +258,14 @@ def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Call
         return outputs
 
     return check
+
+
+def make_torsos(observation_space: Space, config: Any) -> Torso | TwoTorsos:
+    """Makes the torso of a config, or two if critics see a privileged state; raises as `make_torso` does."""
+    if not are_privileged(observation_space):
+        return make_torso(observation_space, config)
+    actor, critic = (make_torso(space, config) for space in observation_space.spaces)
+    return TwoTorsos(actor, critic.clone(sees="privileged_state"))
 
 
 def make_torso(observation_space: Space, config: Any) -> Torso:

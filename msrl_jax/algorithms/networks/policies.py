@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.layers import Network, Torso, head, make_torso
+from msrl_jax.algorithms.networks.layers import Network, Torso, head, make_torsos
 from msrl_jax.envs import Box, Discrete, Space
 
 
@@ -76,7 +76,7 @@ class _Linear(nn.Module):
 
 def linear_network(part: Part, observation_space: Space, config: Any, *, num_outputs: int, scale: float) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
-    module = _Linear(make_torso(observation_space, config).of(part), num_outputs, scale)
+    module = _Linear(make_torsos(observation_space, config).of(part), num_outputs, scale)
     return Network(module.init, module.apply)
 
 

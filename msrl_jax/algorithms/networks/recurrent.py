@@ -15,9 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Carry, Core, Torso, Whole, flatten, forget, make_torso, matmul, unflatten
+from msrl_jax.algorithms.networks.layers import (
+    Carry,
+    Core,
+    Torso,
+    TwoTorsos,
+    Whole,
+    flatten,
+    forget,
+    make_torsos,
+    matmul,
+    unflatten,
+)
 from msrl_jax.envs import Box, Space
-from msrl_jax.envs.masks import with_mask_of
+from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
 
 Gates = tuple[jax.Array, ...]
@@ -168,25 +179,37 @@ class RecurrentNetwork(NamedTuple):
     # (params, obs [T, E, *observation_shape], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, ...], carries after every
     # step [T, E, H]); the carry is cleared before the first step of every episode
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
+    # (params, values) -> values; where `step` saw no privileged state, it gave features, which come with these states
+    value: Callable[[Any, Any], Any] = lambda params, value: value
 
 
-def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer and heads; with the core "none" carries are empty."""
-    torso = make_torso(observation_space, config)
+def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
+    """Makes a network of a torso, a recurrent layer and heads; with the core "none" carries are empty.
+
+    A critic that sees a privileged state sees the outputs of the recurrent layer too: without what the actor remembers, no
+    value is right (Baisero & Amato, 2022, arXiv 2105.11674).
+    """
+    torsos = make_torsos(observation_space, config)
+    torso = torsos.actor if isinstance(torsos, TwoTorsos) else torsos
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
     if isinstance(torso.network, Whole):
         raise ValueError("network=Whole(...) has no place for a memory before its last layers; give a module of features")
     core = config.core
     memory = stepwise(core, config.memory_size) if isinstance(core, str) else core(torso.num_features)
-    heads = make_heads(Torso(Box(-np.inf, np.inf, (memory.num_outputs,)), (), config.activation))
+    space = Box(-np.inf, np.inf, (memory.num_outputs,))
+    head_torso: Any = Torso(space, (), config.activation)
+    if isinstance(torsos, TwoTorsos):
+        head_torso = TwoTorsos(head_torso, torsos.critic.clone(sees="both"))
+    heads = make_heads(head_torso)
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
+        example = zeros(observation_space)
         return {
-            "torso": torso.init(torso_key, zeros(observation_space)),
+            "torso": torso.init(torso_key, example),
             "core": memory.init(core_key, torso.num_features),
-            "heads": heads.init(heads_key, jnp.zeros((1, memory.num_outputs))),
+            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, memory.num_outputs)))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
@@ -194,15 +217,18 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], An
 
     def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         outputs, carry = memory.step(params["core"], features(params, obs), carry)
-        return heads.apply(params["heads"], with_mask_of(obs, outputs)), carry
+        return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
         inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
         outputs, carries = memory.unroll(params["core"], inputs, is_first, carry)
-        return heads.apply(params["heads"], with_mask_of(obs, outputs)), carries
+        return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carries
 
-    return RecurrentNetwork(init, memory.initial_carry, step, unroll)
+    def value(params: Any, features: Any) -> Any:
+        return heads.value(params["heads"], features) if isinstance(features, PrivilegedObservation) else features
+
+    return RecurrentNetwork(init, memory.initial_carry, step, unroll, value)
 
 
 def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:

@@ -36,6 +36,7 @@ def limited(env: Any, name: str, episode_length: int, action_repeat: int) -> Env
 class BraxEnvironment:
     """An environment of Brax, or of a suite with Brax's states, without wrappers.
 
+    Of observations {"state", "privileged_state"}, as some in Playground are, actors see the first and critics the second.
     Brax's `done` is the end of the task. Its physics draws no random numbers, so the keys of steps are not used. Rewards of
     repeated actions are summed, also after the end of the task, as in Brax. Its metrics are those of a state, of the last
     repetition, as in Brax: those named `reward...` as sums over the episode, others as means.
@@ -43,8 +44,10 @@ class BraxEnvironment:
 
     def __init__(self, env: Any, name: str, action_repeat: int = 1):
         self.env, self.name, self.action_repeat = env, name, action_repeat
-        state, obs = emitted(self.reset)
-        self.observation_space = common.unbounded(obs)
+        state = emitted(lambda key: self.reset(key)[0])
+        self.observation_space = spaces.unbounded(_observed(state))
+        if _observed(state) is not state.obs:
+            self.privileged_state = _privileged_state
         self.metrics = {key: "sum" if key.startswith("reward") else "mean" for key in common.scalars(state.metrics)}
         self.action_space = spaces.Box(-1, 1, (env.action_size,))
 
@@ -67,7 +70,7 @@ class BraxEnvironment:
         """Starts an episode."""
         with common.quiet():
             state = strong(self.env.reset(key))
-        return state, state.obs
+        return state, _observed(state)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
@@ -88,11 +91,21 @@ class BraxEnvironment:
         else:
             state, rewards = jax.lax.scan(once, state, length=self.action_repeat)
             reward = jnp.sum(rewards)
-        return state, state.obs, reward, state.done.astype(bool), jnp.asarray(False)
+        return state, _observed(state), reward, state.done.astype(bool), jnp.asarray(False)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
         """The metrics of the last step, such as the terms of the reward."""
         return common.scalars(state.metrics)
+
+
+def _observed(state: Any) -> PyTree:
+    """What an actor sees of a state."""
+    split = isinstance(state.obs, Mapping) and state.obs.keys() == {"state", "privileged_state"}
+    return state.obs["state"] if split else state.obs
+
+
+def _privileged_state(state: Any) -> PyTree:
+    return state.obs["privileged_state"]
 
 
 def _field(env: Any) -> str:

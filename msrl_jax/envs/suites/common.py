@@ -1,4 +1,4 @@
-"""What adapters of suites share: quiet imports, checks of names and parameters, spaces of what environments emit.
+"""What adapters of suites share: quiet imports, checks of names and parameters.
 
 An adapter has a function `make(name, **params)`. It raises ValueError on an unknown name, on a parameter that the environment
 lacks, and on a value that it refuses.
@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import suggestion
-from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree
 
 
 @contextlib.contextmanager
@@ -143,17 +141,3 @@ def fit(what: str, value: Any, default: Any) -> Any:
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values that are scalar numbers, with names that metrics may have: `reward/upright` is `reward_upright`."""
     return {re.sub(r"\W", "_", name): x for name, x in values.items() if jnp.ndim(x) == 0}
-
-
-def unbounded(obs: PyTree) -> spaces.Space:
-    """The space of arrays, or of dicts of them, of which shapes and dtypes are all that is known."""
-    if isinstance(obs, Mapping):
-        return spaces.Dict({name: unbounded(part) for name, part in obs.items()})
-    dtype = np.dtype(obs.dtype)
-    if np.issubdtype(dtype, np.bool_):
-        low, high = False, True
-    elif np.issubdtype(dtype, np.integer):
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    else:
-        low, high = -np.inf, np.inf
-    return spaces.Box(low, high, obs.shape, dtype)

@@ -74,7 +74,7 @@ def _without_bounds(space: spaces.Space) -> spaces.Space:
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _without_bounds(part) for name, part in space.spaces.items()})
     floats = isinstance(space, spaces.Box) and np.issubdtype(np.dtype(space.dtype), np.floating)  # type: ignore[arg-type]
-    return common.unbounded(spaces.struct(space)) if floats else space
+    return spaces.unbounded(spaces.struct(space)) if floats else space
 
 
 class Pools:

@@ -182,7 +182,7 @@ def _space(spec: Any, x: Any) -> spaces.Space:
         parts = vars(spec).get("_specs", {}) if spec is not None else {}
         return spaces.Dict({name: _space(parts.get(name), part) for name, part in x.items()})
     if x.dtype == bool or not hasattr(spec, "minimum") or spec.shape != x.shape:
-        return common.unbounded(x)
+        return spaces.unbounded(x)
     if isinstance(getattr(spec, "num_values", None), int) and x.shape == ():
         return spaces.Discrete(spec.num_values, x.dtype)
     return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), x.shape, x.dtype)

@@ -37,7 +37,7 @@ class NavixEnvironment:
 
     def __init__(self, env: Any, name: str):
         self.env, self.name = env, name
-        self.observation_space = common.unbounded(emitted(self.reset)[1])
+        self.observation_space = spaces.unbounded(emitted(self.reset)[1])
         self.action_space = spaces.Discrete(len(env.action_set))
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:

@@ -3,14 +3,16 @@
 import subprocess
 from typing import Any
 
+from msrl_jax.envs.privileged import Unprivileged
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.brax_env import limited
 from msrl_jax.envs.wrappers import ResetPool
 
 
-def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
+def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params: Any) -> ResetPool:
     """An environment of MuJoCo Playground, such as "CheetahRun"; `reset_ratio` is that of `ResetPool`.
 
+    If it has a privileged state, critics see that state, and actors the rest; all see the rest unless `privileged`.
     A pool, because some resets let the bodies fall for 200 steps. Other parameters are values of the environment's config, such
     as `ctrl_dt`, `episode_length` and `action_repeat`; the physics is `impl="jax"`, the same on all platforms, unless given.
     """
@@ -18,7 +20,7 @@ def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
     common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
     full = f"playground:{name}"
     config = registry.get_default_config(name)
-    common.check_params(full, params, {*config, "reset_ratio"})
+    common.check_params(full, params, {*config, "reset_ratio", "privileged"})
     config.update({"impl": "jax"} if "impl" in config else {})
     values = {key: common.fit(f"{full}: {key}", x, config[key]) for key, x in params.items()}
     try:
@@ -29,4 +31,5 @@ def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
             f"({error}); connect to the internet, or take one of the DeepMind Control Suite, such as playground:CheetahRun"
         ) from error
     config.update(values)
-    return ResetPool(limited(env, full, config.episode_length, config.get("action_repeat", 1)), reset_ratio)
+    made = limited(env, full, config.episode_length, config.get("action_repeat", 1))
+    return ResetPool(made if privileged else Unprivileged(made), reset_ratio)

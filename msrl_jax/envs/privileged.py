@@ -1,0 +1,120 @@
+"""What critics alone see: environments with a method `privileged_state(state)`, and the two parts of their observations.
+
+Algorithms whose critics take it (`config(..., privileged=True)`) train in `with_privileged(env)`; everybody else, such as an
+evaluation, sees the environment itself. The functions of observations take plain ones too, and then change nothing.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name
+from msrl_jax.envs.check_types import check_space
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.wrappers import EnvironmentWrapper
+
+
+class PrivilegedObservation(NamedTuple):
+    """An observation, and what a critic sees in its place; a `Tuple` of two spaces in this form is the space of both.
+
+    Attributes:
+      obs: the observation. `[..., *observation_shape]`
+      privileged_state: an array, or dicts and tuples of arrays. `[..., *shape]`
+    """
+
+    obs: Any
+    privileged_state: Any
+
+
+def has_privileged(env: Any) -> bool:
+    """Whether an environment has something that only critics see."""
+    return getattr(env, "privileged_state", None) is not None
+
+
+def with_privileged(env: Environment) -> Environment:
+    """The environment with `PrivilegedObservation`s if it has a privileged state, else the environment itself.
+
+    Raises:
+      TypeError: if the privileged state is no array of numbers, or dicts and tuples of them, or if the environment makes its
+        parallel copies itself.
+    """
+    if not has_privileged(env):
+        return env
+    if hasattr(env, "vectorize"):
+        if not dataclasses.is_dataclass(env) or not hasattr(env, "env"):
+            raise TypeError(
+                f"{env_name(env)} makes its parallel copies itself, so no critic can see its privileged_state; leave that out"
+            )
+        return dataclasses.replace(env, env=with_privileged(env.env))  # type: ignore[type-var]
+    return _Privileged(env)  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Privileged(EnvironmentWrapper):
+    """The environment that `with_privileged` returns."""
+
+    env: Any
+    privileged_state = None  # it is in the observations
+
+    def __post_init__(self):
+        _ = self.observation_space
+
+    @functools.cached_property
+    def observation_space(self) -> spaces.Tuple:  # type: ignore[override]
+        name, given = f"{env_name(self.env)}.privileged_state", []
+        emitted(lambda key: given.append(self.env.privileged_state(self.env.reset(key)[0])))
+        try:
+            space = spaces.unbounded(given[0])
+        except TypeError as error:
+            raise TypeError(f"{name} returned {error}; return an array of numbers, or a dict or a tuple of them") from None
+        check_space(space, name)
+        return spaces.Tuple(PrivilegedObservation(self.env.observation_space, space))
+
+    def _observation(self, state: PyTree, obs: PyTree) -> PrivilegedObservation:
+        return PrivilegedObservation(obs, self.env.privileged_state(state))
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PrivilegedObservation]:
+        state, obs = self.env.reset(key)
+        return state, self._observation(state, obs)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
+        state, obs, *outcome = self.env.step(key, state, action)
+        return state, self._observation(state, obs), *outcome  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unprivileged(EnvironmentWrapper):
+    """An environment without its `privileged_state`: critics see what actors see.
+
+    Attributes:
+      env: the environment.
+    """
+
+    env: Environment
+    privileged_state = None
+
+
+def are_privileged(space: spaces.Space) -> TypeGuard[spaces.Tuple]:
+    """Whether the observations of a space are `PrivilegedObservation`s."""
+    return isinstance(space, spaces.Tuple) and isinstance(space.spaces, PrivilegedObservation)
+
+
+def actor_part(obs: Any) -> Any:
+    """What an actor sees of observations: all but the privileged state, with their masks if they have any."""
+    plain = unmasked(obs)
+    return with_mask_of(obs, plain.obs) if isinstance(plain, PrivilegedObservation) else obs
+
+
+def critic_part(obs: Any) -> Any:
+    """What a critic sees of observations, without their masks: the privileged state if there is one."""
+    plain = unmasked(obs)
+    return plain.privileged_state if isinstance(plain, PrivilegedObservation) else plain
+
+
+def with_privileged_of(obs: Any, features: PyTree) -> Any:
+    """Features of observations, with the privileged states and the masks of the observations if they have any."""
+    plain = unmasked(obs)
+    return with_mask_of(obs, plain._replace(obs=features) if isinstance(plain, PrivilegedObservation) else features)
