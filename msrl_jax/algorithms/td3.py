@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress, step_size
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
+from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -55,13 +55,27 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
+    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
+    distribution: Distribution = field(
+        default="none",
+        doc='"none": expected returns, of which the lowest counts; "qr": quantiles, the largest of which are dropped (TQC); '
+        '"c51": probabilities of atoms (FastTD3). Usual: "none".',
+    )
+    num_atoms: int = field(default=25, low=2, doc="atoms or quantiles of a critic, `N`. Usual: 25 quantiles, 51 to 251 atoms.")
+    num_dropped: int = field(default=2, low=0, doc='"qr": largest quantiles per critic that are no targets. Usual: 2.')
+    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
     noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
-    check = check_given = check_data
+    def check(self) -> None:
+        """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
+        check_data(self)
+        check_prediction(self)
+
+    check_given = check_data
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
@@ -69,7 +83,10 @@ class TD3:
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         actor = make_actor(venv.observation_space, size, self)
-        critics = make_critics(venv.observation_space, action_space, self.num_critics, self)
+        predicted = prediction_of(self)
+        critics = make_critics(
+            venv.observation_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs
+        )
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
 
@@ -92,18 +109,17 @@ class TD3:
                 smoothing = self.policy_noise * noise(jax.random.split(batch.key, self.batch_size))
                 # Similar actions have similar values (eq. 14).
                 next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
-            # The minimum of the critics counts, against overestimation (eq. 10).
-            next_q = critics.apply(target_params["critic"], e.next_obs, next_action).min(0)
-            target = e.reward + e.discount * next_q
+            next_q = critics.apply(target_params["critic"], e.next_obs, next_action)
+            target = predicted.target(next_q, lambda q: e.reward + e.discount * q)
 
             def critic_loss(critic):
                 q = critics.apply(critic, e.obs, e.action)
-                losses = batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)
-                return losses.mean(), (target - q.mean(0), q.mean())
+                losses = batch.weight * predicted.loss(q, target).sum(0)
+                return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
                 first = jax.tree.map(lambda x: x[:1], params["critic"])
-                return -critics.apply(first, e.obs, policy(actor, e.obs)).mean()
+                return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
                 return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
