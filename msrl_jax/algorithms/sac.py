@@ -16,6 +16,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
+from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
@@ -55,6 +56,7 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
     distribution: Distribution = field(
         default="none",
@@ -84,16 +86,15 @@ class SAC:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded("sac", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        policy = make_policy(venv.observation_space, action_space, self)
+        obs_space = seen_space(self, venv.observation_space)
+        policy = make_policy(obs_space, action_space, self)
         if self.distribution != "none" and isinstance(action_space, Discrete):
             raise ValueError(
                 f"SAC.distribution={self.distribution!r} is of the returns of continuous actions, but the space is "
                 f"{action_space}; use distribution='none', or dqn"
             )
         predicted = prediction_of(self)
-        critics = make_critics(
-            venv.observation_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs
-        )
+        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class SAC:
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
         rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-        return off_policy_agent(self, venv, n_step_buffer(env, self), rule, explore)
+        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:

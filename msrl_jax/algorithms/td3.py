@@ -16,6 +16,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress, step_size
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
+from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
 from msrl_jax.algorithms.networks.layers import Carry
@@ -55,6 +56,7 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
     distribution: Distribution = field(
         default="none",
@@ -67,6 +69,11 @@ class TD3:
     v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
+    max_exploration_noise: float | None = tunable(
+        default=None,
+        low=0,
+        doc="deviation in the last environment, if it rises evenly over them; None: it is the same in all. Usual: None, or 0.4.",
+    )
     policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
     noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
@@ -82,11 +89,10 @@ class TD3:
         action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        actor = make_actor(venv.observation_space, size, self)
+        obs_space = seen_space(self, venv.observation_space)
+        actor = make_actor(obs_space, size, self)
         predicted = prediction_of(self)
-        critics = make_critics(
-            venv.observation_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs
-        )
+        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
 
@@ -97,6 +103,10 @@ class TD3:
 
         def policy(actor_params, obs):
             return jnp.tanh(actor.apply(actor_params, obs))
+
+        deviation = self.exploration_noise
+        if self.max_exploration_noise is not None:
+            deviation = jnp.linspace(deviation, self.max_exploration_noise, self.num_envs)[:, None]
 
         def noise(keys):
             return jax.vmap(lambda key: jax.random.normal(key, (size,)))(keys)
@@ -143,10 +153,11 @@ class TD3:
             return policy(params["actor"], obs), carry
 
         def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            explored = jnp.clip(policy(params["actor"], obs) + self.exploration_noise * noise(keys), -1.0, 1.0)
+            explored = jnp.clip(policy(params["actor"], obs) + deviation * noise(keys), -1.0, 1.0)
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
-        return off_policy_agent(self, venv, n_step_buffer(env, self), Rule(init, update, choose_action), explore)
+        rule = Rule(init, update, choose_action)
+        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
 
 
 DDPG = variant(

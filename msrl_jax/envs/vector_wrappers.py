@@ -164,12 +164,12 @@ class NormalizeObservation(NormalizingWrapper):
     clip: float = 10.0
 
     def __post_init__(self):
-        _normalized_space(self.env.observation_space, self.clip)
+        normalized_space(self.env.observation_space, self.clip)
 
     @property
     def observation_space(self) -> spaces.Space:
         """The space of the environment in float32, within [-clip, clip]."""
-        return _normalized_space(self.env.observation_space, self.clip)
+        return normalized_space(self.env.observation_space, self.clip)
 
     @property
     def axes(self) -> NormalizeObservationState:
@@ -197,12 +197,7 @@ class NormalizeObservation(NormalizingWrapper):
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
     def _normalize(self, stats: RunningStatistics, obs: PyTree) -> PyTree:
-        def normalize(x, mean, var):
-            x = x.astype(jnp.float32)
-            normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
-            return jnp.where(at_least(stats.count, 1), normalized, x)
-
-        return with_mask_of(obs, jax.tree.map(normalize, unmasked(obs), stats.mean, stats.var))
+        return with_mask_of(obs, running.normalize(stats, unmasked(obs), epsilon=self.epsilon, clip=self.clip))
 
 
 class NormalizeRewardState(NamedTuple):
@@ -262,11 +257,12 @@ class NormalizeReward(NormalizingWrapper):
         return state, time_step._replace(reward=reward)
 
 
-def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:
+def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
+    """The space of normalized observations, float32 in [-clip, clip]; raises ValueError if they are no arrays of numbers."""
     if isinstance(space, spaces.Box):
         return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
     if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(tuple(_normalized_space(part, clip) for part in space.spaces))
+        return spaces.Tuple(tuple(normalized_space(part, clip) for part in space.spaces))
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _normalized_space(part, clip) for name, part in space.spaces.items()})
+        return spaces.Dict({name: normalized_space(part, clip) for name, part in space.spaces.items()})
     raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")
