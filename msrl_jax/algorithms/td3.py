@@ -72,15 +72,20 @@ class TD3:
     max_exploration_noise: float | None = tunable(
         default=None,
         low=0,
-        doc="deviation in the last environment, if it rises evenly over them; None: it is the same in all. Usual: None, or 0.4.",
+        doc="deviation in the last environment, if it rises evenly over all; None: the same in all. Usual: None, or 0.4.",
     )
     policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
     noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
+        """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
         check_data(self)
         check_prediction(self)
+        low, high = self.exploration_noise, self.max_exploration_noise
+        if high is not None and high < low:
+            raise ValueError(
+                f"{type(self).__name__}.max_exploration_noise={high:g} is below exploration_noise={low:g}; use a larger one"
+            )
 
     check_given = check_data
 
