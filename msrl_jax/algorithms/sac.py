@@ -88,12 +88,7 @@ class SAC:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
         policy = make_policy(obs_space, action_space, self)
-        if self.distribution != "none" and isinstance(action_space, Discrete):
-            raise ValueError(
-                f"SAC.distribution={self.distribution!r} is of the returns of continuous actions, but the space is "
-                f"{action_space}; use distribution='none', or dqn"
-            )
-        predicted = prediction_of(self)
+        predicted = prediction_of(self, action_space)
         critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
@@ -119,10 +114,11 @@ class SAC:
             They are those of drawn actions, or expectations if actions are discrete.
             """
             if isinstance(distribution, Categorical):
-                expectation = lambda q: expected_soft_value(  # noqa: E731
-                    q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs)
-                )
-                return critics.apply(critic, obs), expectation
+
+                def soften(q):
+                    return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
+
+                return critics.apply(critic, obs), soften
             action, log_prob = distribution.sample_and_log_prob(keys)
             return critics.apply(critic, obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
 

@@ -96,7 +96,7 @@ class TD3:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
         actor = make_actor(obs_space, size, self)
-        predicted = prediction_of(self)
+        predicted = prediction_of(self, action_space)
         critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)

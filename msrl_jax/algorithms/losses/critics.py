@@ -1,4 +1,4 @@
-"""What several critics of continuous actions predict: expected returns, quantiles of returns, or probabilities of atoms.
+"""What several critics predict: expected returns, quantiles of returns, or probabilities of atoms.
 
 In the shape descriptions, `C` denotes the number of critics, `B` the batch size and `N` the number of atoms or quantiles.
 """
@@ -17,6 +17,7 @@ from msrl_jax.algorithms.losses.distributional import (
     quantile_huber_loss,
     support,
 )
+from msrl_jax.envs import Discrete, Space
 
 Distribution = Literal["none", "c51", "qr"]
 Backup = Callable[[jax.Array], jax.Array]
@@ -93,8 +94,13 @@ def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
     )
 
 
-def prediction_of(config: Any) -> Prediction:
-    """What the critics of a config predict."""
+def prediction_of(config: Any, action_space: Space) -> Prediction:
+    """What the critics of a config predict; raises ValueError if it is a distribution of discrete actions."""
+    if config.distribution != "none" and isinstance(action_space, Discrete):
+        raise ValueError(
+            f"{type(config).__name__}.distribution={config.distribution!r} is of the returns of continuous actions, but the "
+            f"space is {action_space}; use distribution='none', or dqn"
+        )
     if config.distribution == "c51":
         return categorical(config.num_atoms, *support(config))
     return truncated_quantiles(config.num_atoms, config.num_dropped) if config.distribution == "qr" else expectations()
