@@ -8,7 +8,6 @@ This file has the loss; the loop and the update are in `loops/off_policy.py`. In
 from collections.abc import Collection
 from typing import Any, Literal
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,6 +17,13 @@ from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable, variant
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.losses.distributional import (
+    categorical_loss,
+    categorical_projection,
+    check_support,
+    quantile_huber_loss,
+    support,
+)
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -103,15 +109,7 @@ class DQN:
                 f"{name}.munchausen=True averages what actions return, but distribution='c51' has probabilities; use "
                 "distribution='none', 'qr' or 'iqn'"
             )
-        if self.distribution != "c51":
-            return
-        if (self.v_min is None or self.v_max is None) and self.discount == 1:
-            raise ValueError(
-                f"{name}.discount=1.0 bounds no return; give v_min and v_max for distribution='c51', or use discount=0.99"
-            )
-        v_min, v_max = self.support
-        if v_min >= v_max:
-            raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
+        check_support(self)
 
     def check_given(self, given: Collection[str]) -> None:
         """Raises ValueError if the share of no data was given, or an action to choose where targets average over them."""
@@ -122,12 +120,6 @@ class DQN:
                 "over all actions, with the target network's policy; leave double out"
             )
 
-    @property
-    def support(self) -> tuple[float, float]:
-        """The lowest and the highest atom of "c51"."""
-        v_min = -1 / (1 - self.discount) if self.v_min is None else self.v_min
-        return v_min, 1 / (1 - self.discount) if self.v_max is None else self.v_max
-
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete("DQN", env.action_space)
@@ -137,7 +129,7 @@ class DQN:
         torso, implicit = make_torso(venv.observation_space, self), self.distribution == "iqn"
         network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit)
         midpoints = ((jnp.arange(self.num_choice_fractions) + 0.5) / self.num_choice_fractions,) if implicit else ()
-        v_min, v_max = self.support if self.distribution == "c51" else (0.0, 0.0)
+        v_min, v_max = support(self) if self.distribution == "c51" else (0.0, 0.0)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def expected(outputs: jax.Array) -> jax.Array:
@@ -155,7 +147,8 @@ class DQN:
         ):
             """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N']`."""
             if self.distribution == "c51":
-                masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
+                probability, atoms = jax.nn.softmax(next_outputs), jnp.linspace(v_min, v_max, self.num_atoms)
+                masses = categorical_projection(probability, reward + discount * atoms, v_min, v_max)
                 loss = categorical_loss(outputs, masses)
                 return loss, loss
             target = reward + discount * next_outputs
@@ -224,42 +217,6 @@ def munchausen_reward(value: jax.Array, action: jax.Array, scale: float, tempera
     """The log-probability of an action under a softmax policy of values `[A]`, scaled and clipped (arXiv 2007.14430)."""
     log_prob = temperature * jax.nn.log_softmax(value / temperature)[action]
     return scale * jnp.clip(log_prob, clip, 0.0)
-
-
-def categorical_projection(
-    probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
-) -> jax.Array:
-    """Projects the masses `[N]` of `reward + discount * return` onto the atoms from `v_min` to `v_max` (arXiv 1707.06887)."""
-    chex.assert_rank((probability, reward, discount), (1, 0, 0))
-    num_atoms = probability.shape[-1]
-    atoms = jnp.linspace(v_min, v_max, num_atoms)
-    spacing = (v_max - v_min) / (num_atoms - 1)
-    landed = (jnp.clip(reward + discount * atoms, v_min, v_max) - v_min) / spacing
-    share = jnp.clip(1 - jnp.abs(landed[:, None] - jnp.arange(num_atoms)), 0, 1)
-    return probability @ share
-
-
-def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The KL divergence of the masses of logits `[N]` from the target's; it has the gradient of the cross-entropy."""
-    chex.assert_rank(logits, 1)
-    chex.assert_equal_shape((logits, target))
-    known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
-    return (known - target * jax.nn.log_softmax(logits)).sum(-1)
-
-
-def quantile_huber_loss(
-    quantile: jax.Array, target: jax.Array, delta: float = 1.0, fraction: jax.Array | None = None
-) -> jax.Array:
-    """The quantile Huber loss of quantiles `[N]` for samples `[M]` (arXiv 1710.10044, eq. 10; 1806.06923, eq. 3).
-
-    The quantiles are at `fraction` `[N]`; at the midpoints `(i + 1/2) / N` if it is None.
-    """
-    chex.assert_rank((quantile, target), 1)
-    if fraction is None:
-        fraction = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
-    error = target[None, :] - quantile[:, None]
-    weight = jnp.abs(fraction[:, None] - (jax.lax.stop_gradient(error) < 0))
-    return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 
 ApexDQN = variant(

@@ -1,7 +1,7 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
 
 The loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`
-and `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
+and `C` the number of critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
 The papers update the critics first.
 """
 
@@ -11,13 +11,14 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
+from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -55,6 +56,17 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
+    distribution: Distribution = field(
+        default="none",
+        doc='"none": expected returns, of which the lowest counts; "qr": quantiles, the largest of which are dropped (TQC); '
+        '"c51": probabilities of atoms (FastTD3). Usual: "none".',
+    )
+    num_atoms: int = field(default=25, low=2, doc="atoms or quantiles of a critic, `N`. Usual: 25 quantiles, 51 to 251 atoms.")
+    num_dropped: int = field(default=2, low=0, doc='"qr": largest quantiles per critic that are no targets. Usual: 2.')
+    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
     initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
@@ -63,14 +75,21 @@ class SAC:
         "of legal discrete actions (the paper takes 98 %, which is almost random). Usual: None.",
     )
 
-    check = check_given = check_data
+    def check(self) -> None:
+        """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
+        check_data(self)
+        check_prediction(self)
+
+    check_given = check_data
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded("sac", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        policy = make_policy(venv.observation_space, action_space, self)
-        critics = make_critics(venv.observation_space, action_space, 2, self)
+        obs_space = seen_space(self, venv.observation_space)
+        policy = make_policy(obs_space, action_space, self)
+        predicted = prediction_of(self, action_space)
+        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
@@ -89,41 +108,46 @@ class SAC:
             legal = mask_of(obs)
             return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
-        def policy_value(critic, distribution, obs, temperature, keys):
-            """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
-            # Of the two critics, the lower value counts, against overestimation (arXiv 1802.09477, eq. 10).
+        def consider(critic, distribution, obs, temperature, keys):
+            """What critics predict of a policy, and the function from values to soft values `[B]` and log-probabilities `[B]`.
+
+            They are those of drawn actions, or expectations if actions are discrete.
+            """
             if isinstance(distribution, Categorical):
-                q = critics.apply(critic, obs).min(0)
-                return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
+
+                def soften(q):
+                    return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
+
+                return critics.apply(critic, obs), soften
             action, log_prob = distribution.sample_and_log_prob(keys)
-            q = critics.apply(critic, obs, action).min(0)
-            return soft_value(q, log_prob, temperature), log_prob
+            return critics.apply(critic, obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
             e, temperature = batch.experience, jnp.exp(params["log_temperature"])
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
             next_policy = policy.apply(params["actor"], e.next_obs)
-            next_value, _ = policy_value(target_critic, next_policy, e.next_obs, temperature, next_keys)
-            target = e.reward + e.discount * next_value
+            next_q, soften = consider(target_critic, next_policy, e.next_obs, temperature, next_keys)
+            target = predicted.target(next_q, lambda q: e.reward + e.discount * soften(q)[0])
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
                 q = taken_value(critics, trained["critic"], e.obs, e.action)
-                critic_loss = (batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)).mean()
+                critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
                 distribution = policy.apply(trained["actor"], e.obs)
-                soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
+                new_q, soften = consider(params["critic"], distribution, e.obs, temperature, keys)
+                soft, log_prob = soften(predicted.value(new_q))
                 total = critic_loss - soft.mean()
                 if self.learn_temperature:
                     total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
                 stats = {
                     "critic_loss": critic_loss,
                     "actor_loss": -soft.mean(),
-                    "q": q.mean(),
+                    "q": predicted.expected(q).mean(),
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (target - q.mean(0), stats)
+                return total, (predicted.error(q, target), stats)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -135,7 +159,7 @@ class SAC:
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
         rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-        return off_policy_agent(self, venv, n_step_buffer(env, self), rule, explore)
+        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress, step_size
@@ -27,7 +26,9 @@ from msrl_jax.algorithms.config import (
     variant,
 )
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
+from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
+from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -64,21 +65,48 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
+    distribution: Distribution = field(
+        default="none",
+        doc='"none": expected returns, of which the lowest counts; "qr": quantiles, the largest of which are dropped (TQC); '
+        '"c51": probabilities of atoms (FastTD3). Usual: "none".',
+    )
+    num_atoms: int = field(default=25, low=2, doc="atoms or quantiles of a critic, `N`. Usual: 25 quantiles, 51 to 251 atoms.")
+    num_dropped: int = field(default=2, low=0, doc='"qr": largest quantiles per critic that are no targets. Usual: 2.')
+    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
+    max_exploration_noise: float | None = tunable(
+        default=None,
+        low=0,
+        doc="deviation in the last environment, if it rises evenly over all; None: the same in all. Usual: None, or 0.4.",
+    )
     policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
     noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
-    check = check_given = check_data
+    def check(self) -> None:
+        """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
+        check_data(self)
+        check_prediction(self)
+        low, high = self.exploration_noise, self.max_exploration_noise
+        if high is not None and high < low:
+            raise ValueError(
+                f"{type(self).__name__}.max_exploration_noise={high:g} is below exploration_noise={low:g}; use a larger one"
+            )
+
+    check_given = check_data
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        actor = make_actor(venv.observation_space, size, self)
-        critics = make_critics(venv.observation_space, action_space, self.num_critics, self)
+        obs_space = seen_space(self, venv.observation_space)
+        actor = make_actor(obs_space, size, self)
+        predicted = prediction_of(self, action_space)
+        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
 
@@ -89,6 +117,10 @@ class TD3:
 
         def policy(actor_params, obs):
             return jnp.tanh(actor.apply(actor_params, obs))
+
+        deviation = self.exploration_noise
+        if self.max_exploration_noise is not None:
+            deviation = jnp.linspace(deviation, self.max_exploration_noise, self.num_envs)[:, None]
 
         def noise(keys):
             return jax.vmap(lambda key: jax.random.normal(key, (size,)))(keys)
@@ -101,18 +133,17 @@ class TD3:
                 smoothing = self.policy_noise * noise(jax.random.split(batch.key, self.batch_size))
                 # Similar actions have similar values (eq. 14).
                 next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
-            # The minimum of the critics counts, against overestimation (eq. 10).
-            next_q = critics.apply(target_params["critic"], e.next_obs, next_action).min(0)
-            target = e.reward + e.discount * next_q
+            next_q = critics.apply(target_params["critic"], e.next_obs, next_action)
+            target = predicted.target(next_q, lambda q: e.reward + e.discount * q)
 
             def critic_loss(critic):
                 q = critics.apply(critic, e.obs, e.action)
-                losses = batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)
-                return losses.mean(), (target - q.mean(0), q.mean())
+                losses = batch.weight * predicted.loss(q, target).sum(0)
+                return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
                 first = jax.tree.map(lambda x: x[:1], params["critic"])
-                return -critics.apply(first, e.obs, policy(actor, e.obs)).mean()
+                return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
                 return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
@@ -136,10 +167,11 @@ class TD3:
             return policy(params["actor"], obs), carry
 
         def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            explored = jnp.clip(policy(params["actor"], obs) + self.exploration_noise * noise(keys), -1.0, 1.0)
+            explored = jnp.clip(policy(params["actor"], obs) + deviation * noise(keys), -1.0, 1.0)
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
-        return off_policy_agent(self, venv, n_step_buffer(env, self), Rule(init, update, choose_action), explore)
+        rule = Rule(init, update, choose_action)
+        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
 
 
 DDPG = variant(

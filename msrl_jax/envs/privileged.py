@@ -14,6 +14,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name
 from msrl_jax.envs.check_types import check_space
 from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 
@@ -118,3 +119,11 @@ def with_privileged_of(obs: Any, features: PyTree) -> Any:
     """Features of observations, with the privileged states and the masks of the observations if they have any."""
     plain = unmasked(obs)
     return with_mask_of(obs, plain._replace(obs=features) if isinstance(plain, PrivilegedObservation) else features)
+
+
+def statistics_of(obs: Any, statistics: RunningStatistics) -> RunningStatistics:
+    """The statistics of plain observations, if they are of `PrivilegedObservation`s and only the actor's part is there."""
+    mean, var = statistics.mean, statistics.var
+    if not isinstance(mean, PrivilegedObservation) or isinstance(obs, PrivilegedObservation):
+        return statistics
+    return statistics.replace(mean=mean.obs, var=var.obs)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from msrl_jax.envs import metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.metrics import EpisodeMetrics
-from msrl_jax.envs.privileged import PrivilegedObservation
+from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
@@ -165,12 +165,12 @@ class NormalizeObservation(NormalizingWrapper):
     clip: float = 10.0
 
     def __post_init__(self):
-        _normalized_space(self.env.observation_space, self.clip)
+        normalized_space(self.env.observation_space, self.clip)
 
     @property
     def observation_space(self) -> spaces.Space:
         """The space of the environment in float32, within [-clip, clip]."""
-        return _normalized_space(self.env.observation_space, self.clip)
+        return normalized_space(self.env.observation_space, self.clip)
 
     @property
     def axes(self) -> NormalizeObservationState:
@@ -198,15 +198,9 @@ class NormalizeObservation(NormalizingWrapper):
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
     def _normalize(self, stats: RunningStatistics, obs: PyTree) -> PyTree:
-        def normalize(x, mean, var):
-            x = x.astype(jnp.float32)
-            normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
-            return jnp.where(at_least(stats.count, 1), normalized, x)
-
-        plain, mean, var = unmasked(obs), stats.mean, stats.var
-        if isinstance(mean, PrivilegedObservation) and not isinstance(plain, PrivilegedObservation):
-            mean, var = mean.obs, var.obs
-        return with_mask_of(obs, jax.tree.map(normalize, plain, mean, var))
+        plain = unmasked(obs)
+        known = statistics_of(plain, stats)
+        return with_mask_of(obs, running.normalize(known, plain, epsilon=self.epsilon, clip=self.clip))
 
 
 class NormalizeRewardState(NamedTuple):
@@ -266,11 +260,12 @@ class NormalizeReward(NormalizingWrapper):
         return state, time_step._replace(reward=reward)
 
 
-def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:
+def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
+    """The space of normalized observations, float32 in [-clip, clip]; raises ValueError if they are no arrays of numbers."""
     if isinstance(space, spaces.Box):
         return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
     if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(jax.tree.map(lambda part: _normalized_space(part, clip), space.spaces))
+        return spaces.Tuple(jax.tree.map(lambda part: normalized_space(part, clip), space.spaces))
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _normalized_space(part, clip) for name, part in space.spaces.items()})
+        return spaces.Dict({name: normalized_space(part, clip) for name, part in space.spaces.items()})
     raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")

@@ -11,10 +11,13 @@ from msrl_jax.algorithms import counted
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["sac", "td3"])
-def test_defaults_swing_the_pendulum_up_on_all_of_five_seeds(name):
+TQC = {"distribution": "qr", "num_updates": 8, "hidden_sizes": (64, 64)}
+
+
+@pytest.mark.parametrize(("name", "options"), [("sac", {}), ("td3", {}), ("sac", TQC)], ids=["sac", "td3", "tqc"])
+def test_the_pendulum_swings_up_on_all_of_five_seeds(name, options):
     """The mean return of the episodes that end in the last tenth of 50,000 steps, exploration included."""
-    single = algorithms.get(name)().build(envs.make("Pendulum-v1"))
+    single = algorithms.get(name)(**options).build(envs.make("Pendulum-v1"))
     length = 50_000 // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])

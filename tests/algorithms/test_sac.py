@@ -19,6 +19,7 @@ from tests.support.off_policy import (
     counting,
     drawn,
     num_params,
+    one,
     plain_losses,
     plain_mlp,
     plain_policy,
@@ -51,6 +52,71 @@ def test_one_update_equals_an_independent_implementation(continuous):
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params["critic"]))
     assert_close(after.target_params, moved)
     assert (after.params["log_temperature"] != np.log(np.float32(0.3))) == continuous
+
+
+def standardized(obs, statistics):
+    mean, var = (np.asarray(x, np.float64) for x in (statistics.mean, statistics.var))
+    return np.clip((obs - mean) / np.sqrt(var + 1e-8), -10, 10).astype(np.float32)
+
+
+def test_an_update_with_quantiles_of_standardized_observations_equals_an_independent_implementation():
+    """TQC: targets are the pooled quantiles without the largest, and the actor climbs the mean of all."""
+    env, count, dropped = RandomWalk(True), 5, 2
+    agent, config = build(
+        "sac", env, distribution="qr", num_critics=3, num_atoms=count, num_dropped=dropped, num_updates=1,
+        initial_temperature=0.3, normalize_observations=True,
+    )  # fmt: skip
+    iterate = counting(agent, 20)
+    state = start(agent, 6, iterate)
+    after, metrics = iterate(state, 6)
+    batch, key = drawn(env, config, state, after)
+    np.testing.assert_allclose(batch.obs[:, 1], batch.obs[:, 0] ** 2, rtol=1e-6)  # as the environment gave them
+    statistics, params = after.params.observations, state.params.params
+    batch = batch._replace(**{name: standardized(getattr(batch, name), statistics) for name in ("obs", "next_obs")})
+    keys = jax.random.split(key, (2, B))
+    noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))
+    temperature = np.exp(params["log_temperature"])
+    quantiles = lambda critic, *inputs: jnp.stack(  # noqa: E731
+        [plain_mlp(one(critic, i), jnp.concatenate(inputs, -1)) for i in range(3)]
+    )
+    next_action, next_log_prob = plain_policy(params, batch.next_obs, noises[0], True)
+    pooled = quantiles(state.target_params, batch.next_obs, next_action).swapaxes(0, 1).reshape(B, -1)
+    kept = np.sort(pooled)[:, : 3 * (count - dropped)]
+    target = batch.reward[:, None] + batch.discount[:, None] * (kept - temperature * next_log_prob[:, None])
+
+    def critic_loss(critic):
+        error = target[:, None] - quantiles(critic, batch.obs, batch.action)[..., None]  # [C, B, N, M]
+        huber = jnp.where(jnp.abs(error) < 1, error**2 / 2, jnp.abs(error) - 0.5)
+        fraction = (np.arange(count) + 0.5)[:, None] / count
+        return (jnp.where(error < 0, 1 - fraction, fraction) * huber).mean(-1).sum((0, 2)).mean()
+
+    def actor_loss(actor):
+        action, log_prob = plain_policy({"actor": actor}, batch.obs, noises[1], True)
+        return (temperature * log_prob - quantiles(params["critic"], batch.obs, action).mean((0, -1))).mean()
+
+    for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
+        value, gradient = jax.value_and_grad(loss)(params[name])
+        np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
+        assert_close(after.params.params[name], adam(params[name], state.opt_state[name], gradient, config))
+
+
+def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardized():
+    env = RandomWalk(True)
+    agent, config = build("sac", env, num_updates=1, normalize_observations=True)
+    iterate, seen = counting(agent), []
+    state = jax.jit(agent.init)(jax.random.key(0))
+    for i in range(6):
+        after, metrics = iterate(state, i)
+        if metrics["q"].count:
+            seen.append(drawn(env, config, state, after)[0].obs)
+        state = after
+    statistics, seen = state.params.observations, np.concatenate(seen).astype(np.float64)
+    assert len(seen) == 5 * B
+    np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-4, atol=1e-5)
+    obs = np.linspace(-3, 3, 4 * 3, dtype=np.float32).reshape(4, 3)
+    want = np.tanh(plain_mlp(state.params.params["actor"], standardized(obs, statistics))[:, :2]) * 0.5 + np.array([0, 0.5])
+    np.testing.assert_allclose(agent.act(state, obs, None), want, rtol=1e-5, atol=1e-6)
 
 
 def test_until_learning_starts_actions_are_uniform_and_nothing_moves():

@@ -11,6 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3, counted
 from tests.support.compiled import collectives
+from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
 from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
 from tests.support.random_walk import RandomWalk
 
@@ -61,8 +62,42 @@ def test_one_update_equals_an_independent_implementation(name, moves):
     assert_close(after.target_params, moved)
 
 
-def test_exploration_adds_noise_of_the_declared_deviation():
-    agent, _ = build("td3", RandomWalk(True), exploration_noise=0.2)
+def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementation():
+    """As FastTD3: the target is that of the critic with the lower mean; the actor climbs the first critic's mean."""
+    env, atoms = RandomWalk(True), np.linspace(V_MIN, V_MAX, N)
+    agent, config = build(
+        "td3", env, distribution="c51", num_atoms=N, v_min=V_MIN, v_max=V_MAX, num_updates=1, policy_noise=0.0, policy_period=1
+    )
+    iterate = counting(agent)
+    state = start(agent, 6, iterate)
+    after, metrics = iterate(state, 6)
+    batch, _ = drawn(env, config, state, after)
+    masses = lambda critic, *inputs: jax.nn.softmax(plain_mlp(critic, jnp.concatenate(inputs, -1)))  # noqa: E731
+    next_action = jnp.tanh(plain_mlp(state.target_params["actor"], batch.next_obs))
+    both = np.stack([masses(one(state.target_params["critic"], i), batch.next_obs, next_action) for i in range(2)])
+    lowest = (both @ atoms).argmin(0)
+    assert 0 < lowest.sum() < B
+    target = np.stack([plain_projection(both[lowest[b], b], batch.reward[b], batch.discount[b]) for b in range(B)])
+    known = np.where(target > 0, target * np.log(np.maximum(target, 1e-300)), 0).sum(-1).mean()
+
+    def critic_loss(critic):
+        found = [jnp.log(masses(one(critic, i), batch.obs, batch.action)) for i in range(2)]
+        return sum(known - (target * x).sum(-1).mean() for x in found)
+
+    def actor_loss(actor):
+        action = jnp.tanh(plain_mlp(actor, batch.obs))
+        return -(masses(one(state.params["critic"], 0), batch.obs, action) @ atoms).mean()
+
+    for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
+        value, gradient = jax.value_and_grad(loss)(state.params[name])
+        np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+
+
+@pytest.mark.parametrize("last", [None, 0.5])
+def test_exploration_adds_noise_of_the_declared_deviation(last):
+    agent, _ = build("td3", RandomWalk(True), exploration_noise=0.2, max_exploration_noise=last)
+    deviation = 0.2 if last is None else np.linspace(0.2, 0.5, 16)[:, None]
     iterate = counting(agent)
     state = start(agent, 2, iterate)  # random until then
     after, _ = iterate(state, 2)
@@ -70,7 +105,7 @@ def test_exploration_adds_noise_of_the_declared_deviation():
     obs, action = (np.moveaxis(x, 1, 0).reshape(4, 16, -1) for x in batch)
     keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(state.actor_keys)[1:]
     noise = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)
-    want = np.clip(np.tanh(plain_mlp(state.params["actor"], obs)) + 0.2 * noise, -1, 1)
+    want = np.clip(np.tanh(plain_mlp(state.params["actor"], obs)) + deviation * noise, -1, 1)
     np.testing.assert_allclose(action, want, rtol=1e-4, atol=1e-5)
     greedy = agent.act(after, obs[0], None)
     np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0)), greedy)

@@ -49,6 +49,12 @@ PARTICULAR = {
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
 }
+CRITICS = {
+    "sac+qr": {"distribution": "qr", "num_critics": 3, "num_atoms": 5, "num_dropped": 1, "normalize_observations": True},
+    "td3+c51": {"distribution": "c51", "num_atoms": 11, "v_min": -50.0, "v_max": 0.0, "max_exploration_noise": 0.4},
+}
+for _name, _options in CRITICS.items():
+    PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]

@@ -104,10 +104,15 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
-def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any) -> Network:
-    """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`."""
+def make_critics(
+    observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1
+) -> Network:
+    """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`.
+
+    Critics of continuous actions with several outputs, `M`, return `[C, B, M]`.
+    """
     discrete = isinstance(action_space, Discrete)
-    num_outputs = action_space.n if discrete else 1
+    num_outputs = action_space.n if discrete else num_outputs
     critic = linear_network("critic", observation_space, config, num_outputs=num_outputs, scale=1.0)
 
     def init(key: jax.Array, obs: Any) -> Any:
@@ -117,7 +122,7 @@ def make_critics(observation_space: Space, action_space: Discrete | Box, num_cri
 
     def apply(params: Any, *inputs: jax.Array) -> jax.Array:
         values = jax.vmap(lambda p: critic.apply(p, *inputs))(params)
-        return values if discrete else values[..., 0]
+        return values if num_outputs > 1 or discrete else values[..., 0]
 
     return Network(init, apply)
 

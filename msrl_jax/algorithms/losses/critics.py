@@ -1,0 +1,116 @@
+"""What several critics predict: expected returns, quantiles of returns, or probabilities of atoms.
+
+In the shape descriptions, `C` denotes the number of critics, `B` the batch size and `N` the number of atoms or quantiles.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax.algorithms.losses.distributional import (
+    categorical_loss,
+    categorical_projection,
+    check_support,
+    quantile_huber_loss,
+    support,
+)
+from msrl_jax.envs import Discrete, Space
+
+Distribution = Literal["none", "c51", "qr"]
+Backup = Callable[[jax.Array], jax.Array]
+"""Maps returns from the next step on to returns from this step on, `[B]` each and increasing."""
+
+
+class Prediction(NamedTuple):
+    """What critics predict, as functions of their outputs: `[C, B]` of expected returns, `[C, B, N]` of distributions."""
+
+    num_outputs: int  # of a critic
+    expected: Callable[[jax.Array], jax.Array]  # outputs -> expected returns [C, B]
+    value: Callable[[jax.Array], jax.Array]  # outputs -> what the critics together say, [B]
+    target: Callable[[jax.Array, Backup], jax.Array]  # (outputs of the target critics, backup) -> [B, ...]
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> losses [C, B]
+    error: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> TD errors [B]; losses of distributions
+
+
+def expectations() -> Prediction:
+    """Expected returns; the lowest counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10)."""
+    return Prediction(
+        num_outputs=1,
+        expected=lambda q: q,
+        value=lambda q: q.min(0),
+        target=lambda q, backup: backup(q.min(0)),
+        loss=lambda q, target: jax.vmap(optax.l2_loss, (0, None))(q, target),
+        error=lambda q, target: target - q.mean(0),
+    )
+
+
+def truncated_quantiles(num_quantiles: int, num_dropped: int) -> Prediction:
+    """Quantiles; of those of all critics, `num_dropped` per critic, the largest, are no targets (TQC, arXiv 2005.04269)."""
+
+    def target(quantiles: jax.Array, backup: Backup) -> jax.Array:
+        kept = len(quantiles) * (num_quantiles - num_dropped)
+        pooled = jnp.moveaxis(quantiles, -1, 0).reshape(-1, quantiles.shape[1])
+        return jax.vmap(backup, out_axes=1)(jnp.sort(pooled, 0)[:kept])
+
+    def loss(quantiles: jax.Array, target: jax.Array) -> jax.Array:
+        return jax.vmap(jax.vmap(quantile_huber_loss), (0, None))(quantiles, target)
+
+    return Prediction(
+        num_outputs=num_quantiles,
+        expected=lambda quantiles: quantiles.mean(-1),
+        value=lambda quantiles: quantiles.mean((0, -1)),
+        target=target,
+        loss=loss,
+        error=lambda quantiles, target: loss(quantiles, target).mean(0),
+    )
+
+
+def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
+    """Logits of atoms (arXiv 1707.06887); of each example, the critic with the lowest mean counts (FastTD3, 2505.22642)."""
+
+    def expected(logits: jax.Array) -> jax.Array:
+        return jax.nn.softmax(logits) @ jnp.linspace(v_min, v_max, num_atoms)
+
+    def target(logits: jax.Array, backup: Backup) -> jax.Array:
+        lowest = expected(logits).argmin(0)
+        probability = jax.nn.softmax(jnp.take_along_axis(logits, lowest[None, :, None], 0)[0])
+        atoms = jnp.broadcast_to(jnp.linspace(v_min, v_max, num_atoms)[:, None], (num_atoms, len(probability)))
+        returns = jax.vmap(backup, out_axes=1)(atoms)
+        return jax.vmap(categorical_projection, (0, 0, None, None))(probability, returns, v_min, v_max)
+
+    def loss(logits: jax.Array, target: jax.Array) -> jax.Array:
+        return jax.vmap(jax.vmap(categorical_loss), (0, None))(logits, target)
+
+    return Prediction(
+        num_outputs=num_atoms,
+        expected=expected,
+        value=lambda logits: expected(logits).min(0),
+        target=target,
+        loss=loss,
+        error=lambda logits, target: loss(logits, target).mean(0),
+    )
+
+
+def prediction_of(config: Any, action_space: Space) -> Prediction:
+    """What the critics of a config predict; raises ValueError if it is a distribution of discrete actions."""
+    if config.distribution != "none" and isinstance(action_space, Discrete):
+        raise ValueError(
+            f"{type(config).__name__}.distribution={config.distribution!r} is of the returns of continuous actions, but the "
+            f"space is {action_space}; use distribution='none', or dqn"
+        )
+    if config.distribution == "c51":
+        return categorical(config.num_atoms, *support(config))
+    return truncated_quantiles(config.num_atoms, config.num_dropped) if config.distribution == "qr" else expectations()
+
+
+def check_prediction(config: Any) -> None:
+    """Raises ValueError unless the atoms of a config have limits in order, and some of its quantiles are targets."""
+    check_support(config)
+    if config.distribution == "qr" and config.num_dropped >= config.num_atoms:
+        raise ValueError(
+            f"{type(config).__name__}.num_dropped={config.num_dropped} leaves no target of the num_atoms={config.num_atoms} "
+            "quantiles of a critic; use a smaller num_dropped"
+        )
