@@ -30,6 +30,7 @@ INTEGERS = {
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
+    *((f"{name}+rnd", "CartPole-v1") for name in ("ppo", "recurrent_ppo", "a2c", "impala")),
     ("recurrent_ppo", "CartPole-v1"),
     ("recurrent_ppo+min_gru", "CartPole-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"),
@@ -66,6 +67,7 @@ CASES = [
     ("ppo+privileged", CART),
     ("recurrent_ppo+privileged", CART),
     ("sac+privileged", PENDULUM),
+    ("iql+awac", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
     *((name, "Pendulum-v1" if name.startswith("sac") else "CartPole-v1") for name in (*MODULES, *WHOLE, *OPTIMIZED)),
 ]
@@ -80,6 +82,10 @@ SLOW = [
 
 # PPO runs under every policy each time, the others under one, which keeps what they do apart in another way.
 FEW_POLICIES = {
+    "ppo+rnd": ("SingleLearnerCoarse",),
+    "recurrent_ppo+rnd": (),
+    "a2c+rnd": ("Central",),
+    "impala+rnd": (),
     "impala": ("Central",),
     "pqn": ("SingleLearnerCoarse",),
     "dqn+munchausen": ("MultiLearner",),
@@ -105,6 +111,7 @@ FEW_POLICIES = {
     "ppo+privileged": ("SingleLearnerCoarse",),
     "recurrent_ppo+privileged": (),
     "sac+privileged": ("Environments",),
+    "iql+awac": ("Central",),
     "ppo+linen": ("Environments",),
     "dqn+equinox": ("MultiLearner",),
     "sac+nnx": (),

@@ -48,6 +48,7 @@ PARTICULAR = {
     "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
+    "iql+awac": {"num_updates": 2, "batch_size": 64, "critic": "policy"},
 }
 CRITICS = {
     "sac+qr": {"distribution": "qr", "num_critics": 3, "num_atoms": 5, "num_dropped": 1, "normalize_observations": True},
@@ -55,6 +56,8 @@ CRITICS = {
 }
 for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
+for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
+    PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]
