@@ -28,6 +28,7 @@ LENGTH = 8
     ("text", "progress", "value"),
     [
         ("linear:4", 0.25, 3.0), ("linear:4:2", 0.5, 3.0), ("linear:2:4", 0.75, 3.5), ("linear:4:2", 1.0, 2.0),
+        ("linear:4:2", 1.5, 2.0),
         ("cosine:4", 0.5, 2.0), ("cosine:4:2", 0.0, 4.0), ("cosine:4:2", 1 / 3, 3.5), ("cosine:4:2", 1.0, 2.0),
         ("linear:4,warmup=0.2", 0.1, 2.0), ("linear:4,warmup=0.2", 0.2, 4.0), ("linear:4:2,warmup=0.2", 0.6, 3.0),
         ("cosine:4:2,warmup=0.5", 0.0, 0.0), ("cosine:4:2,warmup=0.5", 0.75, 3.0),
