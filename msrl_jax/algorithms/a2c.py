@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
@@ -31,6 +32,7 @@ class A2CState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    novelty: Any = ()  # of `random_network_distillation`
 
 
 @config("a2c")
@@ -57,20 +59,25 @@ class A2C:
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
+        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> A2CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, obs)
-            return A2CState(params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs)
+            actor_keys = jax.random.split(actor_key, self.num_envs)
+            return A2CState(params, optimizer.init(params), actor_keys, env_state, obs, begin_novelty(key))
 
-        axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
+        axes = logical_axes(
+            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
+        )
 
         draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
@@ -103,8 +110,9 @@ class A2C:
             (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             bootstrap_value = bootstrap(state.params, final_obs)
             env_state, episodes = pop_episodes(env_state)
+            novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
-            return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
+            return A2CState(params, opt_state, actor_keys, env_state, obs, novelty), {**metrics, **found, **episodes}
 
         return Agent(
             init=init,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
@@ -31,6 +32,7 @@ class PPOState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    novelty: Any = ()  # of `random_network_distillation`
 
 
 @config("ppo")
@@ -60,6 +62,7 @@ class PPO:
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
@@ -70,17 +73,19 @@ class PPO:
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=1e-5)
+        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> PPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, obs)
             return PPOState(
-                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs
-            )
+                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
+                begin_novelty(key),
+            )  # fmt: skip
 
         axes = logical_axes(
-            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
         )
 
         draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
@@ -125,10 +130,12 @@ class PPO:
             (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             bootstrap_value = bootstrap(state.params, final_obs)
             env_state, episodes = pop_episodes(env_state)
+            novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
             )
-            return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, novelty)
+            return after, {**metrics, **found, **episodes}
 
         return Agent(
             init=init,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
@@ -38,6 +39,7 @@ class RecurrentPPOState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     is_first: jax.Array  # whether these observations are the first of an episode, bool [E]
     carry: Carry  # the recurrent state of the actors, [E, H] each
+    novelty: Any = ()  # of `random_network_distillation`
 
 
 @config("recurrent_ppo")
@@ -68,6 +70,7 @@ class RecurrentPPO:
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""
@@ -80,6 +83,7 @@ class RecurrentPPO:
         network = recurrent_network(venv.observation_space, heads, self)
         to_env_action = action_transform(venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-5)
+        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> RecurrentPPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -87,12 +91,12 @@ class RecurrentPPO:
             params = network.init(params_key)
             return RecurrentPPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)),
+                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)), novelty=begin_novelty(key),
             )  # fmt: skip
 
         axes = logical_axes(
             RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            is_first=P("env"), carry=P("env"),
+            is_first=P("env"), carry=P("env"), novelty=P(),
         )  # fmt: skip
 
         @fragment(role="actor")
@@ -150,11 +154,13 @@ class RecurrentPPO:
             (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
             bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
             env_state, episodes = pop_episodes(env_state)
+            novelty, trajectory, found = explore(state.novelty, experience[0], obs, progress)
+            experience = trajectory, *experience[1:]
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
             )
-            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
-            return after, {**metrics, **episodes}
+            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry, novelty)
+            return after, {**metrics, **found, **episodes}
 
         def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
             (policy, _), carry = network.step(state.params, obs, carry)

@@ -32,6 +32,7 @@ class Trajectory(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
+    bonus: jax.Array | None = None  # added to the advantages, those of `loops/rnd.py`; nothing if None
 
 
 def stepping(venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
@@ -84,6 +85,8 @@ def estimate(
         discount=config.discount, gae_lambda=config.gae_lambda,
     )  # fmt: skip
     target = value + advantage
+    if t.bonus is not None:
+        advantage += t.bonus
     return standardize(advantage, t.present) if config.normalize_advantage in ("batch", "worker") else advantage, target
 
 

@@ -1,0 +1,164 @@
+"""Random network distillation (Burda et al., 2018, arXiv 1810.12894): advantages of what is new, for the actor-critics.
+
+The target is a random network of observations, and the predictor learns to give the same. Its error is the intrinsic reward of
+the step before an observation: large where few observations were alike. Intrinsic returns go on when an episode ends, and have a
+value function of their own. It has a network of its own here, in place of the paper's second head, so that the algorithms'
+networks stay as they are. In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
+"""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from msrl_jax.algorithms.agent import Metrics, Progress, step_size
+from msrl_jax.algorithms.loops.trajectory import Trajectory, proximal_updates, shuffle_times
+from msrl_jax.algorithms.losses.policy_gradient import value_loss
+from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
+from msrl_jax.algorithms.optimizers import Adapted
+from msrl_jax.algorithms.returns.advantages import gae, mean
+from msrl_jax.envs import Box, VectorEnvironment, running, spaces
+from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.running import RunningStatistics
+from msrl_jax.fragments import fragment
+
+DISCOUNT, LAMBDA = 0.99, 0.95
+"""Of intrinsic returns, per step, and of their advantages."""
+CLIP = 5.0
+"""Largest size of a standardized observation."""
+NUM_TAUGHT = 32
+"""Environments whose experience the predictor learns from: with more, a random share of all experience (the paper's rule)."""
+
+
+class Novelty(NamedTuple):
+    """The state of RND."""
+
+    target: Any  # parameters of the target, which stay
+    params: Any  # of the predictor and the value
+    opt_state: optax.OptState
+    key: jax.Array  # shuffles, and draws what the predictor learns from; every iteration folds its number in. []
+    observations: RunningStatistics
+    returns: RunningStatistics  # of intrinsic rewards' discounted sums
+    discounted_return: jax.Array  # these sums so far, [E]
+
+
+def random_network_distillation(
+    config: Any, venv: VectorEnvironment, optimizer: optax.GradientTransformation
+) -> tuple[Callable[[jax.Array], Any], Callable[[Any, Trajectory, Any, Progress], tuple[Any, Trajectory, Metrics]]]:
+    """Makes `key -> novelty` and `(novelty, trajectory, last_obs, progress) -> (novelty, trajectory, metrics)`.
+
+    Args:
+      config: has `intrinsic_coef`, and what networks, unrolls and optimizers need.
+      venv: the vector environment.
+      optimizer: that of the policy, for predictor and value.
+
+    Returns:
+      What starts RND, and what adds a `bonus` to a trajectory, then learns from it; both do nothing if the coefficient is None.
+      Statistics of observations have those of the trajectory first, in place of the paper's steps at random before training.
+    """
+    if config.intrinsic_coef is None:
+        return lambda key: (), lambda novelty, trajectory, last_obs, progress: (novelty, trajectory, {})
+    space, prepare, networks = _networks(venv.observation_space, config)
+    example = spaces.zeros(space)
+    share = min(1.0, NUM_TAUGHT / config.num_envs)
+    plan = SimpleNamespace(
+        unroll_length=config.unroll_length,
+        num_epochs=getattr(config, "num_epochs", 1),
+        num_minibatches=math.gcd(config.unroll_length, getattr(config, "num_minibatches", 1)),
+        learning_rate=0.0,
+        optimizer=config.optimizer,
+    )
+
+    def init(key: jax.Array) -> Novelty:
+        key, *keys = jax.random.split(jax.random.fold_in(key, 1_000), 4)  # the algorithm has the first splits of this key
+        params = {name: network.init(k, example) for (name, network), k in zip(networks.items(), keys, strict=True)}
+        target = params.pop("target")
+        nothing = running.empty(spaces.struct(space)), running.empty(jax.ShapeDtypeStruct((), jnp.float32))
+        return Novelty(target, params, optimizer.init(params), key, *nothing, jnp.zeros(config.num_envs))
+
+    def standardized(observations: RunningStatistics, obs: Any) -> jax.Array:
+        x = (prepare(obs) - observations.mean) / jnp.sqrt(observations.var + 1e-8)
+        return jnp.clip(x, -CLIP, CLIP)
+
+    def error(target: Any, params: Any, x: jax.Array) -> jax.Array:
+        difference = networks["predictor"].apply(params["predictor"], x) - networks["target"].apply(target, x)
+        return jnp.square(difference).mean(-1)
+
+    @fragment(role="learner")
+    def surprise(novelty, t, last_obs):
+        """What is rewarded: all observations but the first, the first of episodes too, and the last of none."""
+        observations = running.update(novelty.observations, prepare(flatten(t.obs)))
+        stream = jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), t.obs, last_obs)
+        x = standardized(observations, flatten(stream))
+        reward = unflatten(error(novelty.target, novelty.params, x), config.unroll_length + 1)[1:]
+        if t.present is not None:
+            reward = jnp.where(t.present, reward, 0.0)
+
+        def add(total, reward):
+            total = DISCOUNT * total + reward
+            return total, total
+
+        discounted_return, sums = jax.lax.scan(add, novelty.discounted_return, reward)
+        returns = running.update(novelty.returns, flatten(sums))
+        reward /= jnp.sqrt(returns.var + 1e-8)
+        value = unflatten(networks["value"].apply(novelty.params["value"], x)[..., 0], config.unroll_length + 1)
+        never = jnp.zeros_like(t.terminated)
+        advantage = gae(reward, value[:-1], value[1:], never, never, t.present, discount=DISCOUNT, gae_lambda=LAMBDA)
+        novelty = novelty._replace(observations=observations, returns=returns, discounted_return=discounted_return)
+        return novelty, advantage, value[:-1] + advantage, mean(reward, t.present)
+
+    @fragment(role="learner")
+    def gradients(params, batch, novelty, chosen):
+        times, key = chosen
+        obs, present, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
+        x, taught = standardized(novelty.observations, obs), jax.random.bernoulli(key, share, goal.shape)
+        if present is not None:
+            taught &= present
+
+        def loss(params):
+            value = networks["value"].apply(params["value"], x)[..., 0]
+            distilled = mean(error(novelty.target, params, x), taught)
+            return distilled + mean(value_loss(value, goal), present), {"rnd_loss": distilled}
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    run_updates = proximal_updates(plan, optimizer, gradients)
+
+    @fragment(role="learner")
+    def explore(novelty, t, last_obs, progress):
+        novelty, advantage, goal, reward = surprise(novelty, t, last_obs)
+        key, times = shuffle_times(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
+        own = novelty.opt_state
+        rate = own.rate if isinstance(own, Adapted) else step_size(config, progress)  # one that adapts stays at its start
+        minibatches = times, jax.random.split(key, len(times))
+        batch = t.obs, t.present, goal
+        params, opt_state, stats = run_updates(novelty.params, own, minibatches, rate, batch, novelty)
+        trajectory = t._replace(bonus=config.intrinsic_coef * advantage)
+        metrics = {"intrinsic_reward": reward, "rnd_loss": stats["rnd_loss"]}
+        return novelty._replace(params=params, opt_state=opt_state), trajectory, metrics
+
+    return init, explore
+
+
+def _networks(space: spaces.Space, config: Any) -> tuple[Box, Callable[[Any], jax.Array], dict[str, nn.Module]]:
+    """The space of what the networks see, the function that makes it of observations `[B, ...]`, and the networks.
+
+    They see images, or vectors of numbers. The predictor has two layers more than the target (the paper's appendix). A network
+    of one's own has no part in them, since it may take no standardized observations.
+    """
+    kind = config.network if isinstance(config.network, str) else "auto"
+    sizes, size = config.hidden_sizes, config.hidden_sizes[-1]
+    plain = SimpleNamespace(network=kind, hidden_sizes=sizes, activation=config.activation, layer_norm=config.layer_norm)
+    torso, prepare = make_torso(space, plain), lambda obs: unmasked(obs).astype(jnp.float32)
+    if not torso.is_batched:
+        seen, prepare = spaces.flat_space(space), lambda obs: spaces.flatten(space, unmasked(obs))
+        torso = torso.clone(observation_space=seen)
+    make = lambda sizes, size: nn.Sequential([torso.clone(hidden_sizes=sizes), dense(size, 1.0)])  # noqa: E731
+    networks = {"target": make(sizes, size), "predictor": make((*sizes, size, size), size), "value": make(sizes, 1)}
+    return torso.observation_space, prepare, networks
