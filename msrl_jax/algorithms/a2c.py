@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
+from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -72,8 +72,9 @@ class A2C:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, obs)
-            actor_keys = jax.random.split(actor_key, self.num_envs)
-            return A2CState(params, optimizer.init(params), actor_keys, env_state, obs, begin_novelty(key))
+            return A2CState(
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs, begin_novelty(key)
+            )
 
         axes = logical_axes(
             A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()

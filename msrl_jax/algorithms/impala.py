@@ -22,6 +22,7 @@ from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
+from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
@@ -39,6 +40,7 @@ class IMPALAState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
     replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
+    novelty: Any = ()  # of `random_network_distillation`
 
 
 class Batch(NamedTuple):
@@ -82,13 +84,19 @@ class IMPALA:
     normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
     replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
+    intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError unless there is a batch for every update."""
+        """Raises ValueError unless there is a batch for every update, and nothing kept whose novelty has gone."""
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
                 "from; use num_updates=1, or replay_batches of at least 1"
+            )
+        if self.intrinsic_coef is not None and self.replay_batches:
+            raise ValueError(
+                f"{type(self).__name__}.intrinsic_coef={self.intrinsic_coef}: what was new when a batch was kept is not new "
+                "when it is replayed; use replay_batches=0, or intrinsic_coef=None"
             )
 
     def build(self, env: Environment) -> Agent:
@@ -96,14 +104,20 @@ class IMPALA:
         venv = training_env(env, self)
         network = actor_critic(make_torso(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
+        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, obs)
-            return IMPALAState(params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs)
+            return IMPALAState(
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                novelty=begin_novelty(key),
+            )  # fmt: skip
 
-        axes = logical_axes(IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
+        axes = logical_axes(
+            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
+        )
 
         draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
@@ -162,6 +176,8 @@ class IMPALA:
                     discount=self.discount, lambda_=self.vtrace_lambda,
                     clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
                 )  # fmt: skip
+                if t.bonus is not None:  # corrected for the step's own action; the advantage behind it is the actor's
+                    advantage += jnp.minimum(jnp.exp(log_ratio), self.clip_pg_rho) * t.bonus
                 if self.normalize_advantage == "batch":
                     advantage = standardize(advantage, t.present)
                 stats = {
@@ -201,11 +217,14 @@ class IMPALA:
 
         def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
+            novelty, trajectory, found = explore(state.novelty, batches.trajectory, batches.last_obs, progress)
+            batches = batches._replace(trajectory=trajectory)
             if queue is not None:  # draw K of the kept batches
                 replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
                 after = after._replace(replay=replay, replay_key=replay_key)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
-            return after._replace(params=params, opt_state=opt_state), {**metrics, **episodes}
+            after = after._replace(params=params, opt_state=opt_state, novelty=novelty)
+            return after, {**metrics, **found, **episodes}
 
         return Agent(
             init=init,

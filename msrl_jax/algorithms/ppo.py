@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, Normalization, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
+from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 

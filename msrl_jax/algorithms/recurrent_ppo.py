@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.rnd import random_network_distillation
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
@@ -23,6 +22,7 @@ from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffle_members, truncated_values
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
+from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
@@ -91,7 +91,8 @@ class RecurrentPPO:
             params = network.init(params_key)
             return RecurrentPPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)), novelty=begin_novelty(key),
+                is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)),
+                novelty=begin_novelty(key),
             )  # fmt: skip
 
         axes = logical_axes(

@@ -29,6 +29,7 @@ INTEGERS = {
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
+    *((f"{name}+rnd", "CartPole-v1") for name in ("ppo", "recurrent_ppo", "a2c", "impala")),
     ("recurrent_ppo", "CartPole-v1"),
     ("recurrent_ppo+min_gru", "CartPole-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"),
@@ -74,6 +75,10 @@ SLOW = [
 
 # PPO runs under every policy each time, the others under one, which keeps what they do apart in another way.
 FEW_POLICIES = {
+    "ppo+rnd": ("SingleLearnerCoarse",),
+    "recurrent_ppo+rnd": (),
+    "a2c+rnd": ("Central",),
+    "impala+rnd": (),
     "impala": ("Central",),
     "pqn": ("SingleLearnerCoarse",),
     "dqn+munchausen": ("MultiLearner",),

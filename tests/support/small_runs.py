@@ -49,6 +49,8 @@ PARTICULAR = {
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
 }
+for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
+    PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 # Modules of one's own.
 MODULES = {"ppo+linen": "linen", "dqn+equinox": "equinox", "sac+nnx": "nnx", "r2d2+equinox": "equinox", "a2c+pair": "pair"}

@@ -32,7 +32,7 @@ class Trajectory(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
-    bonus: jax.Array | None = None  # added to the advantages, those of `loops/rnd.py`; nothing if None
+    bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
 
 
 def stepping(venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:

@@ -1,9 +1,9 @@
 """Random network distillation (Burda et al., 2018, arXiv 1810.12894): advantages of what is new, for the actor-critics.
 
 The target is a random network of observations, and the predictor learns to give the same. Its error is the intrinsic reward of
-the step before an observation: large where few observations were alike. Intrinsic returns go on when an episode ends, and have a
-value function of their own. It has a network of its own here, in place of the paper's second head, so that the algorithms'
-networks stay as they are. In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
+the step before an observation: large where few observations were alike. Intrinsic returns go on when an episode ends. They have
+a value network of their own, in place of the paper's second head, so that the networks of the algorithms stay as they are. In the
+shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 
 import math
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 
@@ -23,7 +22,7 @@ from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
 from msrl_jax.algorithms.optimizers import Adapted
 from msrl_jax.algorithms.returns.advantages import gae, mean
-from msrl_jax.envs import Box, VectorEnvironment, running, spaces
+from msrl_jax.envs import VectorEnvironment, running, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments import fragment
@@ -146,7 +145,7 @@ def random_network_distillation(
     return init, explore
 
 
-def _networks(space: spaces.Space, config: Any) -> tuple[Box, Callable[[Any], jax.Array], dict[str, nn.Module]]:
+def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
     """The space of what the networks see, the function that makes it of observations `[B, ...]`, and the networks.
 
     They see images, or vectors of numbers. The predictor has two layers more than the target (the paper's appendix). A network
