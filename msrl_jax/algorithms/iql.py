@@ -1,11 +1,13 @@
 """Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
-This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
+With `critic="policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions, and there is no
+value network. This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
 `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
 The paper's code updates one network after another.
 """
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
 import chex
 import jax
@@ -17,7 +19,7 @@ from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, Optimizer
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
@@ -53,43 +55,59 @@ class IQL:
         doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so "
         "that `inverse_temperature` does not depend on units. Usual: True.",
     )
+    critic: Literal["expectile", "policy"] = field(
+        default="expectile", doc='whose actions targets value: the data\'s, or the policy\'s (AWAC). Usual: "expectile".'
+    )
     expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
     inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")
     max_weight: float = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
 
     check = check_data
 
+    def check_given(self, names: Collection[str]) -> None:
+        """Raises ValueError if an expectile was given that has no effect."""
+        if self.critic == "policy" and "expectile" in names:
+            raise ValueError('IQL.expectile has no effect with critic="policy", which has no value network; leave it out')
+
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded("iql", env.action_space)
         policy = make_policy(env.observation_space, action_space, self)
         critics = make_critics(env.observation_space, action_space, 2, self)
-        value = make_value(env.observation_space, self)
+        value = make_value(env.observation_space, self) if self.critic == "expectile" else None
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
             actor_key, critic_key, value_key = jax.random.split(key, 3)
-            return {
-                "actor": policy.init(actor_key, obs),
-                "critic": critics.init(critic_key, obs),
-                "value": value.init(value_key, obs),
-            }
+            params = {"actor": policy.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
+            return params if value is None else params | {"value": value.init(value_key, obs)}
+
+        def value_of(params, critic, obs, keys):
+            """The values `[B]` of observations: the network's; or of drawn actions, or expectations over discrete ones."""
+            if value is not None:
+                return value.apply(params["value"], obs)
+            played = policy.apply(params["actor"], obs)
+            if isinstance(played, Categorical):
+                return jnp.sum(played.probabilities() * critics.apply(critic, obs).min(0), axis=-1)
+            return critics.apply(critic, obs, played.sample(keys)).min(0)
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
-            e = batch.experience
-            target = e.reward + e.discount * value.apply(params["value"], e.next_obs)
-            outcome = taken_value(critics, target_critic, e.obs, e.action).min(0)
-            advantage = outcome - value.apply(params["value"], e.obs)
+            e, (next_keys, keys), judge = batch.experience, (None, None), target_critic
+            if value is None:  # the newest critics judge the policy, as in AWAC's code
+                (next_keys, keys), judge = jax.random.split(batch.key, (2, len(e.reward))), params["critic"]
+            target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
+            outcome = taken_value(critics, judge, e.obs, e.action).min(0)
+            advantage = outcome - value_of(params, judge, e.obs, keys)
             weight = advantage_weight(advantage, self.inverse_temperature, self.max_weight)
 
             def loss(trained):
                 q = taken_value(critics, trained["critic"], e.obs, e.action)
-                losses = {
-                    "critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean(),
-                    "value_loss": expectile_loss(outcome - value.apply(trained["value"], e.obs), self.expectile).mean(),
-                    "actor_loss": -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean(),
-                }
+                losses = {"critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()}
+                if value is not None:
+                    error = outcome - value.apply(trained["value"], e.obs)
+                    losses["value_loss"] = expectile_loss(error, self.expectile).mean()
+                losses["actor_loss"] = -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean()
                 total = jnp.stack([*losses.values()]).sum()
                 stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}
                 return total, (target - q.mean(0), stats)

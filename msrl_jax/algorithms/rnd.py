@@ -2,7 +2,7 @@
 
 The target is a random network of observations, and the predictor learns to give the same. Its error is the intrinsic reward of
 the step before an observation: large where few observations were alike. Intrinsic returns go on when an episode ends. They have
-a value network of their own, in place of the paper's second head, so that the networks of the algorithms stay as they are. In the
+a value network of their own, in place of the paper's second head, so that the networks of algorithms stay as they are. In the
 shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 

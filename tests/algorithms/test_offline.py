@@ -13,7 +13,18 @@ from msrl_jax.algorithms import IQL, counted
 from msrl_jax.algorithms.loops.off_policy import Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.fragments.counters import to_float
-from tests.support.off_policy import adam, assert_close, counting, one, plain_losses, plain_mlp, plain_policy, plain_q, wide
+from tests.support.off_policy import (
+    adam,
+    assert_close,
+    counting,
+    one,
+    plain_losses,
+    plain_mlp,
+    plain_policy,
+    plain_q,
+    plain_soft_value,
+    wide,
+)
 from tests.support.random_walk import RandomWalk
 from tests.support.transitions import noise
 
@@ -127,6 +138,35 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     assert_updated(state, after, config, losses, metrics)
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params["critic"]))
     assert_close(after.target_params, moved)
+
+
+@BOTH
+def test_an_update_of_awac_equals_an_independent_implementation(continuous):
+    """The policy's values are soft ones at the temperature 0."""
+    agent, config, dataset = make("iql", continuous, critic="policy", inverse_temperature=2.0, max_weight=1.2)
+    state, after, metrics = two_states(agent)
+    batch, _, key = drawn(config, dataset, state)
+    normal = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,)))))(jax.random.split(key, (2, B))))
+
+    @jax.jit
+    def constants(params, target_critic):
+        def value(critic, obs, noise):
+            return plain_soft_value(critic, plain_policy(params, obs, noise, continuous), obs, 0.0)[0]
+
+        target = batch.reward + batch.discount * value(target_critic, batch.next_obs, normal[0])
+        outcome = jnp.minimum(*(plain_critic(params["critic"], i, batch, continuous) for i in range(2)))
+        return target, jnp.minimum(jnp.exp(2 * (outcome - value(params["critic"], batch.obs, normal[1]))), 1.2)
+
+    target, weight = constants(state.params, state.target_params)
+    assert weight.max() == np.float32(1.2) > weight.min()
+    losses = {
+        "actor": lambda params: -(weight * plain_likelihood(params, batch, continuous)).mean(),
+        "critic": lambda params: sum(
+            ((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)
+        ),
+    }
+    assert state.params.keys() == losses.keys()
+    assert_updated(state, after, config, losses, metrics)
 
 
 @pytest.mark.parametrize(

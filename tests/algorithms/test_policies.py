@@ -61,6 +61,7 @@ CASES = [
     ("cql+lagrange", "Pendulum-v1"),
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
+    ("iql+awac", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
     *((name, "Pendulum-v1" if name.startswith("sac") else "CartPole-v1") for name in (*MODULES, *WHOLE, *OPTIMIZED)),
 ]
@@ -99,6 +100,7 @@ FEW_POLICIES = {
     "bc": ("MultiLearner",),
     "cql": ("SingleLearnerCoarse",),
     "iql": ("Environments",),
+    "iql+awac": ("Central",),
     "ppo+linen": ("Environments",),
     "dqn+equinox": ("MultiLearner",),
     "sac+nnx": (),

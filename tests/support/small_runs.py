@@ -48,6 +48,7 @@ PARTICULAR = {
     "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
+    "iql+awac": {"num_updates": 2, "batch_size": 64, "critic": "policy"},
 }
 for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
     PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
