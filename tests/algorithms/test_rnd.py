@@ -1,0 +1,114 @@
+"""Random network distillation, against NumPy and plain loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import envs
+from msrl_jax.algorithms import A2C, IMPALA, PPO, Progress
+from msrl_jax.algorithms.loops.trajectory import Trajectory
+from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.rnd import random_network_distillation
+from msrl_jax.fragments.counters import counter
+from tests.support.random_walk import RandomWalk
+
+T, E = 6, 16
+
+
+def plain_mlp(params, x, xp):
+    """Dense layers with tanh between them; the last one is linear."""
+    parts = params["params"]
+    layers = [parts["layers_0"][f"Dense_{i}"] for i in range(len(parts["layers_0"]))]
+    for layer in layers:
+        x = xp.tanh(x @ layer["kernel"] + layer["bias"])
+    return x @ parts["layers_1"]["kernel"] + parts["layers_1"]["bias"]
+
+
+def plain_loss(params, target, x, goal, counts):
+    distance = ((plain_mlp(params["predictor"], x, jnp) - plain_mlp(target, x, jnp)) ** 2).mean(-1)
+    error = (plain_mlp(params["value"], x, jnp)[..., 0] - goal) ** 2 / 2
+    return ((distance + error) * counts).sum() / counts.sum()
+
+
+def rnd(num_envs, unroll_length, **options):
+    config = A2C(num_envs=num_envs, unroll_length=unroll_length, **options)
+    venv = envs.vectorize(RandomWalk(), num_envs)
+    return random_network_distillation(config, venv, make_optimizer(config, epsilon=1e-5))
+
+
+def unroll(seed):
+    """Observations `[T + 1, E, 3]` of three scales, ends of episodes, and steps that count."""
+    rng = np.random.default_rng(seed)
+    obs = np.float32(rng.normal(size=(T + 1, E, 3)) * [0.01, 1, 100] + [0, 5, 0])
+    return obs, rng.random((2, T, E)) < 0.2, rng.random((T, E)) < 0.8
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_bonus_and_update_equal_an_independent_implementation(absent):
+    init, explore = rnd(E, T, hidden_sizes=(8, 6), intrinsic_coef=0.7, optimizer="sgd", learning_rate=0.05, max_grad_norm=1e6)
+    novelty, explore = init(jax.random.key(0)), jax.jit(explore)
+    first, total, sums = None, np.zeros(E), []
+    for i in range(2):
+        obs, ends, present = unroll(i)
+        present = present if absent else np.ones((T, E), bool)
+        nothing = jnp.zeros((T, E))
+        t = Trajectory(obs[:-1], nothing, nothing, nothing, *ends, present if absent else None)
+        before = novelty
+        novelty, t, metrics = explore(novelty, t, obs[-1], Progress(counter(i)))
+        seen = obs[:-1].reshape(-1, 3).astype(np.float64)
+        first = seen if first is None else np.concatenate([first, seen])
+        x = np.clip((obs - first.mean(0)) / np.sqrt(first.var(0) + 1e-8), -5, 5)
+        reward = ((plain_mlp(before.params["predictor"], x, np) - plain_mlp(before.target, x, np)) ** 2).mean(-1)[1:] * present
+        for r in reward:  # sums go on over iterations and ends of episodes
+            total = 0.99 * total + r
+            sums.append(total)
+        reward /= np.sqrt(np.var(sums) + 1e-8)
+        value, advantage = plain_mlp(before.params["value"], x, np)[..., 0], np.zeros((T + 1, E))
+        for k in reversed(range(T)):
+            delta = reward[k] + 0.99 * value[k + 1] - value[k]
+            advantage[k] = np.where(present[k], delta + 0.99 * 0.95 * advantage[k + 1], 0)
+        np.testing.assert_allclose(t.bonus, 0.7 * advantage[:-1], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(metrics["intrinsic_reward"], reward.sum() / present.sum(), rtol=1e-4)
+        gradient = jax.jit(jax.grad(plain_loss))(before.params, before.target, x[:-1], value[:-1] + advantage[:-1], present)
+        after = jax.tree.map(lambda p, g: p - 0.05 * g, before.params, gradient)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), novelty.params, after)
+        jax.tree.map(np.testing.assert_array_equal, novelty.target, before.target)
+
+
+def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():
+    """Of 128 environments a quarter: the losses of many draws are scattered like means over a quarter of the examples."""
+    num_envs, draws = 128, 4_000
+    init, explore = rnd(num_envs, 2, hidden_sizes=(4,), intrinsic_coef=1.0)
+    novelty, nothing = init(jax.random.key(0)), jnp.zeros((2, num_envs))
+    obs = np.float32(np.random.default_rng(0).normal(size=(3, num_envs, 3)))
+    t = Trajectory(obs[:-1], *[nothing] * 3, *[nothing > 0] * 2)
+    loss = lambda key: explore(novelty._replace(key=key), t, obs[-1], Progress(counter()))[2]["rnd_loss"]  # noqa: E731
+    drawn = jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(1), draws))
+    x = np.clip((obs[:-1] - obs[:-1].mean((0, 1))) / obs[:-1].std((0, 1)), -5, 5)
+    each = ((plain_mlp(novelty.params["predictor"], x, np) - plain_mlp(novelty.target, x, np)) ** 2).mean(-1)
+    np.testing.assert_allclose(drawn.mean(), each.mean(), rtol=0.01)
+    np.testing.assert_allclose(drawn.var(), each.var() * (1 / (each.size / 4) - 1 / each.size), rtol=0.15)
+
+
+def test_without_a_coefficient_there_is_no_state():
+    assert jax.eval_shape(PPO().build(RandomWalk()).init, jax.random.key(0)).novelty == ()
+
+
+def test_impala_replays_no_novelty():
+    with pytest.raises(ValueError, match=r"IMPALA.intrinsic_coef=0.5: what was new .*; use replay_batches=0"):
+        IMPALA(intrinsic_coef=0.5, replay_batches=4)
+
+
+def test_members_have_their_own_coefficients(tmp_path):
+    """Two members of one program equal two runs, one of which was stopped in between."""
+    options = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "num_minibatches": 2, "progress": False, "chunk": 2}
+    train = lambda **given: msrl.train("ppo", RandomWalk(), eval_episodes=8, **options | given)  # noqa: E731
+    both = train(intrinsic_coef=[0.2, 2.0], total_steps=512)
+    train(intrinsic_coef=2.0, total_steps=256, out=tmp_path / "run")
+    alone = msrl.train(resume=tmp_path / "run", env=RandomWalk(), total_steps=512, progress=False)
+    for name in ("intrinsic_reward", "rnd_loss", "value_loss"):
+        np.testing.assert_allclose(both.history[name][:, 1], alone.history[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(both.history["intrinsic_reward"][0, 0], alone.history["intrinsic_reward"][0], rtol=1e-4)
+    assert (both.history["intrinsic_reward"][-1, 0] != both.history["intrinsic_reward"][-1, 1]).all()
