@@ -113,7 +113,7 @@ def random_network_distillation(
         return novelty, advantage, value[:-1] + advantage, mean(reward, t.present)
 
     @fragment(role="learner")
-    def gradients(params, batch, novelty, chosen):
+    def distill(params, batch, novelty, chosen):
         times, key = chosen
         obs, present, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
         x, taught = standardized(novelty.observations, obs), jax.random.bernoulli(key, share, goal.shape)
@@ -127,7 +127,7 @@ def random_network_distillation(
 
         return jax.grad(loss, has_aux=True)(params)
 
-    run_updates = proximal_updates(plan, optimizer, gradients)
+    run_updates = proximal_updates(plan, optimizer, distill)
 
     @fragment(role="learner")
     def explore(novelty, t, last_obs, progress):

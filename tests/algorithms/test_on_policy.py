@@ -235,10 +235,11 @@ def aged(name):
     return msrl.compile(agent.iteration, state, policy=SingleLearnerCoarse(2, staleness=2), axes=agent.axes), state
 
 
-def test_on_policy_impala_is_a2c():
+@pytest.mark.parametrize("intrinsic_coef", [None, 0.5])
+def test_on_policy_impala_is_a2c(intrinsic_coef):
     states = {}
     for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):
-        agent, _ = build(name, **{trace: 1.0})
+        agent, _ = build(name, intrinsic_coef=intrinsic_coef, **{trace: 1.0})
         states[name], _ = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(
             start(agent, 0)
         )
