@@ -1,4 +1,4 @@
-"""CQL and IQL with their defaults become better than the half-trained policy that made their data."""
+"""CQL, IQL and AWAC with their defaults become better than the half-trained policy that made their data."""
 
 import functools
 
@@ -29,13 +29,14 @@ def medium(env, seed=0):
 @functools.cache
 def learned(algorithm, env, seed=0):
     """Mean returns of greedy episodes. `[seeds]`"""
-    options = {"seed": seed, "seeds": SEEDS, "eval_episodes": 64, "progress": False}
+    algorithm, options = ("iql", {"critic": "policy"}) if algorithm == "awac" else (algorithm, {})
+    options |= {"seed": seed, "seeds": SEEDS, "eval_episodes": 64, "progress": False}
     result = msrl.train(algorithm, env, data=medium(env, seed), total_steps=UPDATES[env], **options)
     return result.evaluation.mean_return
 
 
 @pytest.mark.parametrize("env", UPDATES)
-@pytest.mark.parametrize("algorithm", ["cql", "iql"])
+@pytest.mark.parametrize("algorithm", ["cql", "iql", "awac"])
 def test_medium_data_are_improved_on(algorithm, env):
     behavior, cloned, returns = medium(env).episodes.returns.mean(), learned("bc", env), learned(algorithm, env)
     assert np.mean(returns) > max(behavior, np.mean(cloned))

@@ -101,6 +101,7 @@ def test_impala_replays_no_novelty():
         IMPALA(intrinsic_coef=0.5, replay_batches=4)
 
 
+@pytest.mark.slow
 def test_members_have_their_own_coefficients(tmp_path):
     """Two members of one program equal two runs, one of which was stopped in between."""
     options = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "num_minibatches": 2, "progress": False, "chunk": 2}
@@ -112,3 +113,12 @@ def test_members_have_their_own_coefficients(tmp_path):
         np.testing.assert_allclose(both.history[name][:, 1], alone.history[name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(both.history["intrinsic_reward"][0, 0], alone.history["intrinsic_reward"][0], rtol=1e-4)
     assert (both.history["intrinsic_reward"][-1, 0] != both.history["intrinsic_reward"][-1, 1]).all()
+
+
+@pytest.mark.slow
+def test_ppo_explores_a_deep_sea_with_it_and_not_without():
+    """One sequence of 20 actions in 2**20 is rewarded, by 0.99; the others cost up to 0.01."""
+    env, options = msrl.envs.make("DeepSea-bsuite", size=20), {"learning_rate": 1e-3, "seeds": 3, "progress": False}
+    train = lambda **given: msrl.train("ppo", env, total_steps=100_000, eval_episodes=32, **options, **given)  # noqa: E731
+    assert (train(intrinsic_coef=0.5).evaluation.mean_return > 0.9).all()
+    assert (train().evaluation.mean_return < 0.01).all()
