@@ -56,7 +56,7 @@ class IQL:
         "that `inverse_temperature` does not depend on units. Usual: True.",
     )
     critic: Literal["expectile", "policy"] = field(
-        default="expectile", doc='whose actions targets value: the data\'s, or the policy\'s (AWAC). Usual: "expectile".'
+        default="expectile", doc='what targets value: an expectile of the data, or the policy (AWAC). Usual: "expectile".'
     )
     expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
     inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")
