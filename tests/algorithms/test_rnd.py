@@ -39,9 +39,10 @@ def rnd(num_envs, unroll_length, **options):
 
 
 def unroll(seed):
-    """Observations `[T + 1, E, 3]` of three scales, ends of episodes, and steps that count."""
+    """Observations `[T + 1, E, 3]` of three scales, one of them far out, ends of episodes, and steps that count."""
     rng = np.random.default_rng(seed)
     obs = np.float32(rng.normal(size=(T + 1, E, 3)) * [0.01, 1, 100] + [0, 5, 0])
+    obs[2, 3, 1] = 1_000
     return obs, rng.random((2, T, E)) < 0.2, rng.random((T, E)) < 0.8
 
 
