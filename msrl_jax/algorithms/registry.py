@@ -78,8 +78,6 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     new: Any = dataclasses.replace(base, **overrides)
     words.check(new)
     words.check_given(new, overrides)
-    if hasattr(new, "check_given"):
-        new.check_given(overrides)
     return new
 
 

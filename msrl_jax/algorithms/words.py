@@ -46,6 +46,8 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
     Raises:
       TypeError, ValueError: if something in the config is not what it should be, or does not fit the environment.
     """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise TypeError(f"build({config!r}, env): give a config, such as PPO(learning_rate=3e-4)")
     changing, ready = check(config), objects(config)
     return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
 
@@ -93,7 +95,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
 
 
 def check_given(config: Any, names: Collection[str]) -> None:
-    """Raises ValueError if a field was given that has no effect on the learning rate or the optimizer of the config."""
+    """Raises ValueError if a field was given that has no effect with the others."""
     kind, rate = type(config).__name__, getattr(config, "learning_rate", None)
     if "anneal_learning_rate" in names and is_word(rate):
         raise ValueError(
@@ -106,6 +108,8 @@ def check_given(config: Any, names: Collection[str]) -> None:
                 f"{kind}.{name} has no effect on an optimizer of one's own, which has its own learning rate, "
                 f"clip and schedule; make them a part of it, and leave {name} out"
             )
+    if hasattr(config, "check_given"):
+        config.check_given(names)
 
 
 def _has_optimizer(config: Any) -> bool:
@@ -185,7 +189,8 @@ def _own_optimizer(given: Any) -> optax.GradientTransformation:
         what = what()
     if not isinstance(what, optax.GradientTransformation):
         multi = " (of optax.MultiSteps, its gradient_transformation())" * isinstance(what, optax.MultiSteps)
-        raise TypeError(f"{name} is a {type(what).__qualname__}; give {_OWN}{multi}, or a function that returns one")
+        forms = f"{_OWN}{multi}, or a function without arguments that returns one"
+        raise TypeError(f"{name} is a {type(what).__qualname__}; give {forms}")
 
     def init(params: Any) -> Any:
         try:

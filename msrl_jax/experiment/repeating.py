@@ -7,6 +7,7 @@ from typing import Any
 from msrl_jax import _toml, policies
 from msrl_jax._checks import reference
 from msrl_jax._spec import parse_spec
+from msrl_jax.algorithms import words
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.policies.base import spec as policy_text
 
@@ -95,7 +96,7 @@ def _field(experiment: Experiment, about: Mapping[str, Any], name: str) -> Any:
 def _may_be_given(config: Any, name: str) -> bool:
     """Whether a field has an effect with the others."""
     try:
-        getattr(config, "check_given", lambda names: None)([name])
+        words.check_given(config, [name])
     except ValueError:
         return False
     return True

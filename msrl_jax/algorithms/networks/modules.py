@@ -6,7 +6,8 @@ algorithm adds its heads. What a config takes as `network`, besides names, is on
     a module of flax.linen       such as `MyTorso(width=64)`
     a pair                       `init(key, obs) -> params` and `apply(params, obs) -> features`, a tuple or two attributes
     a function of a key          that returns a module of flax.nnx; or one of Equinox, which is called on one observation.
-                                 If it takes two arguments, the second is a batch of one observation, which tells sizes
+                                 If it takes two arguments, the second is a batch of one observation, which tells sizes.
+                                 The key may be a keyword, `key`, as of the layers of Equinox
     MODULE:NAME                  the name of one of these
     Whole(actor=..., critic=...) of these, which have their last layers; critics of continuous actions take them as well
 
@@ -85,6 +86,8 @@ def _pair_of(what: Any, name: str) -> Network:
         raise TypeError(f"{name} is a class; give a module, such as {what.__name__}(...)")
     if isinstance(what, nn.Module):
         return _linen(what, name)
+    if isinstance(what, tuple) and any(isinstance(x, nn.Module) for x in what):
+        raise TypeError(f"{name} holds modules; for one of the actor and one of the critic, give Whole(actor=..., critic=...)")
     pair: Any = what if isinstance(what, tuple) else (getattr(what, "init", None), getattr(what, "apply", None))
     if len(pair) == 2 and all(map(callable, pair)):
         return _pair(pair[0], pair[1], name)
@@ -124,12 +127,14 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 def _made(make: Callable[..., Any], name: str) -> Network:
     """Of a function of a key that returns a module; all of the module but its parameters is the same for every key."""
-    num_inputs = len(_needed(make)) - 1
+    by_name = "key" in [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    num_inputs = len(_needed(make)) - (not by_name)
 
     def parts(key: jax.Array, *obs: Any) -> tuple[Any, Callable[..., Any]]:
         from flax import nnx
 
-        module: Any = make(key, *jax.tree.map(lambda x: x[:1], obs[:num_inputs]))
+        one = jax.tree.map(lambda x: x[:1], obs[:num_inputs])
+        module: Any = make(*one, key=key) if by_name else make(key, *one)
         if isinstance(module, nnx.Module):
             return _nnx(module, name)
         if not callable(module):
@@ -182,6 +187,11 @@ def check_gradients(name: str, network: Network, params: Any, *obs: Any) -> None
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(f"{name} has the parameter {jax.tree_util.keystr(path)}, which is no array of floats; {remedy}")
+        if jnp.result_type(leaf).itemsize < 4:
+            raise ValueError(
+                f"{name} has the parameter {jax.tree_util.keystr(path)} of dtype {jnp.result_type(leaf)}, too coarse for the "
+                "steps of an optimizer; keep parameters in float32 (param_dtype), and compute with less (dtype)"
+            )
 
     def gradients(params: Any, obs: Any, cotangent: jax.Array) -> Any:
         return jax.vjp(lambda params: network.apply(params, *obs), params)[1](cotangent)[0]

@@ -1,3 +1,5 @@
+import functools
+
 import equinox
 import jax
 import jax.numpy as jnp
@@ -141,6 +143,8 @@ REFUSED = {
     "an unused layer": (module(unused), r"the parameter \['lost'\]\['bias'\], on which no feature depends"),
     "a layer without gradient": (module(held), r"the parameter \['still'\]\['bias'\], on which no feature depends"),
     "an integer parameter": ((lambda key, obs: {"n": jnp.arange(4)}, lambda p, obs: obs * p["n"]), r"\['n'\], which is no arr"),
+    "a coarse parameter": (linen.Dense(3, param_dtype=jnp.bfloat16), r"\['bias'\] of dtype bfloat16.*float32 \(param_dtype\)"),
+    "actor and critic": ((linen.Dense(2), linen.Dense(1)), r"give Whole\(actor=..., critic=...\)"),
     "other sizes": ((lambda key, obs: jnp.ones((9, 3)), lambda p, obs: obs @ p), r"observations float32 \[4\]: TypeError"),
     "another argument": (module(lambda self, x, train: x), "missing 1 required positional argument: 'train'"),
     "random numbers of Haiku": ((lambda key, obs: {}, lambda params, rng, x: x), r"apply\(params, rng, x\).*without_apply_rng"),
@@ -170,6 +174,15 @@ def test_configs_take_names_and_modules_and_nothing_misspelt():
         msrl.algorithms.PPO(network=modules.equinox_module(KEY, OBS))
     with pytest.raises(TypeError, match="has no init and apply"):
         make_torso(Box(-1, 1, (4,)), msrl.algorithms.PPO(network=modules.nnx_module))
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(equinox.nn.Linear, 4, 8), lambda obs, *, key: equinox.nn.Linear(obs.shape[-1], 8, key=key)]
+)
+def test_functions_may_take_their_key_by_name(make):
+    network = as_network(make)
+    want = jax.vmap(equinox.nn.Linear(4, 8, key=KEY))(OBS)
+    np.testing.assert_array_equal(network.apply(network.init(KEY, OBS), OBS), want)
 
 
 def test_a_module_without_parameters_passes():
