@@ -75,16 +75,16 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
 
 
 def imported(kind: str, path: str, what: str) -> Any:
-    """The object that `MODULE:CLASS` names; modules are looked for in the working directory too."""
+    """The object that `MODULE:NAME` names; modules are looked for in the working directory too."""
     module, _, name = path.partition(":")
     if not (module and name):
-        raise ValueError(f"{kind} {path!r}: give MODULE:CLASS of {what}")
+        raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
     here = os.getcwd()
     sys.path.insert(0, here)  # a console script has its own folder there
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:CLASS of {what}") from None
+        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:NAME of {what}") from None
     finally:
         sys.path.remove(here)
 

@@ -42,7 +42,7 @@ class A2C:
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
     optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')
-    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    learning_rate: float = tunable(default=0.002, doc="step size of updates. Usual: 1e-4 to 7e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
     rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")

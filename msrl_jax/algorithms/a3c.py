@@ -56,7 +56,7 @@ class A3C:
     entropy_coef: float = tunable(default=0.001, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda: 0 bias, 1 variance (the paper's). Usual: 1, or 0.95.")
-    learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
+    learning_rate: float = tunable(default=0.002, above=0, doc="step size of updates. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
     optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')

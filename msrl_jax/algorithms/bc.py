@@ -29,7 +29,7 @@ class BC:
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")

@@ -53,6 +53,7 @@ def field(
     below: float | None = None,
     tunable: bool = False,
     adaptive: bool = False,
+    once: bool = False,
 ) -> T:
     """A field of a config.
 
@@ -65,18 +66,20 @@ def field(
       below: a number that exceeds values.
       tunable: whether the members of one program may have different values, and whether it may be a schedule.
       adaptive: whether it is a learning rate that may adapt to the KL divergence of `proximal_updates`.
+      once: whether it is read at the start alone, so that it may not be a schedule.
 
     Returns:
       The field, for a class made with `config`.
     """
     bounds = {"above": above, "at least": low, "at most": high, "below": below}
-    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}, "tunable": tunable, "adaptive": adaptive}
+    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}
+    about |= {"tunable": tunable, "adaptive": adaptive, "once": once}
     return dataclasses.field(default=default, metadata=about)  # type: ignore[return-value]
 
 
-def tunable(*, default: T, doc: str, adaptive: bool = False, **bounds: float) -> T:
+def tunable(*, default: T, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> T:
     """A `field` of a number that the members of one program may have each for themselves: a leaf of the config."""
-    return field(default=default, doc=doc, tunable=True, adaptive=adaptive, **bounds)
+    return field(default=default, doc=doc, tunable=True, adaptive=adaptive, once=once, **bounds)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))

@@ -43,7 +43,7 @@ class CQL:
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="largest norm of each network's gradients. Usual: 10.")
@@ -68,7 +68,7 @@ class CQL:
         doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
         "continuous actions. Usual: 4 to 10.",
     )
-    initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
+    initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(default=None, doc="in nats; None: minus the length of an action. Usual: None.")
     double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")

@@ -50,7 +50,7 @@ class ES:
         doc="steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps. Usual: the "
         "longest episode.",
     )
-    learning_rate: float = tunable(default=0.05, above=0, doc="step size of Adam. Usual: 0.01 to 0.05.")
+    learning_rate: float = tunable(default=0.05, above=0, doc="step size of updates. Usual: 0.01 to 0.05.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     hidden_sizes: tuple[int, ...] = field(default=(32, 32), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")

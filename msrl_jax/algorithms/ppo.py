@@ -43,7 +43,7 @@ class PPO:
     unroll_length: int = field(default=128, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 2048.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=3e-3, adaptive=True, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
+    learning_rate: float = tunable(default=3e-3, adaptive=True, doc="step size of updates. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")

@@ -59,7 +59,7 @@ class PQN:
     unroll_length: int = field(default=64, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 128.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 1 to 4.")
     num_minibatches: int = field(default=16, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=5e-4, above=0, doc="step size of Adam. Usual: 1e-4 to 5e-4.")
+    learning_rate: float = tunable(default=5e-4, above=0, doc="step size of updates. Usual: 1e-4 to 5e-4.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-5.")

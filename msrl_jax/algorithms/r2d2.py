@@ -48,7 +48,7 @@ class R2D2:
     capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(default=2000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")

@@ -184,6 +184,6 @@ def _wrong_value(name: str, values: np.ndarray, bounds: Mapping[str, float]) -> 
         closed = _CLOSED if progress == 1 or name == "learning_rate" else {}
         fits = all((closed.get(relation) or _TESTS[relation])(value, np.float32(x)) for relation, x in bounds.items())
         if not (fits and math.isfinite(value)):
-            wanted = " and ".join(f"{relation} {bound:g}" for relation, bound in bounds.items())
-            return f"at the progress {progress:g} it is {value:g}, and should be finite {wanted}".rstrip()
+            wanted = " and ".join(["finite", *(f"{relation} {bound:g}" for relation, bound in bounds.items())])
+            return f"at the progress {progress:g} it is {value:g}, and should be {wanted}"
     return None

@@ -56,7 +56,7 @@ class TD3:
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")

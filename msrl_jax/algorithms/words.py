@@ -80,7 +80,8 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_word(value):
-            remedy = schedules.remedy(f.name, value, f.metadata["bounds"])
+            once = "a number, which is read once, at the start"
+            remedy = once if f.metadata.get("once") else schedules.remedy(f.name, value, f.metadata["bounds"])
         else:
             continue
         if remedy:

@@ -174,6 +174,8 @@ def _is_rounded(given: Any, saved: Any) -> bool:
 
 def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderError:
     was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
+    if isinstance(before, Mapping):
+        remedy = f"give the {name} that it had"
     if name == "env_object":
         was, given, remedy = f"the environment {before}", str(now), "give the same one"
     return RunFolderError(

@@ -132,7 +132,7 @@ def test_algorithms_are_found_by_name_class_and_place(ball):
     assert algorithms.get("PPO") is PPO is algorithms.get(PPO) is algorithms.get("msrl_jax.algorithms.ppo:PPO")
     with pytest.raises(ValueError, match=r"unknown algorithm 'pppo' \(did you mean 'ppo'\?\); choose from a2c"):
         algorithms.get("pppo")
-    with pytest.raises(ValueError, match=r"'nowhere:Ball'.*MODULE:CLASS"):
+    with pytest.raises(ValueError, match=r"'nowhere:Ball'.*MODULE:NAME"):
         algorithms.get("nowhere:Ball")
     with pytest.raises(TypeError, match="give a config such as PPO"):
         algorithms.get(3)

@@ -167,7 +167,7 @@ WRONG = {
     "warmup": ({"learning_rate": "linear:1,warmup=1"}, "use a warmup of at least 0 and below 1"),
     "bounds": ({"gae_lambda": "linear:0.5:1.5"}, "at the progress 0.51 it is 1.01, and should be .* at least 0 and at most 1"),
     "negative": ({"learning_rate": "cosine:-1"}, "at the progress 0 it is -1"),
-    "warmup from 0": ({"clip_ratio": "linear:0.2,warmup=0.1"}, "at the progress 0 it is 0, and should be finite above 0"),
+    "warmup from 0": ({"clip_ratio": "linear:0.2,warmup=0.1"}, "at the progress 0 it is 0, and should be finite and above 0"),
     "nan": ({"entropy_coef": lambda p: jnp.sqrt(0.5 - p)}, r"PPO.entropy_coef=.*<lambda>: at the progress 0.51 it is nan"),
     "branch": ({"entropy_coef": lambda p: 0.1 if p < 0.5 else 0.2}, "<lambda> fails: TracerBoolConversionError"),
     "shape": ({"entropy_coef": lambda p: jnp.ones(3)}, "<lambda> fails: TypeError: it returns"),
@@ -198,6 +198,13 @@ def test_only_algorithms_with_proximal_updates_adapt_their_rate():
     assert halving(0.5) == 0.75
     (schedule,) = words.check(PPO(clip_ratio="tests.support.transformations:halving")).values()
     assert schedule is halving
+
+
+def test_what_is_read_once_cannot_change():
+    for algorithm in ("sac", "cql"):
+        config = msrl.algorithms.get(algorithm)(initial_temperature="linear:1:0.1")
+        with pytest.raises(ValueError, match=r"initial_temperature='linear:1:0.1': use a number, which is read once"):
+            words.check(config)
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ def named_core(name: str, size: int) -> Core:
     Raises:
       ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
     """
-    name, params = parse_spec(name)
+    text, (name, params) = name, parse_spec(name)
     cells = {cell: functools.partial(stepwise, cell) for cell in CELLS}
     known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
     try:
         return _checks.find("core", known, name)(size, **params)
     except TypeError:
-        raise ValueError(f"core={name!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
+        raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
 
 def as_core(given: Any) -> Callable[[int], Core]:
