@@ -106,7 +106,7 @@ CASES = {
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
 }
-OFTEN = {"ppo": ("MultiLearner", "Central"), "dqn": ("SingleLearnerCoarse",), "recurrent_ppo": ("SingleLearnerFine",)}
+OFTEN = {"ppo": ("Central",), "dqn": ("SingleLearnerCoarse",)}
 ITERATIONS = 4
 
 

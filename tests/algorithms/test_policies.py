@@ -88,7 +88,7 @@ FEW_POLICIES = {
     "impala+rnd": (),
     "impala": ("Central",),
     "pqn": ("SingleLearnerCoarse",),
-    "dqn+munchausen": ("MultiLearner",),
+    "dqn+munchausen": (),
     "dqn+iqn": (),
     "apex_dqn": ("SingleLearnerCoarse",),
     "recurrent_ppo": ("SingleLearnerCoarse",),

@@ -31,7 +31,7 @@ SMALL = {
         "capacity": 1024,
     },
 }  # fmt: skip
-OFTEN = {("ppo", 4, "SingleLearnerFine"), ("dqn", 4, "SingleLearnerCoarse")}
+OFTEN = {("ppo", 4, "SingleLearnerFine")}
 MATRIX = [
     pytest.param(
         algo, count, policy, id=f"{algo}-{count}-{policy}",

@@ -45,7 +45,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SELDOM = ("schedules", "function")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SELDOM else []) for c in CASES])
 def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
     fields, again = CASES[case]
     whole = train(**fields)
