@@ -11,7 +11,7 @@ from msrl_jax.algorithms import counted
 pytestmark = pytest.mark.slow
 
 
-TQC = {"distribution": "qr", "num_updates": 8, "hidden_sizes": (64, 64)}
+TQC = {"distribution": "qr", "num_atoms": 10, "num_updates": 8, "hidden_sizes": (64, 64)}
 
 
 @pytest.mark.parametrize(("name", "options"), [("sac", {}), ("td3", {}), ("sac", TQC)], ids=["sac", "td3", "tqc"])
