@@ -84,7 +84,12 @@ def tunable(*, default: T, doc: str, adaptive: bool = False, once: bool = False,
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
 def config(
-    name: str, *, many_agents: bool = False, offline: bool = False, privileged: bool = False
+    name: str,
+    *,
+    many_agents: bool = False,
+    offline: bool = False,
+    privileged: bool = False,
+    needs: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Makes a class the config of an algorithm, and registers the algorithm.
 
@@ -96,10 +101,12 @@ def config(
       many_agents: whether its environments are `MultiAgentEnvironment`s.
       offline: whether it learns from data alone, with no steps of environments.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
+      needs: with which values of another field some fields have an effect: `{"distribution=c51|qr": "num_atoms"}` refuses a
+        `num_atoms` that is given with another `distribution`. Names of several fields are separated by spaces.
 
     Returns:
       A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
-      `many_agents`, `offline` and `privileged` become attributes of it.
+      `many_agents`, `offline`, `privileged` and `needs`, by field, become attributes of it.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -110,8 +117,11 @@ def config(
         cls.build = _of_plain_fields(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
-        leaves = tunable_fields(new)
-        static = [f.name for f in dataclasses.fields(new) if f.name not in leaves]
+        new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
+        leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]
+        static = [n for n in known if n not in leaves]
+        if unknown := {*new.needs, *(need.partition("=")[0] for need in new.needs.values())}.difference(known):
+            raise TypeError(f"the config {new.__name__} has no field {min(unknown)!r}, which needs={needs} name")
 
         def flatten(config: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             return tuple(getattr(config, n) for n in leaves), tuple(getattr(config, n) for n in static)
@@ -148,7 +158,9 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
+    made = config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
+    made.needs = parent.needs
+    return made
 
 
 def _check_declaration(cls: type) -> None:

@@ -34,7 +34,18 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import NStep
 
 
-@config("dqn")
+@config(
+    "dqn",
+    needs={
+        "exploration=annealed": "exploration_steps final_epsilon",
+        "exploration=per_env": "base_epsilon",
+        "distribution=c51": "v_min v_max",
+        "distribution=c51|qr": "num_atoms",
+        "prioritised=True": "alpha beta",
+        "distribution=iqn": "num_fractions num_target_fractions num_choice_fractions",
+        "munchausen=True": "munchausen_scale munchausen_temperature munchausen_clip",
+    },
+)
 class DQN:
     """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
 

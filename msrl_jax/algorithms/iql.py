@@ -6,7 +6,6 @@ value network. This file has the losses; the loop is in `loops/offline.py`. In t
 The paper's code updates one network after another.
 """
 
-from collections.abc import Collection
 from typing import Any, Literal
 
 import chex
@@ -26,7 +25,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@config("iql", offline=True, privileged=True)
+@config("iql", offline=True, privileged=True, needs={"critic=expectile": "expectile"})
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 
@@ -63,11 +62,6 @@ class IQL:
     max_weight: float = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
 
     check = check_data
-
-    def check_given(self, names: Collection[str]) -> None:
-        """Raises ValueError if an expectile was given that has no effect."""
-        if self.critic == "policy" and "expectile" in names:
-            raise ValueError('IQL.expectile has no effect with critic="policy", which has no value network; leave it out')
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""

@@ -48,7 +48,7 @@ class Experience(NamedTuple):
     present: jax.Array | None  # which steps count; all if None
 
 
-@config("pqn")
+@config("pqn", needs={"exploration=annealed": "exploration_steps final_epsilon", "exploration=per_env": "base_epsilon"})
 class PQN:
     """Parallelised Q-network; for discrete actions.
 

@@ -32,7 +32,15 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import Transition
 
 
-@config("qmix", many_agents=True)
+@config(
+    "qmix",
+    many_agents=True,
+    needs={
+        "exploration=annealed": "exploration_steps final_epsilon",
+        "exploration=per_env": "base_epsilon",
+        "prioritised=True": "alpha beta",
+    },
+)
 class QMIX:
     """Q-learning of a team whose joint value rises with the value of every agent; rewards are summed, actions discrete.
 

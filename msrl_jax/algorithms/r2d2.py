@@ -29,7 +29,14 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import Transition
 
 
-@config("r2d2")
+@config(
+    "r2d2",
+    needs={
+        "exploration=annealed": "exploration_steps final_epsilon",
+        "exploration=per_env": "base_epsilon",
+        "prioritised=True": "alpha beta",
+    },
+)
 class R2D2:
     """Recurrent deep Q-learning from replayed sequences; for discrete actions.
 

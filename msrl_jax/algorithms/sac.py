@@ -28,7 +28,15 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least
 
 
-@config("sac", privileged=True)
+@config(
+    "sac",
+    privileged=True,
+    needs={
+        "distribution=c51": "v_min v_max",
+        "distribution=c51|qr": "num_atoms",
+        "distribution=qr": "num_dropped",
+    },
+)
 class SAC:
     """Soft actor-critic; for actions that are discrete or bounded floats.
 

@@ -37,7 +37,15 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder
 
 
-@config("td3", privileged=True)
+@config(
+    "td3",
+    privileged=True,
+    needs={
+        "distribution=c51": "v_min v_max",
+        "distribution=c51|qr": "num_atoms",
+        "distribution=qr": "num_dropped",
+    },
+)
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 

@@ -109,6 +109,11 @@ def check_given(config: Any, names: Collection[str]) -> None:
                 f"{kind}.{name} has no effect on an optimizer of one's own, which has its own learning rate, "
                 f"clip and schedule; make them a part of it, and leave {name} out"
             )
+    for name, need in config.needs.items():
+        other, values = need.split("=")
+        if name in names and str(now := getattr(config, other)) not in values.split("|"):
+            use = " or ".join(repr(v) if isinstance(now, str) else v for v in values.split("|"))
+            raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {other}={use}")
     if hasattr(config, "check_given"):
         config.check_given(names)
 

@@ -120,6 +120,33 @@ def test_checks_of_several_fields_and_of_given_ones(ball):
         make("ball", {"radios": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "given", "refused"),
+    {
+        "text": ("sac", {"v_min": 0.0, "distribution": "qr"}, "SAC.v_min has no effect with distribution='qr'.*='c51'"),
+        "several": ("dqn", {"num_atoms": 9}, "DQN.num_atoms has no effect with distribution='none'.*='c51' or 'qr'"),
+        "flag": ("r2d2", {"prioritised": False, "alpha": 0.5}, "R2D2.alpha .* prioritised=False.* use prioritised=True"),
+        "variant": ("apex_dqn", {"final_epsilon": 0.1}, "ApexDQN.final_epsilon .* use exploration='annealed'"),
+    }.values(),
+    ids=lambda x: x if isinstance(x, str) and " " not in x else "",
+)
+def test_a_field_without_an_effect_is_refused_where_it_is_given(algorithm, given, refused):
+    with pytest.raises(ValueError, match=refused):
+        make(algorithm, given)
+    make(type(make(algorithm, {}))(**given), {})  # not where it is a part of a config
+
+
+def test_what_a_field_needs_is_a_field():
+    with pytest.raises(TypeError, match="the config Ball has no field 'glow', which needs="):
+
+        @config("ball", needs={"glow=True": "radius"})
+        class Ball:
+            radius: float = tunable(default=3.0, doc="its size.", above=0)
+
+            def build(self, env):
+                return env
+
+
 def test_a_variant_differs_in_defaults_and_is_no_subclass(ball):
     large = variant(ball, "LargeBall", "large_ball", "A large ball.", radius=30.0)
     assert large().radius == 30.0 and ball().radius == 3.0 and algorithms.get("large_ball") is large

@@ -208,7 +208,7 @@ EXPERIMENTS = {
     "an own optimizer": {"optimizer": "tests.support.transformations:falling"},
     "an optimizer of optax": {"optimizer": "adamw:weight_decay=0.1"},
     "critics": {"algo": "sac", "env": "Pendulum-v1", "distribution": "qr", "num_critics": 3},
-    "replay": {"algo": "dqn", "storage": None, "beta": None},  # whose data_fraction has no effect
+    "replay": {"algo": "dqn", "prioritised": True, "storage": None, "beta": None},  # and a data_fraction without effect
 }  # fmt: skip
 
 
@@ -234,7 +234,10 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
     about = experiment._plain() | {"data": {"path": data.get("data"), "sha256": ""}} | PLACE
     (tmp_path / "run.toml").write_text(repeating(experiment, about))
     options, fields, _ = parsed("train", "--config", str(tmp_path / "run.toml"))
-    assert algorithms.make(options["algo"], fields) == config and len(fields) >= len(dataclasses.fields(config)) - 1
+    assert algorithms.make(options["algo"], fields) == config
+    for name in {f.name for f in dataclasses.fields(config)} - set(fields):  # of these, what is not there has no effect
+        with pytest.raises(ValueError, match="has no effect with|but there is none"):
+            algorithms.make(config, {name: getattr(config, name)})
 
 
 @pytest.mark.parametrize(
