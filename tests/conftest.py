@@ -16,6 +16,7 @@ from tests.support import processes
 # Nearly all the time of the tests is compiling, half of it in LLVM's passes. Without them only some products and sums become
 # one operation that rounds once, so equal programs would differ in their last bits: AVX has no such operation. What users run
 # is optimised; `XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_max_isa=AVX512" pytest` tests that.
+_IS_0_10 = version("jaxlib").startswith("0.10.")
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _QUICK_COMPILER = (
     ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX"] if _X86 else ["--xla_backend_optimization_level=1"]
@@ -29,8 +30,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         # Eight devices on a busy machine with few cores may meet late; that is no deadlock.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
-        # Another third is in a code generator that only these versions can do without.
-        "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
+        # Another third is in a code generator that only these versions can do without; splitting a program pays for large ones.
+        *(("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1") if _IS_0_10 else ()),
         os.environ.get("XLA_FLAGS", ""),  # the last of two equal flags counts
     ]
 )
@@ -45,7 +46,7 @@ os.environ["MSRL_JAX_CACHE"] = "off"  # the user's programs are none of the test
 # Programs compiled by one worker serve the others, for as long as this run lasts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
