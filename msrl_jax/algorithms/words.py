@@ -110,13 +110,12 @@ def check_given(config: Any, names: Collection[str]) -> None:
                 f"clip and schedule; make them a part of it, and leave {name} out"
             )
     core = getattr(config, "core", None)
-    for name in {"memory_size", "shared_torso"} & set(names) if core is not None else ():
-        if name == "shared_torso" and core != "none":
-            raise ValueError(f"{kind}.shared_torso has no effect with a core, which policy and value share; leave it out")
-        if name == "memory_size" and (core == "none" or not is_name(core)):
-            raise ValueError(
-                f"{kind}.memory_size has no effect on {kind}.core={_checks.name_of(core)}; leave it out, or name a core such as 'gru'"
-            )
+    if core is not None and "memory_size" in names and (core == "none" or not is_name(core)):
+        raise ValueError(
+            f"{kind}.memory_size has no effect on {kind}.core={_checks.name_of(core)}; leave it out, or give core='gru'"
+        )
+    if core not in (None, "none") and "shared_torso" in names:
+        raise ValueError(f"{kind}.shared_torso has no effect on {kind}.core={_checks.name_of(core)}; leave it out")
     if hasattr(config, "check_given"):
         config.check_given(names)
 
