@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.memory import Memory, init_network, make_network, remember, unrolling
+from msrl_jax.algorithms.loops.memory import Memory, make_network, outside, remember, starting, unrolling
 from msrl_jax.algorithms.loops.trajectory import Trajectory
-from msrl_jax.algorithms.networks.actor_critic import outside_training
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
@@ -93,7 +92,7 @@ class A3C:
         def init(key: jax.Array) -> A3CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params, memory = init_network(network, params_key, obs)
+            params, memory = starting(network, params_key, obs)
             return A3CState(
                 params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
                 jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs, memory,
@@ -177,5 +176,5 @@ class A3C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=num_workers,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **outside(network, venv),
         )

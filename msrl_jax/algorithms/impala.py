@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.memory import Memory, evaluate, init_network, last_values, make_network, remember, unrolling
+from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import outside_training
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
@@ -113,7 +112,7 @@ class IMPALA:
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params, memory = init_network(network, params_key, obs)
+            params, memory = starting(network, params_key, obs)
             return IMPALAState(
                 params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
                 novelty=begin_novelty(key), memory=memory,
@@ -241,5 +240,5 @@ class IMPALA:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **outside(network, venv),
         )

@@ -16,9 +16,9 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logica
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import outside_training, recurrent_actor_critic
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.rnd import random_network_distillation
@@ -172,5 +172,5 @@ class RecurrentPPO:
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
             env_group=self.num_minibatches,
-            **outside_training(network, venv.action_space),
+            **outside_recurrent_training(network, venv.action_space),
         )

@@ -53,8 +53,8 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, memb
 def test_members_of_every_algorithm_equal_separate_runs(algo, one_device):
     def train(**seeds):
         return msrl.train(
-            algo.partition("+")[0], RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device, progress=False,
-            **seeds, **SMALL, **PARTICULAR[algo],
+            algo.partition("+")[0], RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device,
+            progress=False, **seeds, **SMALL, **PARTICULAR[algo],
         )  # fmt: skip
 
     both = train(seed=3, seeds=2)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, stepping
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, recurrent_actor_critic
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, outside_training
 from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torsos, unflatten
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, truncated_values
+from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import actor_part, are_privileged, with_privileged_of
@@ -35,7 +36,7 @@ def make_network(config: Any, venv: VectorEnvironment) -> ActorCritic | Recurren
     return actor_critic(torsos, venv.action_space, shared_torso=config.shared_torso)
 
 
-def init_network(network: ActorCritic | RecurrentNetwork, key: jax.Array, obs: Any) -> tuple[Any, Memory | tuple[()]]:
+def starting(network: ActorCritic | RecurrentNetwork, key: jax.Array, obs: Any) -> tuple[Any, Memory | tuple[()]]:
     """New parameters, and what is remembered before the first observations `[E, ...]`."""
     if isinstance(network, ActorCritic):
         return network.init(key, obs), ()
@@ -112,3 +113,10 @@ def last_values(network: ActorCritic | RecurrentNetwork, params: Any, last_obs: 
     if isinstance(network, ActorCritic):
         return network.value(params, last_obs)
     return network.step(params, last_obs, carry)[0][1]
+
+
+def outside(network: ActorCritic | RecurrentNetwork, venv: VectorEnvironment) -> dict[str, Any]:
+    """What an `Agent` does outside of training: `act` and what belongs to it."""
+    if isinstance(network, ActorCritic):
+        return outside_training(network, venv.action_space)
+    return outside_recurrent_training(network, venv.action_space)

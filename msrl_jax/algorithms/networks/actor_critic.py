@@ -15,12 +15,11 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Carry, Torso, TwoTorsos, flatten, head, unflatten
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
-from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
+from msrl_jax.algorithms.networks.layers import Torso, TwoTorsos, flatten, head, unflatten
+from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
+from msrl_jax.envs.privileged import PrivilegedObservation
 
 
 class _Module(nn.Module):
@@ -98,24 +97,9 @@ def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
     return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
 
 
-def recurrent_actor_critic(config: Any, venv: VectorEnvironment) -> RecurrentNetwork:
-    """Makes the network of a config with a core: policy and value share all but their heads, unless critics see more."""
-    shared = getattr(config, "shared_torso", False) or not are_privileged(venv.observation_space)
-    heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=shared)  # noqa: E731
-    return recurrent_network(venv.observation_space, heads, config)
-
-
-def outside_training(network: ActorCritic | RecurrentNetwork, space: Space) -> dict[str, Any]:
-    """`act` of an `Agent` whose state has the parameters, and `initial_carry` of one with a memory, or else `probabilities`,
-    which is None if actions are floats."""
+def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
+    """`act` of an `Agent` whose state has the parameters, and `probabilities`, which is None if actions are floats."""
     to_env_action = action_transform(space)
-    if isinstance(network, RecurrentNetwork):
-
-        def remember(state: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            (policy, _), carry = network.step(state.params, obs, carry)
-            return to_env_action(choose(policy, key)), carry
-
-        return {"act": remember, "initial_carry": lambda num_envs: network.initial_carry((num_envs,))}
 
     def act(state: Any, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         return to_env_action(choose(network.policy(state.params, obs), key))
