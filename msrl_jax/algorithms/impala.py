@@ -1,9 +1,9 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic that corrects for stale actors with V-trace.
 
 Every iteration makes one update from the unrolls of all environments. With replay, a queue keeps whole batches, and every
-iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
-distribution policy's staleness sets the age of the acting parameters; it is 0 under a synchronous policy. In the shape
-descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
+iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too; a
+memory starts as it was when a batch was made. The distribution policy's staleness sets the age of the acting parameters; it is
+0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
 from typing import Any, Literal, NamedTuple

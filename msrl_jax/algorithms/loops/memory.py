@@ -1,7 +1,7 @@
 """Actor-critics with a memory or without one: the parts of their unrolls, and what the learner computes from an unroll.
 
-Without a memory (`core="none"`) what is remembered is `()`, and the program is that of `loops/trajectory.py`. In the shape
-descriptions, `T` denotes the length of an unroll and `E` the number of environments.
+Without a memory (`core="none"`) what is remembered is `()`, and nothing of it is in the program. In the shape descriptions, `T`
+denotes the length of an unroll and `E` the number of environments.
 """
 
 from collections.abc import Callable
