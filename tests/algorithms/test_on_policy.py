@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def wide(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
 
-def log_scale_of(params):
+def log_scale_of(params) -> Any:
     return params["params"].get("log_scale") if "params" in params else None
 
 
@@ -71,7 +72,7 @@ def plain_rollout(agent, acting, env_state, obs, actor_keys, memory=()):
     continuous, acting = agent.env.action_space.shape != (), [wide(params) for params in acting]
     split = jax.vmap(lambda k: jax.random.split(k, T + 1))(actor_keys)
     log_scale = log_scale_of(acting[0])
-    is_first, carry = jax.tree.map(np.asarray, tuple(memory)) or (np.zeros(E, bool), ())
+    is_first, carry = jax.tree.map(np.asarray, tuple(memory)) if memory else (np.zeros(E, bool), ())
 
     def network(obs, is_first, carry):
         shares = lambda x: np.split(np.asarray(x), len(acting))  # noqa: E731
