@@ -12,11 +12,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, estimate
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, evaluate, outside_training
-from msrl_jax.algorithms.networks.layers import make_torsos
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.algorithms.rnd import random_network_distillation
@@ -33,6 +34,7 @@ class A2CState(NamedTuple):
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     novelty: Any = ()  # of `random_network_distillation`
+    memory: Memory | tuple[()] = ()  # of the actors; () without a core
 
 
 @config("a2c", privileged=True)
@@ -57,6 +59,8 @@ class A2C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
     intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
@@ -64,28 +68,30 @@ class A2C:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> A2CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs)
+            params, memory = starting(network, params_key, obs)
             return A2CState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs, begin_novelty(key)
-            )
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs, begin_novelty(key),
+                memory,
+            )  # fmt: skip
 
         axes = logical_axes(
-            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
-        )
+            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
+            memory=P("env"),
+        )  # fmt: skip
 
-        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
+        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(network, venv, self.unroll_length)
 
         @fragment(role="learner")
-        def gradients(params, trajectory, last_obs, bootstrap_value):
+        def gradients(params, trajectory, last_obs, bootstrap_value, memory):
             loss = functools.partial(advantage_loss, self, network)
-            return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value)
+            return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value, memory)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
@@ -93,27 +99,30 @@ class A2C:
             return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
+        def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value, memory):
             learning_rate = step_size(self, progress)
-            grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
+            grads, stats = gradients(params, trajectory, last_obs, bootstrap_value, memory)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
 
         def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
-            def step(carry, keys):
-                env_state, obs = carry
-                action, log_prob = act(state.params, obs, keys)
+            def step(before, keys):
+                env_state, obs, memory = before
+                action, log_prob, carry = act(state.params, obs, memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs), (experience, t.final_obs)
+                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = draw_keys(state.actor_keys)
-            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-            bootstrap_value = bootstrap(state.params, final_obs)
+            start = state.env_state, state.obs, state.memory
+            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            bootstrap_value = bootstrap(state.params, final_obs, carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
-            params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
-            return A2CState(params, opt_state, actor_keys, env_state, obs, novelty), {**metrics, **found, **episodes}
+            params, opt_state, metrics = learn(
+                state.params, state.opt_state, progress, trajectory, obs, bootstrap_value, state.memory
+            )
+            return A2CState(params, opt_state, actor_keys, env_state, obs, novelty, memory), {**metrics, **found, **episodes}
 
         return Agent(
             init=init,
@@ -122,17 +131,23 @@ class A2C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=1,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **outside(network, venv),
         )
 
 
 def advantage_loss(
-    config: Any, network: ActorCritic, params: Any, t: Trajectory, last_obs: jax.Array, bootstrap_value: jax.Array
+    config: Any,
+    network: ActorCritic | RecurrentNetwork,
+    params: Any,
+    t: Trajectory,
+    last_obs: jax.Array,
+    bootstrap_value: jax.Array,
+    memory: Memory | tuple[()],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
-    log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
+    log_prob, entropy, value, carry = evaluate(network, params, t, memory)
     now = jax.lax.stop_gradient(value)
-    last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+    last_value = jax.lax.stop_gradient(last_values(network, params, last_obs, carry))
     advantage, target = estimate(config, t, now, last_value, bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
-from msrl_jax.algorithms.networks.layers import make_torsos
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.memory import Memory, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.loops.trajectory import Trajectory
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -42,6 +42,7 @@ class A3CState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    memory: Memory | tuple[()] = ()  # of the actors; () without a core
 
 
 @config("a3c", privileged=True)
@@ -67,6 +68,8 @@ class A3C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
     normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
 
@@ -82,22 +85,22 @@ class A3C:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
 
         def init(key: jax.Array) -> A3CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs)
+            params, memory = starting(network, params_key, obs)
             return A3CState(
                 params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
-                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs, memory,
             )  # fmt: skip
 
         axes = logical_axes(
             A3CState, params=P(), opt_state=P(), worker_params=P("worker"), fetched=P("worker"), actor_keys=P("env"),
-            env_state=venv.axes, obs=P("env"),
+            env_state=venv.axes, obs=P("env"), memory=P("env"),
         )  # fmt: skip
 
         def by_worker(tree: Any, axis: int = 0) -> Any:
@@ -109,18 +112,19 @@ class A3C:
             return x.reshape(-1, *x.shape[2:])
 
         def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
-            """A function of parameters and observations `[E, ...]` in which every worker has its own parameters."""
-            return lambda params, obs: jax.tree.map(merge, jax.vmap(function)(params, by_worker(obs)))
+            """A function of parameters and arrays `[E, ...]` in which every worker has its own parameters."""
+            return lambda params, *inputs: jax.tree.map(merge, jax.vmap(function)(params, *by_worker(inputs)))
 
-        workers = network._replace(policy=of_workers(network.policy), value=of_workers(network.value))
-        draw_keys, act, env_step, bootstrap, pop_episodes = actor(workers, venv, self.unroll_length)
+        acting = ("step", "value") if isinstance(network, RecurrentNetwork) else ("policy", "value")
+        workers = network._replace(**{name: of_workers(getattr(network, name)) for name in acting})
+        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(workers, venv, self.unroll_length)
 
         @fragment(role="learner")
-        def gradients(worker_params, trajectory, last_obs, bootstrap_value):
+        def gradients(worker_params, trajectory, last_obs, bootstrap_value, memory):
             trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
             loss = functools.partial(advantage_loss, self, network)
-            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
-            return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
+            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1, 0))
+            return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value, by_worker(memory))
 
         @fragment(role="server")
         def apply_updates(params, opt_state, progress, fetched, grads):
@@ -146,22 +150,23 @@ class A3C:
             return jax.tree.map(jnp.mean, stats)
 
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
-            def step(carry, keys):
-                env_state, obs = carry
-                action, log_prob = act(state.worker_params, obs, keys)
+            def step(before, keys):
+                env_state, obs, memory = before
+                action, log_prob, carry = act(state.worker_params, obs, memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs), (experience, t.final_obs)
+                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = draw_keys(state.actor_keys)
-            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-            bootstrap_value = bootstrap(state.worker_params, final_obs)
+            start = state.env_state, state.obs, state.memory
+            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            bootstrap_value = bootstrap(state.worker_params, final_obs, carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
+            grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value, state.memory)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )
-            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, memory)
             return after, {**metrics, **summarize(stats), **episodes}
 
         return Agent(
@@ -171,5 +176,5 @@ class A3C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=num_workers,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **outside(network, venv),
         )

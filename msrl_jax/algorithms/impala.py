@@ -1,9 +1,9 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic that corrects for stale actors with V-trace.
 
 Every iteration makes one update from the unrolls of all environments. With replay, a queue keeps whole batches, and every
-iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
-distribution policy's staleness sets the age of the acting parameters; it is 0 under a synchronous policy. In the shape
-descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
+iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too; a
+memory starts as it was when a batch was made. The distribution policy's staleness sets the age of the acting parameters; it is
+0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -14,11 +14,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, next_values
+from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, evaluate, outside_training
-from msrl_jax.algorithms.networks.layers import make_torsos
 from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
@@ -41,6 +40,7 @@ class IMPALAState(NamedTuple):
     replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
     replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
     novelty: Any = ()  # of `random_network_distillation`
+    memory: Memory | tuple[()] = ()  # of the actors; () without a core
 
 
 class Batch(NamedTuple):
@@ -50,6 +50,7 @@ class Batch(NamedTuple):
     last_obs: jax.Array  # after the trajectory, [E, ...]
     bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
     version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
+    memory: Memory | tuple[()] = ()  # of the actors, before the trajectory
 
 
 @config("impala", privileged=True)
@@ -77,6 +78,8 @@ class IMPALA:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     vtrace_lambda: float = tunable(default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95.")
     clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
     clip_c: float = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
@@ -102,47 +105,51 @@ class IMPALA:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs)
+            params, memory = starting(network, params_key, obs)
             return IMPALAState(
                 params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
-                novelty=begin_novelty(key),
+                novelty=begin_novelty(key), memory=memory,
             )  # fmt: skip
 
         axes = logical_axes(
-            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
-        )
+            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
+            memory=P("env"),
+        )  # fmt: skip
 
-        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
+        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(network, venv, self.unroll_length)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
-            def step(carry, keys):
-                env_state, obs = carry
-                action, log_prob = act(state.params, obs, keys)
+            def step(before, keys):
+                env_state, obs, memory = before
+                action, log_prob, carry = act(state.params, obs, memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs), (experience, t.final_obs)
+                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = draw_keys(state.actor_keys)
-            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            start = state.env_state, state.obs, state.memory
+            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             version = parameter_version(progress.version) if self.replay_batches else ()
-            batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
+            bootstrap_value = bootstrap(state.params, final_obs, carries, trajectory.truncated)
+            batch = Batch(trajectory, obs, bootstrap_value, version, state.memory)
             env_state, episodes = pop_episodes(env_state)
-            return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
+            return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, memory=memory), batch, episodes
 
         queue = None
         if self.replay_batches:
             first = Progress(counter(), None, jnp.uint32(0))
             example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
             batch_axes = logical_axes(
-                Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
-            )
+                Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
+                memory=P("env"),
+            )  # fmt: skip
             queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)
             axes = axes._replace(replay=queue.axes, replay_key=P())
 
@@ -163,13 +170,13 @@ class IMPALA:
             return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
 
         @fragment(role="learner")
-        def gradients(params, trajectory, last_obs, bootstrap_value):
+        def gradients(params, trajectory, last_obs, bootstrap_value, memory):
             t = trajectory
 
             def loss(params):
-                log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
+                log_prob, entropy, value, carry = evaluate(network, params, t, memory)
                 now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-                last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+                last_value = jax.lax.stop_gradient(last_values(network, params, last_obs, carry))
                 next_value = next_values(now, last_value, bootstrap_value, t.truncated)
                 target, advantage = vtrace(
                     log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
@@ -203,7 +210,7 @@ class IMPALA:
 
             def update(carry, batch):
                 params, opt_state = carry
-                grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
+                grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value, batch.memory)
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
                 return (params, opt_state), {**stats, "grad_norm": grad_norm}
 
@@ -233,5 +240,5 @@ class IMPALA:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **outside(network, venv),
         )

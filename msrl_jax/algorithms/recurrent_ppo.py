@@ -16,17 +16,15 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logica
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
-from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.networks.recurrent import pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.privileged import actor_part, are_privileged, with_privileged_of
+from msrl_jax.envs.privileged import actor_part, with_privileged_of
 from msrl_jax.fragments import fragment
 
 
@@ -81,10 +79,7 @@ class RecurrentPPO:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        shared = not are_privileged(venv.observation_space)
-        heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=shared)  # noqa: E731
-        network = recurrent_network(venv.observation_space, heads, self)
-        to_env_action = action_transform(venv.action_space)
+        network = recurrent_actor_critic(self, venv)
         optimizer = make_optimizer(self, epsilon=1e-5)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
@@ -169,18 +164,13 @@ class RecurrentPPO:
             after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry, novelty)
             return after, {**metrics, **found, **episodes}
 
-        def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
-            (policy, _), carry = network.step(state.params, obs, carry)
-            return to_env_action(choose(policy, key)), carry
-
         return Agent(
             init=init,
             iteration=iteration,
-            act=choose_action,
             axes=axes,
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
-            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
             env_group=self.num_minibatches,
+            **outside_recurrent_training(network, venv.action_space),
         )

@@ -15,6 +15,9 @@ from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 
+_WITH_MEMORY = {"ppo": "recurrent_ppo", "dqn": "r2d2", "apex_dqn": "r2d2"}
+"""Algorithms whose form with a memory is another algorithm."""
+
 
 def names() -> list[str]:
     """The names of all algorithms."""
@@ -74,6 +77,8 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
+            if name == "core" and (with_memory := _WITH_MEMORY.get(base.name)):
+                near = f": {base.name} with a memory is {with_memory}"
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
     words.check(new)

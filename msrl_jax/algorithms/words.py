@@ -114,6 +114,13 @@ def check_given(config: Any, names: Collection[str]) -> None:
         if name in names and str(now := getattr(config, other)) not in values.split("|"):
             use = " or ".join(repr(v) if isinstance(now, str) else v for v in values.split("|"))
             raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {other}={use}")
+    core = getattr(config, "core", None)
+    if core is not None and "memory_size" in names and (core == "none" or not is_name(core)):
+        raise ValueError(
+            f"{kind}.memory_size has no effect on {kind}.core={_checks.name_of(core)}; leave it out, or give core='gru'"
+        )
+    if core not in (None, "none") and "shared_torso" in names:
+        raise ValueError(f"{kind}.shared_torso has no effect on {kind}.core={_checks.name_of(core)}; leave it out")
     if hasattr(config, "check_given"):
         config.check_given(names)
 

@@ -58,7 +58,7 @@ def copies(tmp_path_factory):
         sys.modules.pop(f"our_{name}", None)
 
 
-def programs(algo):
+def programs(algo, **more):
     """The programs of a small run as text without places in files, the initial state's shapes, and its logical axes."""
     kind = algorithms.get(algo)
     name, fields = kind.name.removeprefix("our_"), {f.name for f in dataclasses.fields(kind)}
@@ -66,7 +66,7 @@ def programs(algo):
     given = {k: x for k, x in (SMALL | PARTICULAR.get(name, {})).items() if k in fields}
     given |= {"data": noise(msrl.envs.make(env))} if kind.offline else {}
     given |= {"teams": "player_0=ippo player_1=random"} if name == "teams" else {}
-    experiment = make_experiment(algo, env, overrides=given)
+    experiment = make_experiment(algo, env, overrides=given | more)
     agent, state = experiment.agent, jax.eval_shape(experiment.initial_state)
     texts = jax.jit(agent.init).lower(experiment.key).as_text(), jax.jit(agent.iteration).lower(state).as_text()
     return texts, jax.tree.map(lambda x: (x.shape, str(x.dtype)), state), agent.axes
@@ -91,6 +91,11 @@ def test_a_copy_is_the_same_program(copies, name):
     assert list(map(str, jax.tree.leaves(axes))) == list(map(str, jax.tree.leaves(same_axes)))
 
 
+@pytest.mark.parametrize("name", ["a2c", *(pytest.param(n, marks=pytest.mark.slow) for n in ("a3c", "impala"))])
+def test_a_copy_has_the_memory_too(copies, name):
+    assert programs(str(copies / f"our_{name}.py"), core="gru")[0] == programs(name, core="gru")[0]
+
+
 def test_copies_are_clean_and_import_only_what_is_public(copies):
     for path in copies.glob("*.py"):
         imports = re.findall(r"^(?:from|import) .*?(?:\([^)]*\))?$", path.read_text(), re.MULTILINE)
@@ -107,6 +112,7 @@ def test_copies_are_clean_and_import_only_what_is_public(copies):
     [
         pytest.param("ppo", ENV, marks=pytest.mark.long),
         pytest.param("dqn", ENV, marks=pytest.mark.slow),
+        pytest.param("a2c", ENV, marks=pytest.mark.slow),  # with a memory
         pytest.param("qmix", "RockPaperScissors", marks=pytest.mark.slow),
     ],
 )

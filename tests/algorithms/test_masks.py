@@ -30,6 +30,7 @@ CONFIGS = {
     "a2c": SMALL,
     "a3c": SMALL | {"num_workers": 2},
     "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
+    "a3c+memory": SMALL | MEMORY | {"num_workers": 2, "core": "gru"},
     "pqn": SMALL | {"num_epochs": 2, "num_minibatches": 2, "exploration_steps": 500},
     "dqn": REPLAY | {"dueling": True, "n_step": 2, "storage": "uint8", "exploration_steps": 500},
     "dqn+c51": REPLAY | {"distribution": "c51", "num_atoms": 5, "exploration_steps": 500},

@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
@@ -18,11 +21,13 @@ from tests.support.agents import still
 from tests.support.compiled import collectives
 from tests.support.ppo import plain_log_prob_and_entropy, plain_network
 from tests.support.random_walk import RandomWalk
+from tests.support.recurrent import plain_core
 
 T, E, W = 6, 16, 4
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_rate": 0.02}
 # Clips on both sides of 1, so that each of them changes something.
 VTRACE = {"clip_rho": 1.02, "clip_c": 0.97, "clip_pg_rho": 1.05, "vtrace_lambda": 0.9}
+GRU = {"core": "gru", "memory_size": 5}
 
 
 def build(name, env=None, make_agent=still, **overrides):
@@ -43,20 +48,46 @@ def wide(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
 
-def plain_rollout(agent, acting, env_state, obs, actor_keys):
-    """Steps the environments in Python; each of the parameters in `acting` acts in its share of them, in float64."""
+def log_scale_of(params) -> Any:
+    return params["params"].get("log_scale") if "params" in params else None
+
+
+def plain_outputs(params, obs, is_first=None, carry=(), xp=np):
+    """Logits or means, values and the carry after observations `[T, E, ...]`; with a carry, those of a network with a GRU."""
+    if not carry:
+        return *plain_network(params, obs, False, xp), ()
+    x, heads = obs, params["heads"]["params"]
+    dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
+    for layer in ("Dense_0", "Dense_1"):
+        x = xp.tanh(dense(params["torso"]["params"][layer], x))
+    x, (hidden,) = plain_core("gru", params["core"], x, is_first, carry, xp)
+    return dense(heads["actor_head"], x), dense(heads["critic_head"], x)[..., 0], (hidden[-1],)
+
+
+def plain_rollout(agent, acting, env_state, obs, actor_keys, memory=()):
+    """Steps the environments in Python; each of the parameters in `acting` acts in its share of them, in float64.
+
+    The rows have besides what is seen the memory before the first step, if there is one, and are followed by the memory after.
+    """
     continuous, acting = agent.env.action_space.shape != (), [wide(params) for params in acting]
     split = jax.vmap(lambda k: jax.random.split(k, T + 1))(actor_keys)
-    log_scale = acting[0]["params"].get("log_scale")
+    log_scale = log_scale_of(acting[0])
+    is_first, carry = jax.tree.map(np.asarray, tuple(memory)) if memory else (np.zeros(E, bool), ())
 
-    def network(obs):
-        shares = np.split(np.asarray(obs, np.float64), len(acting))
-        each = [plain_network(p, x, False, np) for p, x in zip(acting, shares, strict=True)]
-        return [np.concatenate(parts) for parts in zip(*each, strict=True)]
+    def network(obs, is_first, carry):
+        shares = lambda x: np.split(np.asarray(x), len(acting))  # noqa: E731
+        wide_obs = np.asarray(obs, np.float64)
+        each = [
+            plain_outputs(params, obs[None], first[None], carry)
+            for params, obs, first, *carry in zip(acting, shares(wide_obs), shares(is_first), *map(shares, carry), strict=True)
+        ]
+        outputs, value, carry = zip(*each, strict=True)
+        whole = lambda x: np.concatenate(x, 1)[0]  # noqa: E731
+        return whole(outputs), whole(value), tuple(np.concatenate(x) for x in zip(*carry, strict=True))
 
-    columns, step = [], jax.jit(agent.env.step)
+    columns, step, before = [], jax.jit(agent.env.step), (is_first, carry)
     for t in range(1, T + 1):
-        outputs, _ = network(obs)
+        outputs, _, carry = network(obs, is_first, carry)
         if continuous:
             noise = np.stack([jax.random.normal(k, (2,)) for k in split[:, t]])
             action = (outputs + np.exp(log_scale) * noise).astype(np.float32)
@@ -67,19 +98,21 @@ def plain_rollout(agent, acting, env_state, obs, actor_keys):
             env_action = action = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
         log_prob, _ = plain_log_prob_and_entropy(outputs, log_scale, action, np)
         env_state, seen = step(env_state, jnp.asarray(env_action))
-        bootstrap_value = network(seen.final_obs)[1]
+        bootstrap_value = network(seen.final_obs, np.zeros(len(obs), bool), carry)[1]
         row = (obs, action, log_prob, bootstrap_value, seen.reward, seen.terminated, seen.truncated)
         columns.append([np.asarray(x) for x in row])
-        obs = seen.obs
-    return env_state, obs, split[:, 0], [np.stack(x) for x in zip(*columns, strict=True)]
+        obs, is_first = seen.obs, np.asarray(seen.terminated | seen.truncated)
+    rollout = [np.stack(x) for x in zip(*columns, strict=True)], before
+    return env_state, obs, split[:, 0], rollout, (is_first, carry) if memory else ()
 
 
 def plain_gradient(params, rollout, last_obs, config, corrected=False):
     """Targets and advantages by a loop backwards, then the gradient of a loss written out here."""
-    obs, action, log_prob, bootstrap_value, reward, terminated, truncated = rollout
+    (obs, action, log_prob, bootstrap_value, reward, terminated, truncated), (is_first, carry) = rollout
     exact = wide(params)
-    outputs, value = plain_network(exact, np.concatenate([obs, last_obs[None]]).astype(np.float64), False, np)
-    now, _ = plain_log_prob_and_entropy(outputs[:-1], exact["params"].get("log_scale"), action, np)
+    starts = np.concatenate([is_first[None], terminated | truncated])
+    outputs, value, _ = plain_outputs(exact, np.concatenate([obs, last_obs[None]]).astype(np.float64), starts, carry)
+    now, _ = plain_log_prob_and_entropy(outputs[:-1], log_scale_of(exact), action, np)
     ratio = np.exp(now - log_prob) if corrected else np.ones(reward.shape)
     if corrected:
         rho, c = np.minimum(config.clip_rho, ratio), config.vtrace_lambda * np.minimum(config.clip_c, ratio)
@@ -98,8 +131,8 @@ def plain_gradient(params, rollout, last_obs, config, corrected=False):
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
     def loss(params):
-        outputs, v = plain_network(params, obs, False)
-        now, entropy = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action)
+        outputs, v, _ = plain_outputs(params, obs, starts[:-1], carry, jnp)
+        now, entropy = plain_log_prob_and_entropy(outputs, log_scale_of(params), action)
         value_error = ((v - target) ** 2).mean() / 2
         return -(now * advantage).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
 
@@ -120,17 +153,20 @@ def assert_close(got, want):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
+@pytest.mark.parametrize(("continuous", "core"), [(False, {}), (True, {}), (False, GRU)], ids=["discrete", "continuous", "gru"])
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
-def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, gae_lambda):
+def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, core, gae_lambda):
     over = "batch" if gae_lambda < 1 else "none"
-    agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda, normalize_advantage=over)
+    agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda, normalize_advantage=over, **core)
     state = start(agent)
-    _, obs, _, rollout = plain_rollout(agent, [state.params], state.env_state, state.obs, state.actor_keys)
-    terminated, truncated = rollout[-2:]
+    _, obs, _, rollout, memory = plain_rollout(
+        agent, [state.params], state.env_state, state.obs, state.actor_keys, state.memory
+    )
+    terminated, truncated = rollout[0][-2:]
     assert terminated.any() and (truncated & ~terminated).any()
     after, _ = jax.jit(agent.iteration)(state)
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
+    assert_close(tuple(after.memory), memory)
     gradient, _ = plain_gradient(state.params, rollout, np.asarray(obs), config)
     assert_close(after.params, plain_rmsprop(state.params, wide(state.opt_state[1].nu), gradient, config)[0])
     assert min(np.abs(np.asarray(a - b)).max() for a, b in pairs(after.params, state.params)) > 1e-4
@@ -156,20 +192,27 @@ def named(policy):
     return f"{type(policy).__name__}-{policy.staleness}"
 
 
-@pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)], ids=named)
-def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
-    """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones."""
-    staleness = policy.staleness
-    agent, config = build("impala", make_agent=counted, **VTRACE, normalize_advantage="batch" if staleness == 1 else "none")
+STALE = [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "core"),
+    [pytest.param(p, {}, id=named(p)) for p in STALE]
+    + [pytest.param(p, GRU, id=f"{named(p)}-gru", marks=[] if p == STALE[-1] else pytest.mark.slow) for p in STALE],
+)
+def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
+    """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones, from the actors' memory."""
+    staleness, over = policy.staleness, "batch" if policy.staleness == 1 else "none"
+    agent, config = build("impala", make_agent=counted, **VTRACE, **core, normalize_advantage=over)
     state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 6, chunk=1)
     state = state.inner
     params, mean_square = state.params, wide(state.opt_state[1].nu)
     history, ratios = [params] * (staleness + 1), []
-    env_state, obs, keys = state.env_state, state.obs, state.actor_keys
+    env_state, obs, keys, memory = state.env_state, state.obs, state.actor_keys, state.memory
     for _ in range(6):
-        env_state, obs, keys, rollout = plain_rollout(agent, history[:1], env_state, obs, keys)
+        env_state, obs, keys, rollout, memory = plain_rollout(agent, history[:1], env_state, obs, keys, memory)
         gradient, ratio = plain_gradient(params, rollout, np.asarray(obs), config, corrected=True)
         params, mean_square = plain_rmsprop(params, mean_square, gradient, config)
         history = [*history[1:], params]
@@ -191,16 +234,17 @@ def test_a_key_samples_and_no_key_is_greedy(name):
     np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
-def test_impala_learns_from_the_batches_that_are_kept():
-    """Every update draws one of the newest batches, which keeps the log-probabilities and values of those who acted in it."""
-    agent, config = build("impala", make_agent=counted, **VTRACE, replay_batches=3, num_updates=2)
+@pytest.mark.parametrize("core", [{}, GRU], ids=["none", "gru"])
+def test_impala_learns_from_the_batches_that_are_kept(core):
+    """Every update draws one of the newest batches, which keeps log-probabilities, values and memory of its actors."""
+    agent, config = build("impala", make_agent=counted, **VTRACE, **core, replay_batches=3, num_updates=2)
     state, iteration = start(agent, 0), jax.jit(agent.iteration)
     own = state.inner
     params, mean_square, kept, drawn = own.params, wide(own.opt_state[1].nu), [], []
-    env_state, obs, keys, replay_key = own.env_state, own.obs, own.actor_keys, own.replay_key
+    env_state, obs, keys, replay_key, memory = own.env_state, own.obs, own.actor_keys, own.replay_key, own.memory
     for i in range(5):
         state, metrics = iteration(state)
-        env_state, obs, keys, rollout = plain_rollout(agent, [params], env_state, obs, keys)
+        env_state, obs, keys, rollout, memory = plain_rollout(agent, [params], env_state, obs, keys, memory)
         kept = [*kept[-2:], (i, rollout, np.asarray(obs))]
         replay_key, *draws = jax.random.split(replay_key, 3)
         batches = [kept[int(jax.random.randint(key, (), 0, len(kept)))] for key in draws]
@@ -235,35 +279,39 @@ def aged(name):
     return msrl.compile(agent.iteration, state, policy=SingleLearnerCoarse(2, staleness=2), axes=agent.axes), state
 
 
-@pytest.mark.parametrize("intrinsic_coef", [None, 0.5])
-def test_on_policy_impala_is_a2c(intrinsic_coef):
-    states = {}
+@pytest.mark.parametrize("options", [{}, {"intrinsic_coef": 0.5}, GRU], ids=["plain", "rnd", "gru"])
+def test_on_policy_impala_is_a2c(options):
+    states, metrics = {}, {}
     for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):
-        agent, _ = build(name, intrinsic_coef=intrinsic_coef, **{trace: 1.0})
-        states[name], _ = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(
-            start(agent, 0)
-        )
+        agent, _ = build(name, **options, **{trace: 1.0})
+        run = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))
+        states[name], metrics[name] = run(start(agent, 0))
     assert_close(states["impala"].params, states["a2c"].params)
+    np.testing.assert_allclose(metrics["impala"]["approx_kl"], 0, atol=1e-6)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1)], ids=named)
-def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy):
+@pytest.mark.parametrize(
+    ("policy", "core"),
+    [pytest.param(p, {}, id=named(p)) for p in (*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1))]
+    + [pytest.param(Apart(1), GRU, id="gru")],
+)
+def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy, core):
     staleness = policy.staleness
-    agent, config = build("a3c", make_agent=counted, normalize_advantage="worker" if staleness == 1 else "none")
+    agent, config = build("a3c", make_agent=counted, normalize_advantage="worker" if staleness == 1 else "none", **core)
     state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 4, chunk=1)
     state = state.inner
     server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W
     history, ages, fetched, count = [copies] * (staleness + 1), [], [0] * W, 0
-    env_state, obs, keys = state.env_state, state.obs, state.actor_keys
+    env_state, obs, keys, memory = state.env_state, state.obs, state.actor_keys, state.memory
     for _ in range(4):
-        env_state, obs, keys, rollout = plain_rollout(agent, history[0], env_state, obs, keys)
+        env_state, obs, keys, rollout, memory = plain_rollout(agent, history[0], env_state, obs, keys, memory)
         gradients = []
         for worker in range(W):
             own = slice(worker * E // W, (worker + 1) * E // W)
-            mine = [x[:, own] for x in rollout]
+            mine = [x[:, own] for x in rollout[0]], jax.tree.map(lambda x, own=own: x[own], rollout[1])
             gradients.append(plain_gradient(copies[worker], mine, np.asarray(obs)[own], config)[0])
         copies = list(copies)
         ages.append([])
@@ -282,12 +330,52 @@ def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy)
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(4), staleness))
 
 
+@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
+def test_acting_goes_on_from_a_carry(name):
+    agent, _ = build(name, **GRU)
+    state, carry = start(agent, 0), agent.initial_carry(10)
+    params, memory = wide(state.params), (np.zeros((10, 5)),)
+    for obs in np.linspace(-1, 1, 60).reshape(2, 10, 3):
+        action, carry = agent.act(state, jnp.asarray(obs), None, carry)
+        logits, _, memory = plain_outputs(params, obs[None], np.zeros((1, 10), bool), memory)
+        np.testing.assert_array_equal(action, logits[0].argmax(-1))
+        assert_close(carry, memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory_size": 8}, "A2C.memory_size has no effect on A2C.core='none'; leave it out, or give core='gru'"),
+        ({"core": nn.GRUCell(8), "memory_size": 8}, "A2C.memory_size has no effect on A2C.core=GRUCell"),
+        ({"core": "gru", "shared_torso": True}, "A2C.shared_torso has no effect on A2C.core='gru'; leave it out"),
+    ],
+)
+def test_fields_that_a_memory_leaves_without_effect_are_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        msrl.train("a2c", RandomWalk(), **options)
+
+
+def test_ppo_names_its_form_with_a_memory():
+    with pytest.raises(ValueError, match="PPO has no field 'core': ppo with a memory is recurrent_ppo; its fields are"):
+        msrl.train("ppo", RandomWalk(), core="gru")
+
+
 @pytest.mark.parametrize("name", ["a2c", "impala"])
 def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
     agent, _ = build(name)
     ((kind, size),) = collectives(agent)
     assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
     assert collectives(build(name, num_envs=4 * E, unroll_length=2 * T)[0]) == [(kind, size)]
+
+
+@pytest.mark.parametrize("name", ["a2c", pytest.param("impala", marks=pytest.mark.slow)])
+def test_a_memory_stays_on_its_device(name):
+    """Nothing is summed step by step; one of the numbers is how many values of truncated episodes CPUs compute."""
+    agent, _ = build(name, **GRU)
+    *numbers, (kind, size) = collectives(agent)
+    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
+    assert numbers == [("all-reduce", 1)]
+    assert collectives(build(name, num_envs=4 * E, unroll_length=2 * T, **GRU)[0]) == [*numbers, (kind, size)]
 
 
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():

@@ -1,4 +1,5 @@
-"""A2C, IMPALA, A3C and PQN solve CartPole with their defaults, IMPALA also with actors that lag behind."""
+"""A2C, IMPALA, A3C and PQN solve CartPole with their defaults, IMPALA also with actors that lag behind; with a memory, the
+actor-critics remember."""
 
 import jax
 import jax.numpy as jnp
@@ -38,3 +39,18 @@ def test_defaults_solve_cartpole_on_five_of_six_seeds(name, total_steps):
 def test_impala_solves_cartpole_with_actors_that_lag_behind(staleness):
     returns = final_returns("impala", 500_000, "SingleLearnerCoarse", staleness=staleness)
     assert (returns >= 475).sum() >= 5
+
+
+def returns_of_a_chain(name, **fields):
+    """Mean return of five seeds in the last tenth: the answer is shown once, and asked for five steps later. `[5]`"""
+    run = msrl.train(
+        name, "MemoryChain-bsuite:memory_length=5", seeds=5, total_steps=150_000, eval_episodes=0, progress=False, **fields
+    )
+    returns = run.history["episode_return"]
+    return returns[-(len(returns) // 10) :].mean(axis=0)
+
+
+@pytest.mark.parametrize("name", ["a2c", "a3c", "impala"])
+def test_a_memory_makes_up_for_missing_observations(name):
+    assert (returns_of_a_chain(name, core="gru") > 0.95).all()
+    assert (np.abs(returns_of_a_chain(name)) < 0.15).all()

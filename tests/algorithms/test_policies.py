@@ -44,6 +44,7 @@ CASES = [
     ("es", "CartPole-v1"),
     ("es", "Pendulum-v1"),
     ("impala+replay", "CartPole-v1"),
+    *((f"{name}+memory", "CartPole-v1") for name in ("a2c", "a3c", "impala")),
     ("pqn", "CartPole-v1"),
     ("dqn", "CartPole-v1"),
     ("dqn+c51", "CartPole-v1"),
@@ -66,6 +67,7 @@ CASES = [
     ("iql", "Pendulum-v1"),
     ("ppo+privileged", CART),
     ("recurrent_ppo+privileged", CART),
+    ("a2c+privileged", CART),
     ("sac+privileged", PENDULUM),
     ("iql+awac", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
@@ -99,6 +101,9 @@ FEW_POLICIES = {
     "r2d2+lru": (),
     "a2c": ("SingleLearnerFine",),
     "a3c": ("SingleLearnerCoarse",),
+    "a2c+memory": (),
+    "a3c+memory": (),
+    "impala+memory": ("SingleLearnerCoarse",),
     "es": ("Central",),
     "r2d2": ("Central",),
     "sac": ("Environments",),
@@ -110,6 +115,7 @@ FEW_POLICIES = {
     "iql": ("Environments",),
     "ppo+privileged": ("SingleLearnerCoarse",),
     "recurrent_ppo+privileged": (),
+    "a2c+privileged": (),
     "sac+privileged": (),
     "iql+awac": (),
     "ppo+linen": ("Environments",),
@@ -209,7 +215,7 @@ IMAGES = [
         algorithm, env,
         marks=[] if (algorithm, env) == ("a3c", IMAGE) else [pytest.mark.slow],
     )
-    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "es", "pqn") for env in (IMAGE, GRID)
+    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "impala+memory", "es", "pqn") for env in (IMAGE, GRID)
 ]  # fmt: skip
 
 

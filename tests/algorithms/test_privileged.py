@@ -30,6 +30,7 @@ OFF = {
 }  # fmt: skip
 LEARNING = {
     "ppo": ON, "recurrent_ppo": ON | {"memory_size": 8}, "impala": ON, "a2c": ON, "a3c": ON | {"num_workers": 2},
+    "a3c+memory": ON | {"num_workers": 2, "core": "gru", "memory_size": 8},
     "sac": OFF | {"initial_temperature": 1e-3, "learn_temperature": False}, "td3": OFF,
     "iql": {name: OFF[name] for name in ("hidden_sizes", "discount", "learning_rate", "batch_size", "tau")}
     | {"num_updates": 8, "normalize_rewards": False},
@@ -49,7 +50,7 @@ def recorded(env, steps=400):
 def loss_of_values(algorithm, env, iterations):
     """The mean squared error of values at the end of training, halved."""
     options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm == "iql" else {})
-    agent = counted(get(algorithm)(**options).build(env), None)
+    agent = counted(get(algorithm.partition("+")[0])(**options).build(env), None)
 
     def run(key):
         return jax.lax.scan(lambda state, _: agent.iteration(state), agent.with_data(agent.init(key)), None, iterations)[1]
@@ -60,7 +61,7 @@ def loss_of_values(algorithm, env, iterations):
     return float(np.mean(loss[-4:]))
 
 
-ON_POLICY = ("ppo", "recurrent_ppo", "impala", "a2c", "a3c")
+ON_POLICY = ("ppo", "recurrent_ppo", "impala", "a2c", "a3c", "a3c+memory")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [(name, {}) for name in (*ALGORITHMS, "ddpg")]
+    [(name.partition("+")[0], {"core": "gru"} if "+" in name else {}) for name in (*ALGORITHMS, "ddpg")]
     + [("ppo", MODULE), ("sac", MODULE), ("ppo", {"network": WHOLE}), ("ppo", {"network": "simba"})],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
@@ -99,7 +100,7 @@ def test_only_the_critic_has_parameters_for_it(algorithm, options):
             inputs["critic" if "critic" in where or where.startswith("['value']") else "actor"].add(x.shape[-2])
     # Four numbers of the cart, or three of the pendulum and an action, which a module of one's own does not get. With a memory,
     # its outputs besides.
-    of_critic = 4 + 64 if algorithm == "recurrent_ppo" else 3 if algorithm == "sac" and options else 4
+    of_critic = 4 + 64 if algorithm == "recurrent_ppo" or "core" in options else 3 if algorithm == "sac" and options else 4
     assert env.visible in inputs["actor"] - inputs["critic"] and of_critic in inputs["critic"] - inputs["actor"]
 
 
@@ -232,5 +233,7 @@ def test_actors_and_critics_share_no_torso():
     with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
         get("ppo")(shared_torso=True).build(cartpole())
     get("ppo")(shared_torso=True).build(Unseen())
+    with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
+        get("a2c")(core="gru", shared_torso=True).build(cartpole())
     with pytest.raises(ValueError, match="no place for a memory before its last layers"):
         get("recurrent_ppo")(network=WHOLE).build(cartpole())

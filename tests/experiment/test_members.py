@@ -15,6 +15,7 @@ PARTICULAR = {
     "a3c": {"num_workers": 4},
     "es": {},
     "impala": {},
+    "impala+memory": {"core": "gru", "memory_size": 5},
     "pqn": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 5},
 }
@@ -52,8 +53,8 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, memb
 def test_members_of_every_algorithm_equal_separate_runs(algo, one_device):
     def train(**seeds):
         return msrl.train(
-            algo, RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device, progress=False,
-            **seeds, **SMALL, **PARTICULAR[algo],
+            algo.partition("+")[0], RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device,
+            progress=False, **seeds, **SMALL, **PARTICULAR[algo],
         )  # fmt: skip
 
     both = train(seed=3, seeds=2)

@@ -25,6 +25,7 @@ RUNS = {
     "dqn": ("dqn", ENV, _OFF | {"prioritised": True, "n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
+    "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru", "memory_size": 4}),
 }  # fmt: skip
 """Algorithm, environment and config of each run."""
 

@@ -58,6 +58,10 @@ for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
 for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
     PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
+PARTICULAR["a2c+memory"] = {"core": "lstm", "memory_size": 16, "intrinsic_coef": 0.5}
+PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru", "memory_size": 16}
+PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru", "memory_size": 16}
+PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]

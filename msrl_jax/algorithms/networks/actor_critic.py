@@ -97,13 +97,6 @@ def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
     return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
 
 
-def evaluate(network: ActorCritic, params: Any, obs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of the actions, entropies of the policy, and values of the observations now. `[T, E]` each."""
-    policy, value = network.apply(params, flatten(obs))
-    parts = policy.log_prob(flatten(action)), policy.entropy(), value
-    return tuple(unflatten(x, len(action)) for x in parts)  # type: ignore[return-value]
-
-
 def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
     """`act` of an `Agent` whose state has the parameters, and `probabilities`, which is None if actions are floats."""
     to_env_action = action_transform(space)
