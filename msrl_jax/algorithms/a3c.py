@@ -27,7 +27,7 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, c
 from msrl_jax.algorithms.loops.trajectory import Trajectory, actor
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training
 from msrl_jax.algorithms.networks.layers import make_torsos
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -132,7 +132,7 @@ class A3C:
                 updates, opt_state = optimizer.update(grads, opt_state, params)
                 params = descend(params, updates, learning_rate)
                 age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
-                return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
+                return (params, opt_state), (params, count + 1, {"grad_norm": global_norm(grads), "gradient_age": age})
 
             counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
             (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
