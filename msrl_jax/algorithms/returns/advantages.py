@@ -75,21 +75,22 @@ def accumulate(delta: jax.Array, decay: jax.Array) -> jax.Array:
     A CPU goes from step to step. Other devices, which would launch kernels for each, double the reach of all sums at once:
     `log2(T)` kernels (Kogge & Stone, 1973).
     """
+    return jax.lax.platform_dependent(delta, decay, cpu=_step_by_step, default=_doubling)
 
-    def step_by_step(delta: jax.Array, decay: jax.Array) -> jax.Array:
-        def backwards(total, step):
-            delta, decay = step
-            total = delta + decay * total
-            return total, total
 
-        return jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)[1]
+def _step_by_step(delta: jax.Array, decay: jax.Array) -> jax.Array:
+    def backwards(total, step):
+        delta, decay = step
+        total = delta + decay * total
+        return total, total
 
-    def doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
-        reach = 1
-        while reach < len(total):
-            behind = lambda x: jnp.concatenate([x[reach:], jnp.zeros_like(x[:reach])])  # noqa: B023, E731
-            total, decay = total + decay * behind(total), decay * behind(decay)
-            reach *= 2
-        return total
+    return jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)[1]
 
-    return jax.lax.platform_dependent(delta, decay, cpu=step_by_step, default=doubling)
+
+def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
+    reach = 1
+    while reach < len(total):
+        later, further = (jnp.concatenate([x[reach:], jnp.zeros_like(x[:reach])]) for x in (total, decay))
+        total, decay = total + decay * later, decay * further
+        reach *= 2
+    return total

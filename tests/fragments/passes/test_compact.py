@@ -77,12 +77,12 @@ def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
         assert compacted(closed) is closed
 
 
-@pytest.mark.parametrize(("algorithm", "env"), [("ppo", "CartPole-v1"), ("dqn", "CartPole-v1"), ("recurrent_ppo", "Pendulum-v1")])
-def test_an_iteration_is_the_same(algorithm, env):
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn", "recurrent_ppo"])
+def test_an_iteration_is_the_same(algorithm):
     small = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
     if algorithm == "dqn":
         small |= {"learning_starts": 64, "batch_size": 8, "capacity": 1024, "num_updates": 4}
-    agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, small), msrl.envs.make(env)), 10)
+    agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, small), msrl.envs.make("CartPole-v1")), 10)
     state = jax.jit(agent.init)(jax.random.key(0))
     for _ in range(3):  # with a buffer that fills
         same_bits(agent.iteration, state)

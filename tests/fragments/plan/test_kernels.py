@@ -70,7 +70,7 @@ ENTRY %main (a: f32[8,4], w: f32[4,4], which: s32[]) -> (f32[8,4], f32[4,4]) {
   %sum.2 = f32[4,4]{1,0} all-reduce-done(%sum.1)
   ROOT %result = (f32[8,4]{0,1}, f32[4,4]{1,0}) tuple(%copied, %sum.2)
 }
-"""
+"""  # noqa: E501
 
 
 def test_launches_of_a_text_by_hand():
@@ -125,7 +125,8 @@ def test_launches_of_programs_whose_kernels_are_known():
     state = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     once = planned(lambda x: (wave(x), {}), state, gpu())
     # Elementwise operations are one kernel, of 16 KiB read and 16 KiB written; the count of iterations may be another one.
-    assert [(x.kernels, x.trips, x.nbytes) for p in once.programs for x in p.launches if x.fragment == "wave"] == [(1, (), 2**15)]
+    (of_wave,) = [x for p in once.programs for x in p.launches if x.fragment == "wave"]
+    assert (of_wave.kernels, of_wave.trips, of_wave.nbytes) == (1, (), 2**15)
     looped = planned(lambda x: (walk(x), {}), state, gpu())
     (in_loop,) = [x for p in looped.programs for x in p.launches if x.fragment == "walk" and x.trips]
     assert in_loop.trips == (7,) and 1 <= in_loop.kernels + in_loop.library_calls <= 2
