@@ -18,7 +18,7 @@ from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
@@ -96,7 +96,7 @@ class A2C:
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
             updates, opt_state = optimizer.update(grads, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value, memory):

@@ -27,7 +27,7 @@ from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Optimi
 from msrl_jax.algorithms.loops.memory import Memory, make_network, outside, remember, starting, unrolling
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -136,7 +136,7 @@ class A3C:
                 updates, opt_state = optimizer.update(grads, opt_state, params)
                 params = descend(params, updates, learning_rate)
                 age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
-                return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
+                return (params, opt_state), (params, count + 1, {"grad_norm": global_norm(grads), "gradient_age": age})
 
             counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
             (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(

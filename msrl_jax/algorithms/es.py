@@ -21,7 +21,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environ
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
@@ -155,7 +155,7 @@ class ES:
         def apply_update(params, opt_state, grads, learning_rate):
             decayed = jax.tree.map(lambda g, p: g + self.weight_decay * p, grads, params)
             updates, opt_state = optimizer.update(decayed, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, seeds, fitness):

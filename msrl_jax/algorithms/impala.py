@@ -18,7 +18,7 @@ from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Optimi
 from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.algorithms.rnd import random_network_distillation
@@ -202,7 +202,7 @@ class IMPALA:
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
             updates, opt_state = optimizer.update(grads, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, batches):

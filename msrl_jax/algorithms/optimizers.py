@@ -20,6 +20,7 @@ NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "muon": optax.contrib.muon,
 }  # fmt: skip
 """The optimizers of optax that have a name here."""
+_LARGE = 2**20  # with more numbers than these a copy takes longer than the launches that it saves
 _UNSCALED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms,
 }  # fmt: skip
@@ -79,8 +80,30 @@ def _named(named: Named, epsilon: Any, rms_decay: Any) -> optax.GradientTransfor
 def _clipped(config: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     if not hasattr(config, "max_grad_norm"):
         return optimizer
-    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    clip = optax.identity() if config.max_grad_norm is None else _clip(config.max_grad_norm)
     return optax.chain(clip, optimizer)
+
+
+def _clip(most: Any) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, with the norm of `global_norm`."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = global_norm(updates)
+        return jax.tree.map(lambda x: jnp.where(norm < most, x, (x / norm.astype(x.dtype)) * most), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The norm of all numbers of a pytree together. On devices that would launch a kernel for each leaf, of one vector."""
+    leaves = jax.tree.leaves(tree)
+    if len({x.dtype for x in leaves}) > 1 or sum(x.size for x in leaves) > _LARGE:
+        return optax.tree.norm(tree)
+
+    def of_vector(*leaves: jax.Array) -> jax.Array:
+        return optax.tree.norm(jnp.concatenate([x.ravel() for x in leaves]))
+
+    return jax.lax.platform_dependent(*leaves, cpu=lambda *leaves: optax.tree.norm(leaves), default=of_vector)
 
 
 class Adapted(NamedTuple):

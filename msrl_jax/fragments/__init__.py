@@ -13,6 +13,7 @@ passes in this order:
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
+    compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
 passes/checks.py applies the policy to devices and sizes before them, and refuses bad input between them.

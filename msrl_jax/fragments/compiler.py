@@ -24,11 +24,11 @@ from msrl_jax.fragments.passes.checks import (
 from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from msrl_jax.fragments.passes.packing import pack
 from msrl_jax.fragments.passes.partition import partition
-from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.passes.schedule import schedule
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.lower import suited
 
 State = TypeVar("State")
 
@@ -90,5 +90,5 @@ def compile(
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
-    fused = jaxpr_as_fun(repaired(closed, default.mesh)) if fuses else None
+    fused = jaxpr_as_fun(suited(closed, default)) if fuses else None
     return Program(fit, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -10,10 +10,11 @@ import optax.contrib
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.algorithms import PPO, SAC, build, counted, words
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.loops.off_policy import for_each_network
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
 from tests.support import transformations
 
 PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[3.0, 1.0], [0.5, -1.0]])}
@@ -109,6 +110,15 @@ def test_what_is_no_optimizer_is_refused_in_words_before_anything_compiles(case,
     monkeypatch.setattr(msrl.fragments.Program, "run", None)
     with pytest.raises((TypeError, ValueError), match=message):
         msrl.train("ppo", optimizer=given, total_steps=32 * 128, progress=False)
+
+
+def test_the_norm_of_one_vector_is_that_of_the_leaves():
+    tree = {"a": jnp.arange(12.0).reshape(3, 4), "b": (jnp.float32(-2.0), jnp.zeros((0, 3)))}
+    branches = jax.make_jaxpr(global_norm)(tree).eqns[-1].params["branches"]
+    found = [jaxpr_as_fun(branch)(*jax.tree.leaves(tree))[0] for branch in branches]
+    np.testing.assert_allclose(found, [np.sqrt(506 + 4)] * 2, rtol=1e-6)
+    mixed = {"a": jnp.ones(3), "b": jnp.ones(1, jnp.float16)}
+    assert global_norm(mixed) == 2.0  # leaves of several dtypes
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "anneal_learning_rate"])

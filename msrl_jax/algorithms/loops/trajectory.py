@@ -15,7 +15,7 @@ import optax
 
 from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.optimizers import KL, adapted, descend, is_own
+from msrl_jax.algorithms.optimizers import KL, adapted, descend, global_norm, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform
@@ -134,7 +134,7 @@ def proximal_updates(
         old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
         if diverged is not None:
             new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, optax.tree.norm(grads)
+        return *new, global_norm(grads)
 
     def run(params: Any, opt_state: Any, minibatches: jax.Array, learning_rate: jax.Array, *data: Any) -> Any:
         def update(updated, inputs):

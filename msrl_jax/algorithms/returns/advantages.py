@@ -70,11 +70,27 @@ def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminate
 
 
 def accumulate(delta: jax.Array, decay: jax.Array) -> jax.Array:
-    """Sums backwards in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`."""
+    """Sums backwards in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`.
 
+    A CPU goes from step to step. Other devices, which would launch kernels for each, double the reach of all sums at once:
+    `log2(T)` kernels (Kogge & Stone, 1973).
+    """
+    return jax.lax.platform_dependent(delta, decay, cpu=_step_by_step, default=_doubling)
+
+
+def _step_by_step(delta: jax.Array, decay: jax.Array) -> jax.Array:
     def backwards(total, step):
         delta, decay = step
         total = delta + decay * total
         return total, total
 
     return jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)[1]
+
+
+def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
+    reach = 1
+    while reach < len(total):
+        later, further = (jnp.concatenate([x[reach:], jnp.zeros_like(x[:reach])]) for x in (total, decay))
+        total, decay = total + decay * later, decay * further
+        reach *= 2
+    return total

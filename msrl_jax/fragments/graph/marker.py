@@ -236,7 +236,8 @@ def _mark(
             named = _named(signature, static, args, kwargs)
 
             before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
-            result = fn(*args, **kwargs)
+            with jax.named_scope(scoped(name)):  # profilers and plans find the fragment of an operation
+                result = fn(*args, **kwargs)
             after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
             for path in before | after:
                 changed = path not in before or before[path] is again[path] is not after.get(path)

@@ -135,20 +135,20 @@ def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
     return _Counter(layout).fragments(jaxpr)
 
 
-_KINDS = (
+COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
-_MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(_KINDS)})(?:-start)?\(")
-_WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+_MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(COLLECTIVES)})(?:-start)?\(")
+WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _BRACKETS = re.compile(r"[()\[\]{},]")
 _QUOTED = re.compile(r'"[^"]*"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Found(NamedTuple):
     understood: bool  # whether the list is complete; if not, part of the text was not understood
 
 
-def collectives(text: str) -> Found:
-    """Finds the collectives of a compiled program in its optimized HLO (`compiled.as_text()`)."""
+def computations(text: str) -> tuple[str, dict[str, list[str]]]:
+    """The name of a program's entry, and the lines of all its computations by name."""
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
     for line in text.splitlines():
@@ -180,18 +180,30 @@ def collectives(text: str) -> Found:
             entry = current if match[1] else entry
         elif current:
             bodies[current].append(line)
+    return entry, bodies
+
+
+def called(line: str) -> list[str]:
+    """The names of the computations that an instruction calls once, or one of which it calls."""
+    branches = _BRANCHES.search(line)
+    return [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
+
+
+def collectives(text: str) -> Found:
+    """Finds the collectives of a compiled program in its optimized HLO (`compiled.as_text()`)."""
+    entry, bodies = computations(text)
     known, read = True, set[str]()
 
     def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
         nonlocal known
         for line in bodies.get(name, ()):
             if match := _COLLECTIVE.search(line):
-                op = _OP_NAME.search(line)
+                op = OP_NAME.search(line)
                 known &= sure
                 read.add(line)
                 shape = _result(match[1]) if match[3] and match[2] != "all-reduce" else match[1]
-                yield Collective(match[2], _nbytes(shape), times, op[1] if op else "")
-            if match := _WHILE.search(line):
+                yield Collective(match[2], nbytes_of(shape), times, op[1] if op else "")
+            if match := WHILE.search(line):
                 trips = trip_count(line, bodies[name], bodies.get(match[1], ()), bodies.get(match[2], ()))
                 length, sure_inside = 1 if trips is None else trips, sure and trips is not None
                 yield from visit(match[1], times * (1 if trips is None else length + 1), sure_inside)
@@ -199,10 +211,8 @@ def collectives(text: str) -> Found:
                 continue
             if " async-update(" in line or " async-done(" in line:
                 continue  # repeats the computation that async-start calls
-            branches = _BRANCHES.search(line)
-            inner = [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
-            for called in inner:
-                yield from visit(called, times, sure)
+            for inner in called(line):
+                yield from visit(inner, times, sure)
 
     found = list(visit(entry, 1, True))
     mentioned = {line for line in text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
@@ -222,7 +232,8 @@ def _result(shape: str) -> str:
     return shape[commas[0] : commas[1] if len(commas) > 1 else None]
 
 
-def _nbytes(shape: str) -> int:
+def nbytes_of(shape: str) -> int:
+    """The bytes of a shape as XLA writes it, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
     return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
@@ -234,7 +245,7 @@ def _width(dtype: str) -> int:
 
 
 _KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
-_DEFINITION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)")
+DEFINITION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")  # root, name, shape, kind, rest
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COPIES = ("copy", "copy-start", "copy-done", "bitcast")
 
@@ -247,15 +258,16 @@ def trip_count(loop: str, around: Sequence[str], condition: Sequence[str], body:
     if known := _KNOWN.search(loop):
         return int(known[1])
     before, test, step = map(_Computation, (around, condition, body))
-    counts, start = re.fullmatch(r"entry (\d+) < (\d+)", test.text(test.root)), _DEFINITION.match(loop)
+    counts, start = re.fullmatch(r"entry (\d+) < (\d+)", test.text(test.root)), DEFINITION.match(loop)
     if not counts or not start:
         return None
     number = int(counts[1])
-    from_zero = before.text(_operands(start[4])[0], number) == "0"
+    from_zero = before.text(operands_of(start[5])[0], number) == "0"
     return int(counts[2]) if from_zero and step.text(step.root, number) == f"entry {number} + 1" else None
 
 
-def _operands(rest: str) -> list[str]:
+def operands_of(rest: str) -> list[str]:
+    """The names of an instruction's operands, in the text behind its opening parenthesis."""
     return _OPERAND.findall(rest.split(")", 1)[0])
 
 
@@ -263,14 +275,14 @@ class _Computation:
     """The instructions of a computation by name, each a kind and the text of its operands and attributes."""
 
     def __init__(self, lines: Sequence[str]):
-        found = [match for line in lines if (match := _DEFINITION.match(line))]
-        self._made = {match[2]: (match[3], match[4]) for match in found}
+        found = [match for line in lines if (match := DEFINITION.match(line))]
+        self._made = {match[2]: (match[4], match[5]) for match in found}
         self.root = next((match[2] for match in found if match[1]), "")
 
     def text(self, name: str, number: int | None = None) -> str:
         """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has none."""
         kind, rest = self._made.get(name, ("", ""))
-        operands = _operands(rest)
+        operands = operands_of(rest)
         if kind in _COPIES:
             return self.text(operands[0], number)
         if kind == "tuple" and number is not None:

@@ -14,7 +14,8 @@ from msrl_jax.codecs import get
 from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout, device_names
-from msrl_jax.fragments.plan.cost import Found, collectives, flops, fragment_plans
+from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
+from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
 from msrl_jax.fragments.runtime.memory import lacking_memory
 
@@ -36,8 +37,11 @@ def explain(
     """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run."""
     steps, layout = list(walk(instructions)), fit.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
-    found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
-    programs = tuple(_program(i, times, compiled[i], found[i]) for i, times in steps if isinstance(i, Run))
+    texts = {i: compiled[i].as_text() or "" for i, _ in steps if isinstance(i, Run)}
+    found = {i: collectives(text) for i, text in texts.items()}
+    named = {f.name for f in fragments}
+    launched = {i: launches(text, named) if i.placement.devices[0].platform != "cpu" else () for i, text in texts.items()}
+    programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
@@ -68,17 +72,30 @@ def explain(
     return Plan(
         layout.policy,
         placements, device_names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
-        host_calls,
+        host_calls, _least_seconds(layout, programs, fragments),
     )  # fmt: skip
 
 
-def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) -> ProgramPlan:
+def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:
+    least = {}
+    for placement in layout.placements:
+        launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
+        whole = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
+        kind = getattr(placement.devices[0], "device_kind", "")
+        if launched and (seconds := least_seconds(kind, launched, whole / len(placement.devices))) is not None:
+            least[placement.name] = seconds
+    return least
+
+
+def _program(
+    run: Run, times: int, compiled: jax.stages.Compiled, found: Found, launched: tuple[Launches, ...]
+) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
         run.name, run.placement.name, times,
         getattr(memory, "argument_size_in_bytes", 0), getattr(memory, "output_size_in_bytes", 0),
         getattr(memory, "temp_size_in_bytes", 0), getattr(memory, "alias_size_in_bytes", 0),
-        tuple(found.collectives), found.understood,
+        tuple(found.collectives), found.understood, launched,
     )  # fmt: skip
 
 

@@ -3,19 +3,21 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msrl_jax._terminal import paragraph, table
 from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
+from msrl_jax.fragments.plan.kernels import Launches
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
     """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it.
 
-    If `collectives_known` is False, there may be more, because the program's text was not understood in full.
+    If `collectives_known` is False, there may be more, because the program's text was not understood in full. `launches` are
+    those of accelerators; CPUs have none.
     """
 
     name: str
@@ -27,6 +29,7 @@ class ProgramPlan:
     donated_bytes: int
     collectives: tuple[Collective, ...]
     collectives_known: bool = True
+    launches: tuple[Launches, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -89,6 +92,7 @@ class Plan:
       loops: the loops that the host drives.
       warnings: warnings about expensive or fragile parts, with remedies.
       host_calls: the Python functions that the host calls.
+      least_seconds: of placements on known accelerators, a time below which an iteration cannot be; a prediction.
     """
 
     policy: str
@@ -102,6 +106,13 @@ class Plan:
     loops: tuple[LoopPlan, ...]
     warnings: tuple[str, ...]
     host_calls: tuple[HostCallPlan, ...] = ()
+    least_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def launches(self) -> dict[str, int]:
+        """What each device of a placement launches per iteration: kernels, library calls, copies and collectives."""
+        found = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
+        return {name: sum(n for placement, n in found if placement == name) for name in self.placements}
 
     @property
     def bytes_crossing(self) -> int:
@@ -141,6 +152,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
         totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
+        totals += ("launches",)
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
@@ -206,6 +218,21 @@ def _some(devices: Sequence[str]) -> str:
     return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
 
 
+def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
+    counts = [f"{number:,} @ {name}" for name, number in plan.launches.items() if number]
+    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.least_seconds.items()]
+    predicted = f"; predicted, at least {', '.join(least)}" if least else ""
+    head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
+    rows = [
+        (title[p.name], x.fragment or "-", " x ".join(map(str, x.trips)) or "-", str(p.runs * x.times), str(x.kernels),
+         str(x.library_calls), str(x.copies), str(x.collectives), size(x.nbytes))
+        for p in plan.programs for x in p.launches
+    ]  # fmt: skip
+    first = 1 if len(plan.programs) == 1 else 0
+    table = _columns(head[first:], [row[first:] for row in rows])
+    return ["", *paragraph(f"launches of each device ({', '.join(counts)} per iteration{predicted})", "", "  "), *table]
+
+
 def _table(plan: Plan) -> str:
     where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
     where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
@@ -250,6 +277,8 @@ def _table(plan: Plan) -> str:
         ],
     ) if found else ["  none"] if not unclear else []  # fmt: skip
     lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
+    if any(plan.launches.values()):
+        lines += _launch_lines(plan, title)
     if plan.host_calls:
         lines += ["", "called by the host"]
         lines += _columns(

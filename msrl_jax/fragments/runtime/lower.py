@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
+from msrl_jax.fragments.passes.compact import compacted
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.placement import Placement
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, on_own_mesh, replicated
 from msrl_jax.fragments.runtime.memory import is_planned
 
@@ -274,9 +276,16 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
     return a.is_equivalent_to(b, len(value.aval.shape))
 
 
+def suited(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
+    """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
+    if placement.mesh.size == 1 and placement.devices[0].platform != "cpu":
+        return compacted(program)
+    return repaired(program, placement.mesh)
+
+
 def body(run: Run) -> Callable[..., Any]:
     """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows."""
-    evaluate = jaxpr_as_fun(repaired(run.jaxpr, run.placement.mesh))
+    evaluate = jaxpr_as_fun(suited(run.jaxpr, run.placement))
 
     def fn(*args: Any) -> tuple[Any, ...]:
         index, *rest = args if run.index is not None else (None, *args)

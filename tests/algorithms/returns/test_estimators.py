@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.returns import gae, lambda_return, n_step_return, retrace, standardize, vtrace
+from msrl_jax.algorithms.returns import advantages, gae, lambda_return, n_step_return, retrace, standardize, vtrace
 
 T, E = 13, 3
 
@@ -231,6 +231,18 @@ def test_off_policy_targets_by_hand():
     # Retrace weighs an error by the traces of later actions only: 4 - 2 + 3/4 and 2 + 3, then 4 - 2 - 1/2 and 2 - 1.
     got = retrace(log_ratio, jnp.ones(4), value, *SUCCESSORS, discount=0.5)
     np.testing.assert_allclose(got, [2.75, 5.0, 1.5, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("sums", [advantages._step_by_step, advantages._doubling])
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
+def test_sums_backwards_equal_float64_ones_on_every_kind_of_device(sums, length):
+    rng = np.random.default_rng(length)
+    delta, decay = rng.normal(size=(length, 3)), rng.uniform(0.0, 1.0, (length, 3)) * (rng.random((length, 3)) < 0.8)
+    expected, total = np.zeros((length, 3)), np.zeros(3)
+    for t in reversed(range(length)):
+        expected[t] = total = delta[t] + decay[t] * total
+    found = jax.jit(sums)(jnp.asarray(delta, jnp.float32), jnp.asarray(decay, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_value_after_a_terminal_state_does_not_matter_even_if_it_is_nan():

@@ -1,0 +1,111 @@
+"""Keeps the small arrays of a loop in one, for devices on which every kernel counts.
+
+XLA updates each array of a `scan`'s carry and writes each array that the `scan` stacks with a kernel of its own, in every step:
+of a step of environments the observation, the action, the reward, the ends and so on, of an update every bias and its moments.
+Here the small ones travel as one vector of words, and are taken apart where they are used. Data only move, so no number
+changes. Of short bodies, several steps are one turn of the loop.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax._compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    ShapedArray,
+    aval,
+    inlined_at,
+    jaxpr_as_fun,
+    jaxprs_in,
+    replace_jaxprs,
+    scan_p,
+    scan_parts,
+)
+
+_WORDS = ("float32", "int32", "uint32", "bool")
+_MOST_BYTES = 2**14  # of one array; larger ones take longer to move than a kernel takes to start
+_FEWEST = 3  # arrays that are worth it
+_STEPS, _MOST_EQUATIONS = 4, 300  # steps that are one turn, if one has at most so many equations
+
+
+def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose loops keep their small arrays together; `closed` itself if it has no loop with as many as three."""
+    known: dict[int, Jaxpr] = {}
+
+    def of(jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in known:
+            eqns = [new for eqn in jaxpr.eqns for new in equations(replace_jaxprs(eqn, of))]
+            same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
+        return known[id(jaxpr)]
+
+    def equations(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
+        if eqn.primitive is not scan_p or eqn.effects:
+            return [eqn]
+        scan = scan_parts(eqn)
+        results = [aval(v) for v in scan.body.jaxpr.outvars]
+        carry, rows = _Together(results[: scan.num_carry]), _Together(results[scan.num_carry :])
+        if not carry.small and not rows.small:
+            return [eqn]
+        return inlined_at(eqn, lambda *operands: _loop(eqn, carry, rows, operands))
+
+    new = of(closed.jaxpr)
+    return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
+
+
+class _Together:
+    """Arrays of which the small ones are one vector of words."""
+
+    def __init__(self, arrays: Sequence[ShapedArray]):
+        self._arrays = arrays
+        fits = lambda x: x.dtype.name in _WORDS and 0 < 4 * math.prod(x.shape) <= _MOST_BYTES  # noqa: E731
+        small = [i for i, x in enumerate(arrays) if fits(x)]
+        self.small = frozenset(small if len(small) >= _FEWEST else ())
+
+    def pack(self, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The vector, `()` if there is none, and the other arrays."""
+        words = [_as_words(x).ravel() for i, x in enumerate(xs) if i in self.small]
+        return jnp.concatenate(words) if words else (), [x for i, x in enumerate(xs) if i not in self.small]
+
+    def unpack(self, words: Any, others: Sequence[Any]) -> Iterator[Any]:
+        """The arrays, each with the leading dimensions of the vector `[..., N]`."""
+        rest, at = iter(others), 0
+        for i, array in enumerate(self._arrays):
+            if i not in self.small:
+                yield next(rest)
+                continue
+            size = math.prod(array.shape)
+            part = words[..., at : at + size]
+            yield _from_words(part.reshape(*part.shape[:-1], *array.shape), array.dtype)
+            at += size
+
+
+def _loop(eqn: JaxprEqn, carry: _Together, rows: _Together, operands: Sequence[Any]) -> list[Any]:
+    scan = scan_parts(eqn)
+    first, behind = scan.num_consts, scan.num_consts + scan.num_carry
+    step = jaxpr_as_fun(scan.body)
+
+    def packing(before: Any, xs: Any) -> tuple[Any, Any]:
+        results = step(*operands[:first], *carry.unpack(*before), *xs)
+        return carry.pack(results[: scan.num_carry]), rows.pack(results[scan.num_carry :])
+
+    is_short = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr)) <= _MOST_EQUATIONS
+    steps = _STEPS if is_short and scan.length % _STEPS == 0 else eqn.params.get("unroll", 1)
+    after, stacked = jax.lax.scan(
+        packing, carry.pack(operands[first:behind]), list(operands[behind:]), scan.length, scan.reverse, unroll=steps
+    )
+    return [*carry.unpack(*after), *rows.unpack(*stacked)]
+
+
+def _as_words(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.uint32) if x.dtype.name == "bool" else jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    return words != 0 if dtype.name == "bool" else jax.lax.bitcast_convert_type(words, dtype)
