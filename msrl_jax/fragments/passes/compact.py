@@ -18,6 +18,7 @@ from msrl_jax._compat import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
+    Scan,
     ShapedArray,
     aval,
     inlined_at,
@@ -31,7 +32,7 @@ from msrl_jax._compat import (
 _WORDS = ("float32", "int32", "uint32", "bool")
 _MOST_BYTES = 2**14  # of one array; larger ones take longer to move than a kernel takes to start
 _FEWEST = 3  # arrays that are worth it
-_STEPS, _MOST_EQUATIONS = 4, 300  # steps that are one turn, if one has at most so many equations
+_STEPS = {50: 8, 300: 4}  # steps that are one turn, of bodies of at most so many equations
 
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -51,9 +52,10 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
         scan = scan_parts(eqn)
         results = [aval(v) for v in scan.body.jaxpr.outvars]
         carry, rows = _Together(results[: scan.num_carry]), _Together(results[scan.num_carry :])
-        if not carry.small and not rows.small:
+        steps = _steps(scan, eqn.params.get("unroll", 1))
+        if not carry.small and not rows.small and steps == 1:
             return [eqn]
-        return inlined_at(eqn, lambda *operands: _loop(eqn, carry, rows, operands))
+        return inlined_at(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
 
     new = of(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
@@ -86,8 +88,14 @@ class _Together:
             at += size
 
 
-def _loop(eqn: JaxprEqn, carry: _Together, rows: _Together, operands: Sequence[Any]) -> list[Any]:
-    scan = scan_parts(eqn)
+def _steps(scan: Scan, given: int) -> int:
+    """How many steps are one turn of a loop."""
+    equations = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr))
+    steps = next((steps for most, steps in _STEPS.items() if equations <= most and scan.length % steps == 0), 1)
+    return max(steps, given) if scan.length else 1
+
+
+def _loop(scan: Scan, carry: _Together, rows: _Together, steps: int, operands: Sequence[Any]) -> list[Any]:
     first, behind = scan.num_consts, scan.num_consts + scan.num_carry
     step = jaxpr_as_fun(scan.body)
 
@@ -95,8 +103,6 @@ def _loop(eqn: JaxprEqn, carry: _Together, rows: _Together, operands: Sequence[A
         results = step(*operands[:first], *carry.unpack(*before), *xs)
         return carry.pack(results[: scan.num_carry]), rows.pack(results[scan.num_carry :])
 
-    is_short = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr)) <= _MOST_EQUATIONS
-    steps = _STEPS if is_short and scan.length % _STEPS == 0 else eqn.params.get("unroll", 1)
     after, stacked = jax.lax.scan(
         packing, carry.pack(operands[first:behind]), list(operands[behind:]), scan.length, scan.reverse, unroll=steps
     )
