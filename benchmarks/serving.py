@@ -10,10 +10,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 CHUNK_SECONDS = 0.5
 
@@ -32,9 +34,21 @@ def versions(*packages: str) -> dict[str, str]:
 
 def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float]:
     """Compiles a function for its arguments, and returns the seconds that this took."""
+    if wanted := os.environ.get("COMPILE_FOR"):
+        _write_program(function, args, **json.loads(wanted))
     start = time.perf_counter()
     program = jax.jit(function).lower(*args).compile()
     return program, time.perf_counter() - start
+
+
+def _write_program(function: Callable[..., Any], args: Sequence[Any], topology: dict[str, str], path: str, **_: Any) -> None:
+    """Compiles for a GPU that is not there, writes the program's text, and ends the process: for `kernels.py`."""
+    device = topologies.get_topology_desc(**topology).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
+    lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+    Path(path).write_text(lowered.compile().as_text())
+    sys.exit()
 
 
 class Loop:
@@ -55,6 +69,7 @@ class Loop:
           first: iterations of the first call; later ones are typical of a long run.
           empty: whether each chunk starts anew, so that the time of a chunk without iterations is to be subtracted.
         """
+        first = json.loads(os.environ.get("COMPILE_FOR", "{}")).get("iterations", first)
         chunk, self.compile_seconds = make(first)
         self._overhead, self._steps = 0.0, first * steps
         if empty:

@@ -129,15 +129,21 @@ def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     if len(sizes) > 2:
         raise ValueError(f"devices {spec!r}: GPUs are hosts x GPUs, such as gpu:{kind}:2x8")
     hosts, count = sizes if len(sizes) == 2 else (1, sizes[0])
-    options = {"target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"}
     try:
-        return topologies.get_topology_desc(platform="cuda", **options).devices
+        return topologies.get_topology_desc(**gpu_topology(kind, hosts, count)).devices
     except (RuntimeError, NotImplementedError) as error:
         raise ImportError(
             f"devices {spec!r}: this JAX cannot compile for NVIDIA GPUs ahead of time ({_first_line(error)}). Install "
             "jax-cuda12-plugin and jax-cuda12-pjrt of the version of jaxlib, and set JAX_PLATFORMS=cpu; or plan for "
             f"cpu:{hosts * count}, whose programs, transfers and bytes between placements are the same"
         ) from error
+
+
+def gpu_topology(kind: str, hosts: int = 1, count: int = 1) -> dict[str, str]:
+    """What `jax.experimental.topologies.get_topology_desc` takes for GPUs: `kind` is "h100" or "a100"."""
+    return {
+        "platform": "cuda", "target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"
+    }  # fmt: skip
 
 
 def _first_line(error: Exception) -> str:
