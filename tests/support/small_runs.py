@@ -59,6 +59,9 @@ for _name, _options in CRITICS.items():
 for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
     PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
+_WINDOWS = {"memory_size": 16, "burn_in": 2, "trace_length": 4}
+PARTICULAR["sac+gru"] = PARTICULAR["sac"] | _WINDOWS | {"core": "gru", "normalize_observations": True}
+PARTICULAR["td3+lru"] = PARTICULAR["td3"] | _WINDOWS | {"core": "lru", "n_step": 2}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]
 # Modules of one's own.

@@ -104,9 +104,7 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
-def make_critics(
-    seen: Seen, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1
-) -> Network:
+def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1) -> Network:
     """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`.
 
     Critics of continuous actions with several outputs, `M`, return `[C, B, M]`.
