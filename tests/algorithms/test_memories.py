@@ -208,13 +208,13 @@ def test_members_evaluate_and_act_with_a_carry():
     )  # fmt: skip
     assert run.evaluation is not None and run.evaluation.returns.shape == (2, 3)
     obs, carry, alone = np.random.default_rng(0).normal(size=(3, 5, 3)).astype(np.float32), None, (np.zeros((5, H)),)
-    params, seen = run.member_state(1).params
+    params, seen = jax.device_get(run.member_state(1).params)
     for x in obs:
         actions, carry = run.act_with_carry(x, carry, member=1)
         scaled = np.clip((x - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
         outputs, carries = remembered(wide(params["actor"]), np.float64(scaled)[None], np.zeros((1, 5), bool), alone)
         alone = tuple(m[-1] for m in carries)
-        want = np.tanh(plain_head(params["actor"]["heads"], outputs[0])[:, :2]) * 0.5 + np.array([0, 0.5])
+        want = np.tanh(plain_head(params["actor"]["heads"], outputs)[0, :, :2]) * 0.5 + np.array([0, 0.5])
         np.testing.assert_allclose(actions, want, rtol=1e-4, atol=1e-5)
 
 

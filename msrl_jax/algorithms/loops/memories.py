@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from msrl_jax.algorithms.agent import Progress
 from msrl_jax.algorithms.loops.buffers import action_type, n_step_buffer, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Explore, Learner, Rule
-from msrl_jax.algorithms.loops.sequences import replay_values, sequence_priority, successors
+from msrl_jax.algorithms.loops.windows import replay_values, successors
 from msrl_jax.algorithms.networks.layers import Network, Torso, TwoTorsos, flatten, unflatten
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.envs import Environment, Space
@@ -135,7 +135,7 @@ def remembered(
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> Any:
         after, td_error, stats = rule.update(learner, histories(batch), progress)
-        return after, sequence_priority(unflatten(td_error, config.trace_length), 0.9), stats
+        return after, unflatten(jnp.abs(td_error), config.trace_length).mean(0), stats
 
     one = observation_type(env), action_type(env.action_space), config, jax.eval_shape(lambda: empty(()))
     buffer = sequence_buffer(*one, may_be_absent=is_on_host(env))
