@@ -212,8 +212,8 @@ def test_members_evaluate_and_act_with_a_carry():
     params, seen = jax.device_get(run.member_state(1).params)
     for x in obs:
         actions, carry = run.act_with_carry(x, carry, member=1)
-        scaled = np.clip((x - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
-        outputs, carries = remembered(wide(params["actor"]), np.asarray(scaled, np.float64)[None], np.zeros((1, 5), bool), alone)
+        scaled = np.asarray(np.clip((x - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10), np.float64)[None]
+        outputs, carries = remembered(wide(params["actor"]), scaled, np.zeros((1, 5), bool), alone)
         alone = tuple(m[-1] for m in carries)
         want = np.tanh(plain_head(params["actor"]["heads"], outputs)[0, :, :2]) * 0.5 + np.array([0, 0.5])
         np.testing.assert_allclose(actions, want, rtol=1e-4, atol=1e-5)
