@@ -108,7 +108,7 @@ def remembered(
         return with_mask_of(obs, stepped["actor"][0]), carry | {name: after for name, (_, after) in stepped.items()}
 
     def act(params: Any, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-        features, carry = step(["actor"], params, obs, carry)
+        features, carry = step(["actor"], params, obs, carry)  # outside of training, critics remember nothing
         return rule.choose_action(params, features, key, ())[0], carry
 
     def explore_remembering(params: Any, obs: Any, keys: jax.Array, steps: Counter, carry: Any) -> tuple[jax.Array, Any]:
