@@ -1,5 +1,6 @@
 """SAC and TD3 swing up a pendulum whose speed nobody sees, if they have a memory."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,8 @@ MEMORY = {
 def greedy_returns(name, **options):
     """Mean return of greedy episodes after training. `[3]`"""
     env = envs.Unprivileged(Occluded(envs.make("Pendulum-v1")))
-    evaluation = msrl.train(name, env, **options, total_steps=50_000, seeds=3, eval_episodes=64, progress=False).evaluation
+    run = {"total_steps": 50_000, "seeds": 3, "eval_episodes": 64, "devices": jax.devices()[:1], "progress": False}
+    evaluation = msrl.train(name, env, **options, **run).evaluation
     assert evaluation is not None
     return np.asarray(evaluation.mean_return)
 
