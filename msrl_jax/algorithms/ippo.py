@@ -162,7 +162,7 @@ class IPPO:
 
         @fragment(role="actor")
         def choose(params, now, carry, keys):
-            carry = jax.tree.map(lambda x: forget(now.is_first, (x,))[0], carry)
+            carry = forget(now.is_first, carry)
             (policy, value), carry = step(params, now.obs, now.state, carry)
             action = policy.sample(keys)
             return action, policy.log_prob(action), value, carry

@@ -21,7 +21,8 @@ from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_
 from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
+from msrl_jax.algorithms.loops.windows import replay_values, successors
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import make_optimizer

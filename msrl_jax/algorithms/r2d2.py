@@ -18,7 +18,8 @@ from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_values, sequence_loss, sequence_target, successors
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
+from msrl_jax.algorithms.loops.windows import replay_values, successors
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment

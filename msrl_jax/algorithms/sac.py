@@ -6,7 +6,7 @@ The papers update the critics first.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import chex
 import jax
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded, n_step_buffer
+from msrl_jax.algorithms.config import Activation, Codec, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
+from msrl_jax.algorithms.loops.memories import check_memory, remembered, with_memory
 from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
@@ -47,7 +48,7 @@ class SAC:
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions, or windows, per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
@@ -64,6 +65,10 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='a memory, learned from sequences. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
+    burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
+    trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
     distribution: Distribution = field(
@@ -86,6 +91,7 @@ class SAC:
     def check(self) -> None:
         """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
         check_data(self)
+        check_memory(self)
         check_prediction(self)
 
     check_given = check_data
@@ -95,9 +101,12 @@ class SAC:
         action_space = check_discrete_or_bounded("sac", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
-        policy = make_policy(obs_space, action_space, self)
+        policy = with_memory("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
         predicted = prediction_of(self, action_space)
-        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
+        size = {"num_outputs": predicted.num_outputs}
+        critics = with_memory(
+            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **size)
+        )
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
@@ -167,7 +176,8 @@ class SAC:
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
         rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
+        buffer, acting = remembered(self, env, rule, explore, actor=policy, critic=critics)
+        return off_policy_agent(self, venv, buffer, *normalized(self, *acting))
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ The paper updates the critics first.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from msrl_jax.algorithms.agent import Agent, Progress, step_size
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
+    CoreKind,
     NetworkKind,
     OptimizerKind,
     config,
@@ -25,7 +26,8 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.loops.buffers import check_bounded, check_data, n_step_buffer
+from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
+from msrl_jax.algorithms.loops.memories import check_memory, first_critic, remembered, with_memory
 from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
@@ -56,7 +58,7 @@ class TD3:
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions, or windows, per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
@@ -73,6 +75,10 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='a memory, learned from sequences. Usual: "none", or "gru".')
+    memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
+    burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
+    trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
     distribution: Distribution = field(
@@ -97,6 +103,7 @@ class TD3:
     def check(self) -> None:
         """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
         check_data(self)
+        check_memory(self)
         check_prediction(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
@@ -112,9 +119,12 @@ class TD3:
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
-        actor = make_actor(obs_space, size, self)
+        actor = with_memory("actor", obs_space, self, lambda seen: make_actor(seen, size, self))
         predicted = prediction_of(self, action_space)
-        critics = make_critics(obs_space, action_space, self.num_critics, self, num_outputs=predicted.num_outputs)
+        outputs = {"num_outputs": predicted.num_outputs}
+        critics = with_memory(
+            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **outputs)
+        )
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
 
@@ -138,7 +148,7 @@ class TD3:
             e = batch.experience
             next_action = policy(target_params["actor"], e.next_obs)
             if not is_constant(self.policy_noise, 0):
-                smoothing = self.policy_noise * noise(jax.random.split(batch.key, self.batch_size))
+                smoothing = self.policy_noise * noise(jax.random.split(batch.key, len(e.reward)))
                 # Similar actions have similar values (eq. 14).
                 next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
             next_q = critics.apply(target_params["critic"], e.next_obs, next_action)
@@ -150,7 +160,7 @@ class TD3:
                 return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
-                first = jax.tree.map(lambda x: x[:1], params["critic"])
+                first = first_critic(critics, params["critic"])
                 return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
@@ -179,7 +189,8 @@ class TD3:
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
         rule = Rule(init, update, choose_action)
-        return off_policy_agent(self, venv, n_step_buffer(env, self), *normalized(self, rule, explore))
+        buffer, acting = remembered(self, env, rule, explore, actor=actor, critic=critics)
+        return off_policy_agent(self, venv, buffer, *normalized(self, *acting))
 
 
 DDPG = variant(

@@ -60,10 +60,12 @@ def copies(tmp_path_factory):
 
 def programs(algo, **more):
     """The programs of a small run as text without places in files, the initial state's shapes, and its logical axes."""
+    algo, _, option = algo.partition("+")
     kind = algorithms.get(algo)
     name, fields = kind.name.removeprefix("our_"), {f.name for f in dataclasses.fields(kind)}
     env = "KuhnPoker" if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
-    given = {k: x for k, x in (SMALL | PARTICULAR.get(name, {})).items() if k in fields}
+    options = PARTICULAR.get(f"{name}+{option}" if option else name, {})
+    given = {k: x for k, x in (SMALL | options).items() if k in fields}
     given |= {"data": noise(msrl.envs.make(env))} if kind.offline else {}
     given |= {"teams": "player_0=ippo player_1=random"} if name == "teams" else {}
     experiment = make_experiment(algo, env, overrides=given | more)
@@ -84,11 +86,12 @@ def test_a_copy_is_the_same_program(copies, name):
     assert copy.__doc__ == original.__doc__
     facts = lambda kind: [(f.name, f.default, f.metadata) for f in dataclasses.fields(kind)]  # noqa: E731
     assert facts(copy) == facts(original)
-    (texts, state, axes), (same_texts, same_state, same_axes) = programs(file), programs(name)
-    assert texts == same_texts
-    # Their classes are the copy's own.
-    assert jax.tree.leaves(state) == jax.tree.leaves(same_state)
-    assert list(map(str, jax.tree.leaves(axes))) == list(map(str, jax.tree.leaves(same_axes)))
+    for option in ("", "+gru") if name == "sac" else ("",):
+        (texts, state, axes), (same_texts, same_state, same_axes) = programs(file + option), programs(name + option)
+        assert texts == same_texts
+        # Their classes are the copy's own.
+        assert jax.tree.leaves(state) == jax.tree.leaves(same_state)
+        assert list(map(str, jax.tree.leaves(axes))) == list(map(str, jax.tree.leaves(same_axes)))
 
 
 @pytest.mark.parametrize("name", ["a2c", *(pytest.param(n, marks=pytest.mark.slow) for n in ("a3c", "impala"))])

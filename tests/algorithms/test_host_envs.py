@@ -105,6 +105,9 @@ CASES = {
     "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256}),
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
+    "td3+gru": (
+        FLOATS, REPLAY | {"core": "gru", "memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256},
+    ),
 }
 OFTEN = {"ppo": ("Central",), "dqn": ("SingleLearnerCoarse",)}
 ITERATIONS = 4
@@ -112,7 +115,7 @@ ITERATIONS = 4
 
 def build(name, kind):
     space, options = CASES[name]
-    return make_counted(name, kind(space), **SMALL | options)
+    return make_counted(name.partition("+")[0], kind(space), **SMALL | options)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ CONFIGS = {
     "apex_dqn": REPLAY,
     "r2d2": REPLAY | MEMORY | {"burn_in": 2, "trace_length": 4, "n_step": 2, "exploration_steps": 500},
     "sac": REPLAY,
+    "sac+gru": REPLAY | MEMORY | {"core": "gru", "burn_in": 2, "trace_length": 4, "n_step": 2},
     "es": SMALL | {"unroll_length": 16},
 }
 OFFLINE = {"bc": {}, "cql": {}, "iql": {}, "dqn+data": REPLAY}
@@ -85,7 +86,7 @@ def test_no_illegal_action_is_taken_in_training_evaluation_or_recording(algo, ru
     assert not maze_of(result.state).broken.any() and not np.asarray(result.state.obs.obs)[:, 1].any()
     assert result.evaluate(32).finished.all()
     assert_legal(data.record(result, 400, epsilon=0.5, num_envs=8))
-    if algo in ("recurrent_ppo", "sac"):
+    if algo in ("recurrent_ppo", "sac", "sac+gru"):
         assert_legal(data.record(result, 400, num_envs=8))
 
 

@@ -58,6 +58,9 @@ CASES = [
     ("td3", "Pendulum-v1"),
     ("td3+c51", "Pendulum-v1"),
     ("ddpg", "Pendulum-v1"),
+    ("sac+gru", "Pendulum-v1"),
+    ("sac+gru", "CartPole-v1"),
+    ("td3+lru", "Pendulum-v1"),
     ("bc", "CartPole-v1"),
     ("bc", "Pendulum-v1"),
     ("cql", "CartPole-v1"),
@@ -79,6 +82,7 @@ SLOW = [
     ("es", "CartPole-v1"), ("impala+replay", "CartPole-v1"), ("dqn", "CartPole-v1"), ("dqn+c51", "CartPole-v1"),
     ("dqn+qr", "CartPole-v1"), ("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("cql+lagrange", "Pendulum-v1"),
     ("iql", "CartPole-v1"), ("ppo", "Pendulum-v1"), ("a3c", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
+    ("sac+gru", "CartPole-v1"),
 ]  # fmt: skip
 
 
@@ -110,6 +114,8 @@ FEW_POLICIES = {
     "sac+qr": (),
     "td3": ("SingleLearnerCoarse",),
     "td3+c51": (),
+    "sac+gru": ("SingleLearnerCoarse",),
+    "td3+lru": (),
     "bc": ("MultiLearner",),
     "cql": ("SingleLearnerCoarse",),
     "iql": ("Environments",),

@@ -24,6 +24,10 @@ RUNS = {
     ),
     "dqn": ("dqn", ENV, _OFF | {"prioritised": True, "n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
+    "sac+gru": (
+        "sac", "Pendulum-v1",
+        _OFF | {"learning_starts": 128, "core": "gru", "memory_size": 4, "burn_in": 2, "trace_length": 4},
+    ),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
     "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru", "memory_size": 4}),
 }  # fmt: skip

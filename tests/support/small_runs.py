@@ -63,6 +63,9 @@ PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru", "memory_size"
 PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru", "memory_size": 16}
 PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
+_WINDOWS = {"memory_size": 16, "burn_in": 2, "trace_length": 4}
+PARTICULAR["sac+gru"] = PARTICULAR["sac"] | _WINDOWS | {"core": "gru", "normalize_observations": True}
+PARTICULAR["td3+lru"] = PARTICULAR["td3"] | _WINDOWS | {"core": "lru", "n_step": 2}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]
 # Modules of one's own.

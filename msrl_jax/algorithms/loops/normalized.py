@@ -10,6 +10,7 @@ import jax
 
 from msrl_jax.algorithms.agent import Progress
 from msrl_jax.algorithms.loops.off_policy import Batch, Explore, Learner, Rule, select
+from msrl_jax.algorithms.networks.layers import flatten
 from msrl_jax.envs import Space, running
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
@@ -47,7 +48,8 @@ def normalized(config: Any, rule: Rule, explore: Explore) -> tuple[Rule, Explore
     @fragment(role="learner")
     def observe(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
         e = batch.experience
-        statistics = select(batch.ready, running.update(statistics, unmasked(e.obs)), statistics)
+        seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # of windows, all steps
+        statistics = select(batch.ready, running.update(statistics, seen), statistics)
         params = Normalized((), statistics)
         return statistics, e._replace(obs=see(params, e.obs), next_obs=see(params, e.next_obs))
 

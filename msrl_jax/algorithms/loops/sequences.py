@@ -1,7 +1,7 @@
 """Recurrent action values, and their targets along replayed sequences of steps.
 
-In the shape descriptions, `S` denotes the length of a window, `T` its length without the burn-in, `B` the batch size, `A` the
-number of actions and `H` the size of the recurrent state. Teams of agents have dimensions of agents after `B`.
+In the shape descriptions, `L` denotes the number of steps in the loss, `B` the batch size and `A` the number of actions. Teams
+of agents have dimensions of agents after `B`.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
+from msrl_jax.algorithms.networks.layers import Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network, truncated_values
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.returns.estimators import n_step_return
 from msrl_jax.envs import Discrete, Space
 from msrl_jax.replay import Transition
@@ -29,28 +29,6 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
         return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
 
     return recurrent_network(observation_space, make_heads, config)
-
-
-def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Values `[T, B, A]` and carries `[T, B, H]` along windows `[S, B, ...]`, after `burn_in` steps that refresh the carry."""
-    ends = window.terminated | window.truncated
-    # The stored carry is already zero if the step is the first of an episode.
-    is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    carry = tuple(x[0] for x in window.carry)
-    if burn_in:
-        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
-        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
-        carry = tuple(x[-1] for x in carries)
-    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
-    return network.unroll(params, after, is_first[burn_in:], carry)
-
-
-def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
-    """Values `[T, B, A]` of the true successors of steps; where an episode is truncated, that is not the next step."""
-    value = lambda final: network.step(params, *final)[0]  # noqa: E731
-    last = truncated_values(value, (window.next_obs, carries), window.truncated)
-    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
-    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
 
 
 def sequence_target(

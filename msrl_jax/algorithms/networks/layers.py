@@ -139,6 +139,7 @@ class Network(NamedTuple):
 
     init: Callable[..., Any]  # (key, *inputs) -> params
     apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
+    memory: Any = None  # the `RecurrentNetwork` before it, if it has one
 
 
 class Whole(NamedTuple):
@@ -197,7 +198,8 @@ class Torso(nn.Module):
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
         obs = unmasked(obs)
         if isinstance(obs, PrivilegedObservation):
-            action = obs.obs if self.sees == "both" else action
+            if self.sees == "both":
+                action = obs.obs if action is None else jnp.concatenate([obs.obs, action], axis=-1)
             obs = obs.obs if self.sees == "obs" else obs.privileged_state
         activation = ACTIVATIONS[self.activation]
         if self.is_whole:
@@ -247,6 +249,10 @@ class TwoTorsos(NamedTuple):
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
+Seen = Space | Torso | TwoTorsos
+"""What a network sees: observations of a space; or what torsos see that are made."""
+
+
 def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
     """The last layer after a torso, a `dense` one; nothing after a network that has its own."""
     if not torso.is_whole:
@@ -260,11 +266,13 @@ def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Call
     return check
 
 
-def make_torsos(observation_space: Space, config: Any) -> Torso | TwoTorsos:
-    """Makes the torso of a config, or two if critics see a privileged state; raises as `make_torso` does."""
-    if not are_privileged(observation_space):
-        return make_torso(observation_space, config)
-    actor, critic = (make_torso(space, config) for space in observation_space.spaces)
+def make_torsos(seen: Seen, config: Any) -> Torso | TwoTorsos:
+    """Makes the torso of a config, or two if critics see a privileged state; raises as `make_torso` does. Keeps made ones."""
+    if isinstance(seen, Torso | TwoTorsos):
+        return seen
+    if not are_privileged(seen):
+        return make_torso(seen, config)
+    actor, critic = (make_torso(space, config) for space in seen.spaces)
     return TwoTorsos(actor, critic.clone(sees="privileged_state"))
 
 
@@ -295,13 +303,14 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
     return Torso(observation_space, sizes, config.activation, kind, layer_norm)
 
 
+ArraysT = TypeVar("ArraysT")
 Carry = tuple[jax.Array, ...]
 """A recurrent state: arrays `[..., H]`; empty for networks without one. An episode starts with zeros."""
 
 
-def forget(is_first: jax.Array, carry: Carry) -> Carry:
-    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` bool of its first dimensions."""
-    return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
+def forget(is_first: jax.Array, carry: ArraysT) -> ArraysT:
+    """Clears carries `[..., H]` where an observation is the first of an episode, `is_first` bool of their first dimensions."""
+    return jax.tree.map(lambda x: jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x), carry)
 
 
 class Core(NamedTuple):
@@ -315,9 +324,6 @@ class Core(NamedTuple):
     # [T, E, H]); the carry is cleared before the first step of every episode
     unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
     num_outputs: int  # `F`
-
-
-ArraysT = TypeVar("ArraysT")
 
 
 def flatten(tree: ArraysT) -> ArraysT:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.layers import Network, Torso, head, make_torsos
+from msrl_jax.algorithms.networks.layers import Network, Seen, Torso, head, make_torsos
 from msrl_jax.envs import Box, Discrete, Space
 
 
@@ -74,23 +74,23 @@ class _Linear(nn.Module):
         return head(self.torso, self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(part: Part, observation_space: Space, config: Any, *, num_outputs: int, scale: float) -> Network:
+def linear_network(part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
-    module = _Linear(make_torsos(observation_space, config).of(part), num_outputs, scale)
+    module = _Linear(make_torsos(seen, config).of(part), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
-def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Network:
+def make_actor(seen: Seen, num_outputs: int, config: Any) -> Network:
     """The network of a policy: a `linear_network` with initial outputs near 0."""
-    return linear_network("actor", observation_space, config, num_outputs=num_outputs, scale=0.01)
+    return linear_network("actor", seen, config, num_outputs=num_outputs, scale=0.01)
 
 
-def make_policy(observation_space: Space, action_space: Discrete | Box, config: Any) -> Network:
+def make_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Network:
     """A stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
     if not has_scale(action_space):
-        logits = make_actor(observation_space, num_outputs(action_space), config)
+        logits = make_actor(seen, num_outputs(action_space), config)
         return Network(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
-    network = make_actor(observation_space, 2 * math.prod(action_space.shape), config)
+    network = make_actor(seen, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:
         loc, log_scale = jnp.split(network.apply(params, obs), 2, axis=-1)
@@ -104,16 +104,14 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
-def make_critics(
-    observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1
-) -> Network:
+def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1) -> Network:
     """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`.
 
     Critics of continuous actions with several outputs, `M`, return `[C, B, M]`.
     """
     discrete = isinstance(action_space, Discrete)
     num_outputs = action_space.n if discrete else num_outputs
-    critic = linear_network("critic", observation_space, config, num_outputs=num_outputs, scale=1.0)
+    critic = linear_network("critic", seen, config, num_outputs=num_outputs, scale=1.0)
 
     def init(key: jax.Array, obs: Any) -> Any:
         batch = len(jax.tree.leaves(obs)[0])
