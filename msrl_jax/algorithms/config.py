@@ -102,7 +102,8 @@ def config(
       offline: whether it learns from data alone, with no steps of environments.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
       needs: with which values of another field some fields have an effect: `{"distribution=c51|qr": "num_atoms"}` refuses a
-        `num_atoms` that is given with another `distribution`. Names of several fields are separated by spaces.
+        `num_atoms` that is given with another `distribution`, `{"core!=none": "burn_in"}` a `burn_in` that is given without a
+        core. Names of several fields are separated by spaces.
 
     Returns:
       A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
@@ -120,7 +121,7 @@ def config(
         new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
         leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]
         static = [n for n in known if n not in leaves]
-        if unknown := {*new.needs, *(need.partition("=")[0] for need in new.needs.values())}.difference(known):
+        if unknown := {*new.needs, *(need.partition("=")[0].rstrip("!") for need in new.needs.values())}.difference(known):
             raise TypeError(f"the config {new.__name__} has no field {min(unknown)!r}, which needs={needs} name")
 
         def flatten(config: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -36,6 +36,7 @@ from msrl_jax.fragments.counters import Counter, at_least
         "distribution=c51": "v_min v_max",
         "distribution=c51|qr": "num_atoms",
         "distribution=qr": "num_dropped",
+        "core!=none": "burn_in trace_length",
     },
 )
 class SAC:

@@ -46,6 +46,7 @@ from msrl_jax.fragments.counters import Counter, at_least, remainder
         "distribution=c51": "v_min v_max",
         "distribution=c51|qr": "num_atoms",
         "distribution=qr": "num_dropped",
+        "core!=none": "burn_in trace_length",
     },
 )
 class TD3:

@@ -110,10 +110,11 @@ def check_given(config: Any, names: Collection[str]) -> None:
                 f"clip and schedule; make them a part of it, and leave {name} out"
             )
     for name, need in config.needs.items():
-        other, values = need.split("=")
-        if name in names and str(now := getattr(config, other)) not in values.split("|"):
-            use = " or ".join(repr(v) if isinstance(now, str) else v for v in values.split("|"))
-            raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {other}={use}")
+        other, _, text = need.partition("=")
+        other, values, others = other.rstrip("!"), text.split("|"), other.endswith("!")
+        if name in names and (str(now := getattr(config, other)) in values) == others:
+            use = "another one" if others else f"{other}=" + " or ".join(repr(v) if isinstance(now, str) else v for v in values)
+            raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}")
     core = getattr(config, "core", None)
     if core is not None and "memory_size" in names and (core == "none" or not is_name(core)):
         raise ValueError(

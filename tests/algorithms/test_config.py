@@ -126,6 +126,7 @@ def test_checks_of_several_fields_and_of_given_ones(ball):
         "text": ("sac", {"v_min": 0.0, "distribution": "qr"}, "SAC.v_min has no effect with distribution='qr'.*='c51'"),
         "several": ("dqn", {"num_atoms": 9}, "DQN.num_atoms has no effect with distribution='none'.*='c51' or 'qr'"),
         "flag": ("r2d2", {"prioritised": False, "alpha": 0.5}, "R2D2.alpha .* prioritised=False.* use prioritised=True"),
+        "none": ("td3", {"burn_in": 2}, "TD3.burn_in has no effect with core='none'; leave it out, or use another one"),
         "variant": ("apex_dqn", {"final_epsilon": 0.1}, "ApexDQN.final_epsilon .* use exploration='annealed'"),
     }.values(),
     ids=lambda x: x if isinstance(x, str) and " " not in x else "",
