@@ -276,7 +276,7 @@ def names_in_sources() -> dict[str, list[str]]:
         return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
 
     return {
-        "algorithms": found("algorithms", r'^(?:@config\(|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
+        "algorithms": found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
         "environments": sorted([*_suites.names(), "KuhnPoker", "RockPaperScissors"]),
         "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
     }
