@@ -97,11 +97,11 @@ def _clip(most: Any) -> optax.GradientTransformation:
 def global_norm(tree: Any) -> jax.Array:
     """The norm of all numbers of a pytree together. On devices that would launch a kernel for each leaf, of one vector."""
     leaves = jax.tree.leaves(tree)
-    if len({x.dtype for x in leaves}) > 1 or sum(x.size for x in leaves) > _LARGE:
-        return optax.tree.norm(tree)
+    if len({jnp.result_type(x) for x in leaves}) != 1 or sum(jnp.size(x) for x in leaves) > _LARGE:
+        return jnp.asarray(optax.tree.norm(tree))
 
     def of_vector(*leaves: jax.Array) -> jax.Array:
-        return optax.tree.norm(jnp.concatenate([x.ravel() for x in leaves]))
+        return optax.tree.norm(jnp.concatenate([jnp.ravel(x) for x in leaves]))
 
     return jax.lax.platform_dependent(*leaves, cpu=lambda *leaves: optax.tree.norm(leaves), default=of_vector)
 

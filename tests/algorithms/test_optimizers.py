@@ -119,6 +119,7 @@ def test_the_norm_of_one_vector_is_that_of_the_leaves():
     np.testing.assert_allclose(found, [np.sqrt(506 + 4)] * 2, rtol=1e-6)
     mixed = {"a": jnp.ones(3), "b": jnp.ones(1, jnp.float16)}
     assert global_norm(mixed) == 2.0  # leaves of several dtypes
+    assert global_norm({}) == 0.0 and global_norm([3.0, 4.0]) == 5.0
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "anneal_learning_rate"])

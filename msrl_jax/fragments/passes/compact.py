@@ -100,6 +100,8 @@ def _loop(scan: Scan, carry: _Together, rows: _Together, steps: int, operands: S
     step = jaxpr_as_fun(scan.body)
 
     def packing(before: Any, xs: Any) -> tuple[Any, Any]:
+        if steps > 1:  # else XLA would simplify across steps: two products with constants to one, which rounds once
+            before = jax.lax.optimization_barrier(before)
         results = step(*operands[:first], *carry.unpack(*before), *xs)
         return carry.pack(results[: scan.num_carry]), rows.pack(results[scan.num_carry :])
 

@@ -49,6 +49,14 @@ def test_a_loop_of_all_kinds_of_arrays(length, reverse):
     assert same_bits(lambda *args: loop(*args, reverse=reverse), start(), xs) == [(1 + 3, 1 + 1)]
 
 
+def test_no_step_is_simplified_with_the_next_one():
+    def step(carry, _):
+        a, b, c = carry
+        return (a * 1.0001, b / 3, c - 0.1), None
+
+    assert same_bits(lambda x: jax.lax.scan(step, (x, x, x), None, length=16), jnp.float32(1)) == [(1, 0)]
+
+
 def test_loops_in_loops_branches_and_fragments():
     @msrl.fragment(role="learner")
     def inner(start, xs):
