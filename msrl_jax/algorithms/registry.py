@@ -82,8 +82,14 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
     words.check(new)
-    words.check_given(new, overrides)
+    words.check_given(new, {*overrides, *(f.name for f in dataclasses.fields(base) if f.name in base.needs and _is_changed(base, f))})
     return new
+
+
+def _is_changed(config: Any, field: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a config has another value than its default: somebody gave it."""
+    value = getattr(config, field.name)
+    return type(value) is not type(field.default) or (isinstance(value, bool | int | float | str) and value != field.default)
 
 
 def check_env(config: Any, env: Any) -> None:

@@ -134,7 +134,8 @@ def test_checks_of_several_fields_and_of_given_ones(ball):
 def test_a_field_without_an_effect_is_refused_where_it_is_given(algorithm, given, refused):
     with pytest.raises(ValueError, match=refused):
         make(algorithm, given)
-    make(type(make(algorithm, {}))(**given), {})  # not where it is a part of a config
+    with pytest.raises(ValueError, match=refused):
+        make(type(make(algorithm, {}))(**given), {})
 
 
 def test_what_a_field_needs_is_a_field():
