@@ -82,7 +82,8 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new: Any = dataclasses.replace(base, **overrides)
     words.check(new)
-    words.check_given(new, {*overrides, *(f.name for f in dataclasses.fields(base) if f.name in base.needs and _is_changed(base, f))})
+    changed = {f.name for f in dataclasses.fields(base) if f.name in base.needs and _is_changed(base, f)}
+    words.check_given(new, changed.union(overrides))
     return new
 
 
