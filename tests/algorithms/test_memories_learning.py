@@ -28,7 +28,7 @@ def greedy_returns(name, **options):
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
 def test_a_memory_makes_up_for_a_speed_that_nobody_sees(name):
-    assert (greedy_returns(name, **COMMON, **GRU) > -300).all()
+    assert (greedy_returns(name, **COMMON, **GRU) > -400).all()  # at random -1,200; with the speed in sight -150
 
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
