@@ -88,7 +88,8 @@ def _pair_of(what: Any, name: str) -> Network:
         return _linen(what, name)
     if isinstance(what, tuple) and any(isinstance(x, nn.Module) for x in what):
         raise TypeError(f"{name} holds modules; for one of the actor and one of the critic, give Whole(actor=..., critic=...)")
-    pair: Any = what if isinstance(what, tuple) else (getattr(what, "init", None), getattr(what, "apply", None))
+    is_pair = isinstance(what, tuple) and not isinstance(what, Network)
+    pair: Any = what if is_pair else (getattr(what, "init", None), getattr(what, "apply", None))
     if len(pair) == 2 and all(map(callable, pair)):
         return _pair(pair[0], pair[1], name)
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(what)):
