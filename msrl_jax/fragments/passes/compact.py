@@ -31,7 +31,7 @@ from msrl_jax._compat import (
 
 _WORDS = ("float32", "int32", "uint32", "bool")
 _MOST_BYTES = 2**14  # of one array; larger ones take longer to move than a kernel takes to start
-_FEWEST = 3  # arrays that are worth it
+_FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: what is taken apart behind it are kernels too
 _STEPS = {50: 8, 300: 4}  # steps that are one turn, of bodies of at most so many equations
 
 
@@ -50,6 +50,8 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
         if eqn.primitive is not scan_p or eqn.effects:
             return [eqn]
         scan = scan_parts(eqn)
+        if scan.length < _SHORTEST:
+            return [eqn]
         results = [aval(v) for v in scan.body.jaxpr.outvars]
         carry, rows = _Together(results[: scan.num_carry]), _Together(results[scan.num_carry :])
         steps = _steps(scan, eqn.params.get("unroll", 1))
@@ -92,7 +94,7 @@ def _steps(scan: Scan, given: int) -> int:
     """How many steps are one turn of a loop."""
     equations = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr))
     steps = next((steps for most, steps in _STEPS.items() if equations <= most and scan.length % steps == 0), 1)
-    return max(steps, given) if scan.length else 1
+    return max(steps, given)
 
 
 def _loop(scan: Scan, carry: _Together, rows: _Together, steps: int, operands: Sequence[Any]) -> list[Any]:
