@@ -14,6 +14,7 @@ COMMON = {
     "unroll_length": 8, "num_updates": 48, "hidden_sizes": (64,), "learning_starts": 1024, "learning_rate": 2e-3, "tau": 0.02,
     "discount": 0.98,
 }  # fmt: skip
+# With it seeds 10000 to 10002 reached -160 to -310 in 40,000 steps, without it -1,140 to -1,240.
 GRU = {"core": "gru", "batch_size": 32, "burn_in": 4, "trace_length": 8}
 
 
@@ -28,7 +29,7 @@ def greedy_returns(name, **options):
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
 def test_a_memory_makes_up_for_a_speed_that_nobody_sees(name):
-    assert (greedy_returns(name, **COMMON, **GRU) > -400).all()  # at random -1,200; with the speed in sight -150
+    assert (greedy_returns(name, **COMMON, **GRU) > -400).all()
 
 
 @pytest.mark.parametrize("name", ["sac", "td3"])

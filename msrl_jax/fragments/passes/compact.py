@@ -2,8 +2,8 @@
 
 XLA updates each array of a `scan`'s carry and writes each array that the `scan` stacks with a kernel of its own, in every step:
 of a step of environments the observation, the action, the reward, the ends and so on, of an update every bias and its moments.
-Here the small ones travel as one vector of words, and are taken apart where they are used. Data only move, so no number
-changes. Of short bodies, several steps are one turn of the loop.
+Here the small ones travel as one vector of words, and are taken apart where they are used. Of short bodies, several steps are
+one turn of the loop. Operations and their order stay; but XLA fuses them otherwise, so last bits may differ where it optimises.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Loops that keep their small arrays together compute the same bits, with one array to carry and one to stack."""
+"""Loops that keep their small arrays together carry one and stack one; without XLA's optimisations the bits are the same."""
 
 import jax
 import jax.numpy as jnp
