@@ -28,6 +28,8 @@ from msrl_jax.algorithms.networks.modules import check_gradients
 from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
 from msrl_jax.algorithms.networks.transformer import gtrxl
 
+_NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
+_NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
 _FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
 
 
@@ -38,10 +40,8 @@ def named_core(name: str, size: int) -> Core:
       ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
     """
     text, (name, params) = name, parse_spec(name)
-    cells = {cell: functools.partial(stepwise, cell) for cell in CELLS}
-    known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
     try:
-        return _checks.find("core", known, name)(size, **params)
+        return _checks.find("core", _NAMED, name)(size, **params)
     except TypeError:
         raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
@@ -58,8 +58,12 @@ def as_core(given: Any) -> Callable[[int], Core]:
 
     Raises:
       TypeError: if it is none of the forms.
-      ValueError: if MODULE:NAME cannot be imported.
+      ValueError: if MODULE:NAME cannot be imported, or if it is one of the names with something behind it.
     """
+    name, _, size = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name in _NAMED:
+        meant = f"core={name!r}, memory_size={size}" if size.isdigit() else f"core={name!r}, with the size as memory_size"
+        raise ValueError(f"core={given!r}: {name} takes no {size!r}; give {meant}")
     what = _checks.imported("core", given, "a core") if isinstance(given, str) else given
     name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
     if isinstance(what, type):

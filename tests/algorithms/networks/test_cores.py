@@ -115,6 +115,18 @@ def test_parameters_of_a_core_are_checked(core, message):
         named_core(core, 8)
 
 
+@pytest.mark.parametrize(
+    ("core", "message"),
+    [
+        ("gru:3", r"core='gru:3': gru takes no '3'; give core='gru', memory_size=3"),
+        ("gtrxl:wide", r"gtrxl takes no 'wide'; give core='gtrxl', with the size as memory_size"),
+    ],
+)
+def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
+    with pytest.raises(ValueError, match=message):
+        msrl.algorithms.build(msrl.algorithms.A2C(core=core), msrl.envs.make("CartPole-v1"))
+
+
 def test_a_core_needs_a_module_of_features():
     whole = msrl.algorithms.Whole(lambda key: None, lambda key: None)
     with pytest.raises(ValueError, match="no place for a memory"):
