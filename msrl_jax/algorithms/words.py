@@ -95,6 +95,18 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
     return found
 
 
+class WithoutEffect(ValueError):
+    """A field was given that has no effect with the value of another one.
+
+    Attributes:
+      field, other: the names of the two.
+    """
+
+    def __init__(self, message: str, field: str, other: str):
+        super().__init__(message)
+        self.field, self.other = field, other
+
+
 def check_given(config: Any, names: Collection[str]) -> None:
     """Raises ValueError if a field was given that has no effect with the others."""
     kind, rate = type(config).__name__, getattr(config, "learning_rate", None)
@@ -114,14 +126,13 @@ def check_given(config: Any, names: Collection[str]) -> None:
         other, values, others = other.rstrip("!"), text.split("|"), other.endswith("!")
         if name in names and (str(now := getattr(config, other)) in values) == others:
             use = "another one" if others else f"{other}=" + " or ".join(repr(v) if isinstance(now, str) else v for v in values)
-            raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}")
+            raise WithoutEffect(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}", name, other)
     core = getattr(config, "core", None)
-    if core is not None and "memory_size" in names and (core == "none" or not is_name(core)):
-        raise ValueError(
-            f"{kind}.memory_size has no effect on {kind}.core={_checks.name_of(core)}; leave it out, or give core='gru'"
-        )
-    if core not in (None, "none") and "shared_torso" in names:
-        raise ValueError(f"{kind}.shared_torso has no effect on {kind}.core={_checks.name_of(core)}; leave it out")
+    useless = {"memory_size": ("gru", core == "none" or not is_name(core)), "shared_torso": ("none", core != "none")}
+    for name, (other, is_useless) in useless.items() if core is not None else ():
+        if is_useless and name in names:
+            fact = f"{kind}.{name} has no effect on {kind}.core={_checks.name_of(core)}"
+            raise WithoutEffect(f"{fact}; leave it out, or give core={other!r}", name, "core")
     if hasattr(config, "check_given"):
         config.check_given(names)
 
