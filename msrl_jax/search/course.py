@@ -123,7 +123,7 @@ class Course:
         agent = experiment.behavior.agent
         experiment.check_length()
         if not experiment.is_ranked:
-            raise ValueError(f"{experiment.name}: {UNRANKED}; train a list of values, and compare the members otherwise")
+            raise ValueError(f"{experiment.name}: {UNRANKED}; give rank_by= a metric of the environment")
         if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
             raise ValueError(
                 f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"

@@ -44,7 +44,8 @@ def make(
 def _reports(spec: Any) -> list[str]:
     """The numbers in the `info` of every step, one for each environment."""
     scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
-    return ["elapsed_step", *(key[5:] for key in scalars if key.startswith("info:") and not key.endswith("env_id"))]
+    named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
+    return ["elapsed_step", *(key for key in named if key != "env_id")]
 
 
 class EnvPoolEnvironment:
