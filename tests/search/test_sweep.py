@@ -365,7 +365,7 @@ def test_the_command_line_sweeps(tmp_path, capsys):
 
 
 def test_teams_that_oppose_each_other_are_not_ranked():
-    with pytest.raises(ValueError, match="does not tell which member is better; train a list of values"):
+    with pytest.raises(ValueError, match="does not tell which member is better; give rank_by= a metric"):
         msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
 
 
