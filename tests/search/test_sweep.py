@@ -160,12 +160,12 @@ def test_numbers_of_the_command_are_exact(tiny):
         "total_steps": 64, "seeds": 1, "eval_episodes": 0,
         "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
     }  # fmt: skip
-    trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
+    trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0, rank_by="success")
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
     args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
     made = algorithms.make("ppo", config)
     assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
-    assert args.env_params == "length=uniform(0.25, 1)"
+    assert args.env_params == "length=uniform(0.25, 1)" and args.rank_by == "success"
 
 
 def test_the_folder_holds_the_result(swept, folder):
