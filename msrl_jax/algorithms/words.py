@@ -20,7 +20,7 @@ from msrl_jax._spec import read_values
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
-from msrl_jax.algorithms.networks.cores import as_core, named_core
+from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.networks.recurrent import CELLS
 from msrl_jax.algorithms.optimizers import NAMED, Named
@@ -77,6 +77,8 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
         value, tunable = getattr(config, f.name), f.metadata.get("tunable")
         if f.name == "optimizer" and _has_optimizer(config):
             remedy = _optimizer_remedy(value)
+        elif f.name == "core" and not tunable:
+            remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_word(value):

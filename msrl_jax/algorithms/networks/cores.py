@@ -24,7 +24,7 @@ from msrl_jax import _checks
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
-from msrl_jax.algorithms.networks.modules import check_gradients
+from msrl_jax.algorithms.networks.modules import check_gradients, is_name
 from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
 from msrl_jax.algorithms.networks.transformer import gtrxl
 
@@ -46,6 +46,14 @@ def named_core(name: str, size: int) -> Core:
         raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
 
+def core_remedy(given: Any) -> str | None:
+    """What to use in place of a named core with a size behind it; None if that is not what is given."""
+    name, colon, size = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name not in _NAMED or not colon or is_name(given):
+        return None
+    return f"core={name!r}, memory_size={size}" if size.isdigit() else f"core={name!r}, with its size as memory_size"
+
+
 def as_core(given: Any) -> Callable[[int], Core]:
     """What `recurrent_network` takes as the core of a config: from the size of inputs to the layer.
 
@@ -58,12 +66,8 @@ def as_core(given: Any) -> Callable[[int], Core]:
 
     Raises:
       TypeError: if it is none of the forms.
-      ValueError: if MODULE:NAME cannot be imported, or if it is one of the names with something behind it.
+      ValueError: if MODULE:NAME cannot be imported.
     """
-    name, _, size = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if name in _NAMED:
-        meant = f"core={name!r}, memory_size={size}" if size.isdigit() else f"core={name!r}, with the size as memory_size"
-        raise ValueError(f"core={given!r}: {name} takes no {size!r}; give {meant}")
     what = _checks.imported("core", given, "a core") if isinstance(given, str) else given
     name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
     if isinstance(what, type):

@@ -7,6 +7,7 @@ import pytest
 from flax import linen as nn
 
 import msrl_jax as msrl
+from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.networks.cores import as_core, named_core
 from tests.support.modules import Fading
 
@@ -118,13 +119,16 @@ def test_parameters_of_a_core_are_checked(core, message):
 @pytest.mark.parametrize(
     ("core", "message"),
     [
-        ("gru:3", r"core='gru:3': gru takes no '3'; give core='gru', memory_size=3"),
-        ("gtrxl:wide", r"gtrxl takes no 'wide'; give core='gtrxl', with the size as memory_size"),
+        ("gru:3", "A2C.core='gru:3': use core='gru', memory_size=3$"),
+        ("gtrxl:wide", "A2C.core='gtrxl:wide': use core='gtrxl', with its size as memory_size$"),
     ],
 )
 def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
     with pytest.raises(ValueError, match=message):
-        msrl.algorithms.build(msrl.algorithms.A2C(core=core), msrl.envs.make("CartPole-v1"))
+        algorithms.make("a2c", {"core": core})
+    with pytest.raises(ValueError, match=message):
+        algorithms.build(algorithms.A2C(core=core), envs.make("CartPole-v1"))
+    algorithms.make("a2c", {"core": "gtrxl:context=8"})
 
 
 def test_a_core_needs_a_module_of_features():
