@@ -38,7 +38,8 @@ ALGORITHMS: dict[str, type] = {}
 
 OF_RUNS = {
     "algo", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes", "eval_every",
-    "checkpoint_every", "keep_checkpoints", "time_limit", "guard", "record", "env_params", "pbt", "callbacks", "progress",
+    "checkpoint_every", "keep_checkpoints", "time_limit", "guard", "record", "env_params", "pbt", "rank_by", "callbacks",
+    "progress",
 }  # fmt: skip
 """The arguments of `msrl.train`, which no field can have the name of."""
 

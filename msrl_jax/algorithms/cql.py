@@ -26,10 +26,11 @@ from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.fragments import fragment
 
 
-@config("cql", offline=True)
+@config("cql", offline=True, privileged=True)
 class CQL:
     """Conservative Q-learning; for actions that are discrete or bounded floats.
 
@@ -91,6 +92,11 @@ class CQL:
 
 def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:
     """Double DQN, with the penalty added to the loss of every example."""
+    if are_privileged(env.observation_space):
+        raise TypeError(
+            f"CQL of discrete actions ({action_space}) acts by the values, so nothing may see the environment's "
+            "privileged_state; use iql, or train in msrl.envs.Unprivileged(env)"
+        )
     if config.target_gap is not None:
         raise ValueError(
             f"CQL.target_gap={config.target_gap} does not work for discrete actions ({action_space}); use "

@@ -20,7 +20,7 @@ from msrl_jax._spec import read_values
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
-from msrl_jax.algorithms.networks.cores import as_core, named_core
+from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.networks.recurrent import CELLS
 from msrl_jax.algorithms.optimizers import NAMED, Named
@@ -77,6 +77,8 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
         value, tunable = getattr(config, f.name), f.metadata.get("tunable")
         if f.name == "optimizer" and _has_optimizer(config):
             remedy = _optimizer_remedy(value)
+        elif f.name == "core" and not tunable:
+            remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_word(value):
@@ -93,6 +95,18 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
             ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
             with_traced(config, usual | ramps).check()
     return found
+
+
+class WithoutEffect(ValueError):
+    """A field was given that has no effect with the value of another one.
+
+    Attributes:
+      field, other: the names of the two.
+    """
+
+    def __init__(self, message: str, field: str, other: str):
+        super().__init__(message)
+        self.field, self.other = field, other
 
 
 def check_given(config: Any, names: Collection[str]) -> None:
@@ -114,14 +128,13 @@ def check_given(config: Any, names: Collection[str]) -> None:
         other, values, others = other.rstrip("!"), text.split("|"), other.endswith("!")
         if name in names and (str(now := getattr(config, other)) in values) == others:
             use = "another one" if others else f"{other}=" + " or ".join(repr(v) if isinstance(now, str) else v for v in values)
-            raise ValueError(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}")
+            raise WithoutEffect(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}", name, other)
     core = getattr(config, "core", None)
-    if core is not None and "memory_size" in names and (core == "none" or not is_name(core)):
-        raise ValueError(
-            f"{kind}.memory_size has no effect on {kind}.core={_checks.name_of(core)}; leave it out, or give core='gru'"
-        )
-    if core not in (None, "none") and "shared_torso" in names:
-        raise ValueError(f"{kind}.shared_torso has no effect on {kind}.core={_checks.name_of(core)}; leave it out")
+    useless = {"memory_size": ("gru", core == "none" or not is_name(core)), "shared_torso": ("none", core != "none")}
+    for name, (other, is_useless) in useless.items() if core is not None else ():
+        if is_useless and name in names:
+            fact = f"{kind}.{name} has no effect on {kind}.core={_checks.name_of(core)}"
+            raise WithoutEffect(f"{fact}; leave it out, or give core={other!r}", name, "core")
     if hasattr(config, "check_given"):
         config.check_given(names)
 

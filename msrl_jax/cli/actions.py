@@ -71,6 +71,17 @@ def _folder(place: str, algo: str, *parts: str | None) -> Path:
     return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, (name, *parts))))
 
 
+def check(args: Train, config: dict[str, Any]) -> None:
+    """Raises the error of `train` for what is wrong whatever the environment, the data and the devices are."""
+    from msrl_jax.experiment.arguments import experiment_of, resolve_policy
+
+    if not args.resume:  # else the folder has what is not given
+        names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
+        experiment_of(**{name: getattr(args, name) for name in names}, overrides=config)
+    if args.policy is not None:
+        resolve_policy(args.policy)
+
+
 def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import experiment
     from msrl_jax.experiment import processes

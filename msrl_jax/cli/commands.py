@@ -70,6 +70,10 @@ class Train(What):
     pbt: str | None = option(
         None, "train a population, such as members=8,every=20,learning_rate=log_uniform:1e-5:1e-2; members copy better ones."
     )
+    rank_by: str = option(
+        "return", "what tells which checkpoint and which member is the best, and whom members of a population copy: return, or "
+        "a metric of the environment, of which more is better."
+    )  # fmt: skip
     out: Path | None = option(None, "folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.")
     resume: bool = option(
         False, "go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy "

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
 from msrl_jax.cli import config_file, flags, launch
-from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
+from msrl_jax.cli.actions import COMMANDS, DIVERGED, check, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import UsageError
 
@@ -143,6 +143,8 @@ def _run(argv: list[str]) -> int:
         rest = _with_saved_algo(name, [*rest, *words])
         args, config = flags.parse(f"{PROG} {name}", command, rest, defaults)
         if prints:
+            if isinstance(args, Train):
+                check(args, config)
             print(config_file.text(name, command, rest, args), end="")
             return 0
         if name != "train" or args.processes is None or launch.INDEX in os.environ:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import suggestion
+from msrl_jax._spec import read_values
 from msrl_jax.fragments.metrics import Mean
 
 PyTree: TypeAlias = Any
@@ -32,6 +33,15 @@ class EpisodeMetrics(NamedTuple):
 def metrics_of(env: Any) -> Mapping[str, Reduction]:
     """The metrics that an environment, or a vector environment, declares; empty if there are none."""
     return getattr(env, "metrics", None) or {}
+
+
+def read_declared(name: str, metrics: Mapping[str, Reduction] | str | None) -> Mapping[str, Reduction]:
+    """The metrics that a user declares for the environment `name`, maybe as text, `"x_velocity=mean,reward_ctrl=sum"`."""
+    if isinstance(metrics, str):
+        wrong = f"cannot read metrics={metrics!r} of {name}; write 'x_velocity=mean,reward_ctrl=sum'"
+        metrics = read_values(metrics, wrong=wrong)
+    check_declared(name, metrics := metrics or {})
+    return metrics
 
 
 def check_declared(name: str, metrics: Any) -> None:

@@ -30,11 +30,18 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
     return policies.get(name, **params)
 
 
-def make_experiment(
+def make_experiment(*given: Any, **arguments: Any) -> Experiment:
+    """The experiment of arguments of `train`, as of `experiment_of`, with its agent built."""
+    experiment = experiment_of(*given, **arguments)
+    _ = experiment.behavior if experiment.pbt is None else experiment.agent
+    return experiment
+
+
+def experiment_of(
     algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
     overrides: Mapping[str, Any] | None = None, **others: Any,
 ) -> Experiment:  # fmt: skip
-    """The experiment of arguments of `train`, with its agent built; `overrides` are fields of the config."""
+    """The experiment of arguments of `train`, whose environment and data are not made; `overrides` are fields of the config."""
     pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
     if pbt is not None:
@@ -45,11 +52,9 @@ def make_experiment(
         pbt.check(base, overrides)
         overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
     overrides, settings = _split(base, overrides, seeds)
-    experiment = Experiment(
+    return Experiment(
         algorithm=algorithms.make(base, overrides), env=env, seed=seed, seeds=seeds, settings=settings, pbt=pbt, **others
     )
-    _ = experiment.behavior if pbt is None else experiment.agent
-    return experiment
 
 
 def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
@@ -157,7 +162,8 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
     is_same = named is type(before.algorithm)
     chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
-    defaults = {name: getattr(before, name) for name in ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "guard")}
+    own = ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "rank_by", "guard")
+    defaults = {name: getattr(before, name) for name in own}
     algo = before.algorithm if algo is None or is_same else algo
     kind = named if isinstance(algo, str | type) else type(algo)
     if kind is not type(before.algorithm):

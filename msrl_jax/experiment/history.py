@@ -46,15 +46,15 @@ _EPISODES = 100  # how many of the last episodes of each member tell its success
 
 @dataclasses.dataclass(frozen=True)
 class LastEpisodes:
-    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut."""
+    """The scores of the last episodes of each member, by the iteration in which they ended, however chunks were cut."""
 
     iterations: np.ndarray  # `[K]`
-    total: np.ndarray  # sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+    total: np.ndarray  # their sums; 0 where the member has enough later episodes. `[K]` or `[K, M]`
     count: np.ndarray  # numbers of episodes
 
-    def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
+    def add(self, first: int, scores: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
         """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
-        new = _sums(returns, finite)
+        new = _sums(scores, finite)
         iterations = np.append(self.iterations, first + 1 + np.arange(len(new.total)))
         total = np.concatenate([self.total.reshape(-1, *new.total.shape[1:]), new.total])
         count = np.concatenate([self.count.reshape(-1, *new.count.shape[1:]), new.count])
@@ -69,7 +69,7 @@ class LastEpisodes:
         return LastEpisodes(self.iterations[kept], self.total[kept], self.count[kept])
 
     def mean(self) -> float | np.ndarray:
-        """The mean return of each member; nan if none of its episodes has ended."""
+        """The mean of each member; nan if none of its episodes has ended."""
         return Mean(self.total, self.count).mean(axis=0)
 
 

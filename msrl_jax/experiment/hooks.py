@@ -289,13 +289,13 @@ class Checkpoints:
 
 def score(run: Run) -> float | None:
     """The measure of success by which the best checkpoint is kept; more is better. None if there is no such measure."""
-    agent = run.experiment.behavior.agent
-    if not agent.ranked or not run.rows:
+    by, is_offline = run.experiment.rank_by, run.experiment.behavior.agent.unit == "updates"
+    if not run.experiment.is_ranked or not run.rows:
         return None
-    if agent.unit == "updates":
+    if is_offline and by == "return":
         value = -np.mean(run.rows[-1].get("validation_loss", np.nan))
-    elif run.deployment["eval_every"] is not None:
-        value = np.mean(run.rows[-1].get("eval_return", np.nan))
+    elif is_offline or run.deployment["eval_every"] is not None:
+        value = np.mean(run.rows[-1].get(f"eval_{by}", np.nan))
     else:
         value = np.mean(run.last_episodes.mean())
     return float(value) if np.isfinite(value) else None

@@ -261,16 +261,21 @@ def acting_part(state: Any) -> Any:
     return state
 
 
-def evolve(agent: Agent, pbt: PBT) -> Agent:
-    """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1).
+def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
+    """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1); `rank_by` as of `Experiment`.
 
     The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
     compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
     statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
     decision only.
     """
-    if not agent.ranked:
-        raise ValueError(f"pbt: {UNRANKED}; train without pbt")
+    if rank_by == "return" and not agent.ranked:
+        raise ValueError(f"pbt: {UNRANKED}; train without pbt, or with rank_by= a metric of the environment")
+    if rank_by != "return" and agent.unit == "updates":
+        raise ValueError(
+            f"pbt: rank_by={rank_by!r} is a metric of episodes, and an agent that learns from data alone plays none in "
+            "training; leave it out, and the validation loss ranks the members"
+        )
     order = jnp.arange(pbt.members, dtype=jnp.int32)
     # Every device knows when it is time; everything else stays with its member until then.
     axes = Evolving(agent.axes, Standing(*[P("member")] * 5)._replace(since=P()))  # type: ignore[arg-type]
@@ -310,7 +315,7 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
 
     def iteration(state: Evolving, progress: Progress) -> tuple[Evolving, Metrics]:
         after, metrics = agent.iteration(state.inner, progress)
-        now, values, due, report = decide(state.standing, _score(agent, metrics), state.inner.numbers)
+        now, values, due, report = decide(state.standing, _score(agent, metrics, rank_by), state.inner.numbers)
         own = innermost(after)
         after = with_learned(after, {at: copied(x, now.parent, due) for at, x in learned(agent, after).items()})
         if own.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(own.env_state)):
@@ -321,10 +326,10 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes)
 
 
-def _score(agent: Agent, metrics: Metrics) -> Mean:
+def _score(agent: Agent, metrics: Metrics, rank_by: str) -> Mean:
     """The score of every member in an iteration, as sums and counts `[M]`; more is better."""
     if agent.unit != "updates":
-        score = metrics["episode_return"]
+        score = metrics[f"episode_{rank_by}"]
         assert isinstance(score, Mean)
         return score
     if "validation_loss" not in metrics:

@@ -33,7 +33,7 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
         "algo": _algorithm(experiment), "env": about["env_spec"] or {"object": about["env_object"] or about["env"]},
         "env_params": _params(about["env_params"]), "policy": _policy(about["policy"]),
         **{name: about[name] for name in ("total_steps", "seed", "seeds")}, "pbt": _pbt(about["pbt"]),
-        **{name: about[name] for name in ("guard", "eval_episodes", "eval_every", "chunk")},
+        **{name: about[name] for name in ("rank_by", "guard", "eval_episodes", "eval_every", "chunk")},
         **_cpus(about["devices"]),
     }  # fmt: skip
     text = _toml.comment(_HEAD) + "\n"

@@ -123,10 +123,11 @@ class Result:
 
     @property
     def best(self) -> int:
-        """The member with the highest mean return in the last evaluation, or over the last tenth of training without one.
+        """The member with the highest mean return, or metric `rank_by`, in the last evaluation, or over the last tenth of
+        training without one.
 
-        In a run that learns from data alone, the best member has the smallest mean `validation_loss` over the last tenth of
-        training instead.
+        In a run that learns from data alone and has no `rank_by`, the best member has the smallest mean `validation_loss` over
+        the last tenth of training instead.
 
         Raises:
           ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
@@ -134,10 +135,10 @@ class Result:
         """
         if self.members == 1:
             return 0
-        last = self.evaluation
-        if not self.behavior.agent.ranked:
+        last, by = self.evaluation, self.experiment.rank_by
+        if not self.experiment.is_ranked:
             raise ValueError(f"{UNRANKED}; name one, member=0")
-        if self.behavior.agent.unit == "updates":
+        if self.behavior.agent.unit == "updates" and by == "return":
             if "validation_loss" not in self.history:
                 raise ValueError(
                     "no data were held out to compare the members of this run; name one, member=0, or train with a "
@@ -145,7 +146,7 @@ class Result:
                 )
             scores = -np.atleast_1d(self.final("validation_loss"))
         else:
-            scores = np.atleast_1d(self.final("episode_return") if last is None else last.mean_return)
+            scores = np.atleast_1d(self.final(f"episode_{by}") if last is None else last.means[f"eval_{by}"])
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def final(self, name: str) -> np.ndarray:

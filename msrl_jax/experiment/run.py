@@ -176,8 +176,8 @@ class Run:
             "steps_per_second": steps / self.last_seconds,
             **reduce_chunk(self.metrics, finite=self.experiment.guard == "skip"),
         })  # fmt: skip
-        if (returns := self.metrics.get("episode_return")) is not None:
-            self.last_episodes = self.last_episodes.add(first, returns, finite=self.experiment.guard == "skip")
+        if (scores := self.metrics.get(f"episode_{self.experiment.rank_by}")) is not None:
+            self.last_episodes = self.last_episodes.add(first, scores, finite=self.experiment.guard == "skip")
 
     @property
     def most_at_once(self) -> int:

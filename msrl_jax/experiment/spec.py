@@ -22,6 +22,7 @@ from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import env_name, is_on_host
+from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
@@ -50,6 +51,7 @@ class Experiment:
       seeds: the number of members of each setting.
       settings: the fields of the config in which members differ, with the values of every setting.
       pbt: how the population is trained; None if its members are independent. Every setting has then a seed of its own.
+      rank_by: what tells which member and which checkpoint is better: "return", or the name of a metric of the environment.
       guard: what happens on nan and infinities; "skip" changes what is computed.
       recorded_steps: steps that the environments keep, if the run is recorded; not a part of the value.
     """
@@ -62,6 +64,7 @@ class Experiment:
     seeds: int = 1
     settings: Settings = dataclasses.field(default_factory=dict, hash=False)
     pbt: PBT | None = None
+    rank_by: str = "return"
     guard: GuardPolicy = "halt"
     recorded_steps: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -135,6 +138,9 @@ class Experiment:
         """The environment, with the parameters that are drawn."""
         env = envs.make(self.env) if isinstance(self.env, str) else self.env
         check_env(self.algorithm, env)
+        if self.rank_by not in (known := ["return", *metrics_of(env)]):
+            near = suggestion(self.rank_by, known) if isinstance(self.rank_by, str) else ""
+            raise ValueError(f"rank_by={self.rank_by!r}{near}: {env_name(env)} reports {', '.join(known)}")
         if self.has_members and is_on_host(env):
             fields = ", ".join(f"{name}={list(x)}" for name, x in self.settings.items())
             given = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields
@@ -147,6 +153,11 @@ class Experiment:
     def usual_policy(self) -> str:
         """The distribution policy of a run for which none is given."""
         return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether there is something that tells which member is better."""
+        return self.rank_by != "return" or self.behavior.agent.ranked
 
     @functools.cached_property
     def dataset(self) -> data.Dataset | None:
@@ -175,7 +186,7 @@ class Experiment:
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
             one = self._of_one(env, skips=self.guard == "skip")
         agent = members(one, self.numbers) if self.has_members else one
-        agent = agent if self.pbt is None else evolve(agent, self.pbt)
+        agent = agent if self.pbt is None else evolve(agent, self.pbt, self.rank_by)
         return counted(agent, self.iterations or None)
 
     @property
@@ -254,7 +265,7 @@ class Experiment:
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
             "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
             "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
-            "pbt": None if self.pbt is None else self.pbt.to_json(), "guard": self.guard,
+            "pbt": None if self.pbt is None else self.pbt.to_json(), "rank_by": self.rank_by, "guard": self.guard,
             "config": plain_fields({f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}),
         }  # fmt: skip
 
@@ -314,7 +325,8 @@ class Experiment:
             return cls(
                 algorithm=algorithm, env=named, seed=given["seed"], seeds=given["seeds"],
                 env_params=was if env_params is None else env_params, total_steps=given["total_steps"], settings=settings,
-                pbt=None if given["pbt"] is None else read(given["pbt"]), guard=given["guard"],
+                pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"],
+                guard=given["guard"],
             )  # fmt: skip
         except (TypeError, ValueError, KeyError) as error:
             raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
@@ -344,7 +356,7 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     """What decides what is computed, besides the length and the data set, by argument of `train`."""
     fields = about["config"] | (about["settings"] or {})
-    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt")
+    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt", "rank_by")
     return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
 
 

@@ -37,7 +37,7 @@ _TRIES = 10  # how often a checkpoint is read that a running process deletes at 
 
 _KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
 _FIELDS = {  # what `config.json` of every run has, by types in words
-    "text": ("algorithm", "env", "class", "policy", "guard"), "text or null": ("env_spec", "env_object", "record"),
+    "text": ("algorithm", "env", "class", "policy", "rank_by", "guard"), "text or null": ("env_spec", "env_object", "record"),
     "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
     "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
     "a list": ("rollbacks", "resumed"),

@@ -75,10 +75,13 @@ def describe(result: Result) -> str:
     if (last := result.evaluation) is not None:
         mean, by_team = np.asarray(last.mean_return), {team: x.mean(-1) for team, x in last.team_returns.items()}
         lines.append(f"  greedy return over {last.returns.shape[-1]} episodes {_returns(mean, by_team, what)}")
-        if fields and not np.isnan(mean).all():
-            best = int(np.nanargmax(mean))
+        by = result.experiment.rank_by
+        scores = np.asarray(last.means[f"eval_{by}"])
+        if fields and not np.isnan(scores).all():
+            best = int(np.nanargmax(scores))
             setting = in_words(s.get("members_at_end", s["members"])[best])
-            lines.append(f"  best: member {best} with {mean[best]:.{decimals(mean, np.ptp(mean))}f} ({setting})")
+            score = f"{by} " * (by != "return") + f"{scores[best]:.{decimals(scores, np.ptp(scores))}f}"
+            lines.append(f"  best: member {best} with {score} ({setting})")
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)

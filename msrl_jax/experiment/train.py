@@ -53,6 +53,7 @@ def train(
     record: str | os.PathLike | None = None,
     env_params: GivenParams | None = None,
     pbt: GivenPBT | None = None,
+    rank_by: str | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
     **overrides: Any,
@@ -89,7 +90,8 @@ def train(
       checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
         or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best mean return of the last 100 episodes of training). Evaluations that are the best so far have one of their own.
+        best mean return of the last 100 episodes of training; see `rank_by`). Evaluations that are the best so far have one of
+        their own.
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
@@ -102,6 +104,8 @@ def train(
         draw from the same.
       pbt: trains a population: `msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, members=8, every=20)`,
         or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
+      rank_by: what tells which checkpoint is the best, which member is (`Result.best`), and whom members of a population copy:
+        `"return"`, the default, or the name of a metric of the environment, of which more is better.
       callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
         calls its own. Hooks, as `msrl_jax.experiment.run` describes them, may be among them.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
@@ -126,7 +130,7 @@ def train(
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
-        "pbt": pbt, "guard": guard,
+        "pbt": pbt, "rank_by": rank_by, "guard": guard,
     }  # fmt: skip
     watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}

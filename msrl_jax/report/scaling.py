@@ -36,7 +36,7 @@ class Scaled:
         return about | {
             "idle": len(plan.idle), "sizes": {name: len(devices) for name, devices in plan.placements.items()},
             "dispatches": plan.dispatches, "bytes_arriving": plan.bytes_arriving, "collectives": collectives,
-            "bytes_of_collectives": plan.bytes_of_collectives, "memory": plan.memory,
+            "bytes_of_collectives": plan.bytes_of_collectives, "memory": plan.memory, "launches": plan.launches,
         }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def plans(
     return found
 
 
-def _cells(row: Scaled) -> list[str]:
+def _cells(row: Scaled, columns: Sequence[str]) -> list[str]:
     d = row.to_dict()
 
     def each(name: str, text: Callable[[int], str] = size) -> str:
@@ -82,13 +82,20 @@ def _cells(row: Scaled) -> list[str]:
         values = {placement: text(number) for placement, number in d[name].items()}
         return ", ".join(f"{k} {x}" for k, x in values.items()) if len({*values.values()}) > 1 else next(iter(values.values()))
 
-    return [
-        row.policy, row.devices, str(d["idle"]), str(row.num_envs or "-"), str(d["dispatches"]),
-        each("bytes_arriving"), each("collectives", str), each("bytes_of_collectives"), each("memory"),
-    ]  # fmt: skip
+    cells = {
+        "policy": row.policy, "devices": row.devices, "idle": str(d["idle"]), "envs": str(row.num_envs or "-"),
+        "dispatches": str(d["dispatches"]), "launches": each("launches", "{:,}".format), "arriving": each("bytes_arriving"),
+        "collectives": each("collectives", str), "in bytes": each("bytes_of_collectives"), "memory": each("memory"),
+    }  # fmt: skip
+    return [cells[name] for name in columns]
 
 
 def format_table(rows: Sequence[Scaled]) -> str:
-    """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration."""
-    head = ("policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory")
-    return "\n".join(table(head, map(_cells, rows)))
+    """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration.
+
+    Launches are a column if all plans count them, which those for CPUs do not.
+    """
+    columns = ["policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory"]
+    if all(any(row.plan.launches.values()) for row in rows):
+        columns.insert(columns.index("arriving"), "launches")
+    return "\n".join(table(columns, [_cells(row, columns) for row in rows]))

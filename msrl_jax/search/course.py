@@ -17,6 +17,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax._terminal import progress_stream
 from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.words import WithoutEffect
 from msrl_jax.envs.base import release
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.experiment import checkpoint, folder, processes, store
@@ -81,6 +82,9 @@ class Course:
             try:
                 algorithms.make(self.base.algorithm, {**self.constants, **values})
             except ValueError as error:
+                if isinstance(error, WithoutEffect) and error.other in values:
+                    remedy = f"make two sweeps, this {error.other} without {error.field}, and the others with it"
+                    raise ValueError(f"{trial}: {str(error).partition(';')[0]}; {remedy}") from None
                 raise ValueError(f"{trial}: {error}") from None
             made.append(trial)
         return made
@@ -118,8 +122,8 @@ class Course:
     def _check(self, experiment: Experiment) -> None:
         agent = experiment.behavior.agent
         experiment.check_length()
-        if not agent.ranked:
-            raise ValueError(f"{experiment.name}: {UNRANKED}; train a list of values, and compare the members otherwise")
+        if not experiment.is_ranked:
+            raise ValueError(f"{experiment.name}: {UNRANKED}; give rank_by= a metric of the environment")
         if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
             raise ValueError(
                 f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"

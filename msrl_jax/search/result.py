@@ -140,6 +140,7 @@ class SweepResult:
         if nameless := [name for name, is_object in objects.items() if is_object]:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
         options = {"algo": (algo := files.saved(about)), "env": about["env_spec"]}
+        options |= {"rank_by": chosen.rank_by} if chosen.rank_by != "return" else {}
         options |= {name: about[name] for name in ("policy", "total_steps", "seed", "seeds", "eval_episodes")}
         if isinstance(params, dict):
             options["env_params"] = ",".join(f"{name}={text}" for name, text in params.items())

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import _compiling, algorithms
-from msrl_jax._checks import as_path, check_seed, suggestion, whole
+from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, hooks, processes
 from msrl_jax.experiment.arguments import resolve_policy
@@ -123,15 +122,14 @@ def sweep(
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
     base = Experiment(
-        algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
-    )
-    if rank_by not in (known := ["return", *metrics_of(base.environment)]):
-        raise ValueError(f"rank_by={rank_by!r}{suggestion(rank_by, known)}: {base.env_name} reports {', '.join(known)}")
+        algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds,
+        rank_by=rank_by, guard="ignore",
+    )  # fmt: skip
     distribution = resolve_policy(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
-        "rank_by": rank_by, "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
         "members_at_once": members_at_once,
         "fields": {
             axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
@@ -193,4 +191,4 @@ def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict
 def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
     facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
-    return {"rank_by": "return"} | facts | description["config"] | description["fields"]
+    return facts | description["config"] | description["fields"]

@@ -35,6 +35,8 @@ LEARNING = {
     "iql": {name: OFF[name] for name in ("hidden_sizes", "discount", "learning_rate", "batch_size", "tau")}
     | {"num_updates": 8, "normalize_rewards": False},
 }  # fmt: skip
+LEARNING["cql"] = {name: x for name, x in LEARNING["iql"].items() if name != "normalize_rewards"}
+LEARNING["cql"] |= {"conservative_weight": 0.0, "initial_temperature": 1e-3, "learn_temperature": False}
 ALGORITHMS = sorted(LEARNING)
 
 
@@ -49,7 +51,7 @@ def recorded(env, steps=400):
 
 def loss_of_values(algorithm, env, iterations):
     """The mean squared error of values at the end of training, halved."""
-    options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm == "iql" else {})
+    options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm in ("iql", "cql") else {})
     agent = counted(get(algorithm.partition("+")[0])(**options).build(env), None)
 
     def run(key):
@@ -89,7 +91,7 @@ MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_only_the_critic_has_parameters_for_it(algorithm, options):
-    env = pendulum() if algorithm in ("sac", "td3", "ddpg") else cartpole()
+    env = pendulum() if algorithm in ("sac", "td3", "ddpg", "cql") else cartpole()
     sizes = {} if "network" in options and options["network"] is not MODULE["network"] else {"hidden_sizes": (16,)}
     agent = get(algorithm)(**sizes, **options).build(env)
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
@@ -222,11 +224,17 @@ def test_offline_and_replayed_data_have_it_too():
     assert [(x.dtype, x.shape[-1]) for x in stored] == [(jnp.bfloat16, 2), (jnp.float32, 3)]
 
 
-@pytest.mark.parametrize("algorithm", ["es", "dqn", "r2d2", "pqn", "bc", "cql"])
+@pytest.mark.parametrize("algorithm", ["es", "dqn", "r2d2", "pqn", "bc"])
 def test_other_algorithms_refuse_it(algorithm):
-    with pytest.raises(TypeError, match=rf"{algorithm!r} does not take one; use a2c, a3c, ddpg, .*Unprivileged"):
+    with pytest.raises(TypeError, match=rf"{algorithm!r} does not take one; use a2c, a3c, cql, ddpg, .*Unprivileged"):
         check_env(get(algorithm), cartpole())
     check_env(get(algorithm), envs.Unprivileged(cartpole()))
+
+
+def test_no_actor_sees_it_where_the_critic_acts():
+    with pytest.raises(TypeError, match=r"CQL of discrete actions \(Discrete.*\) acts by the values, .*; use iql, or "):
+        get("cql")().build(cartpole())
+    get("cql")().build(envs.Unprivileged(cartpole()))
 
 
 def test_actors_and_critics_share_no_torso():

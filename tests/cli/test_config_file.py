@@ -1,5 +1,6 @@
 """Config files: they say what a command line says, mistakes are one line, and `run.toml` of a folder repeats its run."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -38,32 +39,37 @@ def experiment_of(file, *words):
     return make_experiment(options["algo"], overrides=config, **{name: options[name] for name in names})
 
 
-def other(config, field):
-    """Words of a flag for a value of a field that is not its default."""
-    value = getattr(config, field.name)
-    for new in (not value,) if isinstance(value, bool) else (0.25, 0.5, 1.0, 8, 16, 2, 0, "None", (8, 9), "relu", "batch"):
-        try:
-            changed = dataclasses.replace(config, **{field.name: None if new == "None" else new})
-        except (ValueError, TypeError):
-            continue
-        if getattr(changed, field.name) != value:
-            flag = field.name.replace("_", "-")
-            if isinstance(new, bool):
-                return [f"--{flag}" if new else f"--no-{flag}"]
-            return [f"--{flag}", *(map(str, new) if isinstance(new, tuple) else [str(new)])]
-    return []
+def changed(config):
+    """Values of fields that are not their defaults and fit each other."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for new in (not value,) if isinstance(value, bool) else (0.25, 0.5, 1.0, 8, 16, 2, 0, None, (8, 9), "relu", "batch"):
+            with contextlib.suppress(ValueError, TypeError):
+                if field.name != "data" and getattr(algorithms.make(config, found | {field.name: new}), field.name) != value:
+                    found[field.name] = new
+                    break
+    return found
+
+
+def flag(name, value):
+    """The words of a field of a config."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
 
 
 @pytest.mark.parametrize("algo", algorithms.names())
 def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     config = algorithms.get(algo)()
-    changed = [words for f in dataclasses.fields(config) if f.name != "data" and (words := other(config, f))]
-    assert len(changed) >= 4 or algo == "teams"
+    others = {} if algo == "teams" else changed(config)
+    assert len(others) >= 4 or algo == "teams"
     teams = ["--teams", "adversary=mappo:learning_rate=7e-4", "agent=ippo"] if algo == "teams" else []
     words = ["--algo", algo, "--seed", "3", "--total-steps", "1e6", "--guard", "skip", "--out", "a 'b'", *teams]
-    words += [word for flag in changed for word in flag]
+    words += [word for name, value in others.items() for word in flag(name, value)]
     expected = parsed("train", *words)
-    assert len(expected[1]) == len(changed) + bool(teams) and main(["train", *words, "--print-config"]) == 0
+    assert len(expected[1]) == len(others) + bool(teams) and main(["train", *words, "--print-config"]) == 0
     file = tmp_path / "run.toml"
     file.write_text(capsys.readouterr().out)
     found = parsed("train", "--config", str(file))
@@ -96,6 +102,24 @@ def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     assert main([command, *words, "--print-config"]) == 0
     (tmp_path / "a.toml").write_text(capsys.readouterr().out)
     assert parsed(command, "--config", str(tmp_path / "a.toml"))[:2] == parsed(command, *words)[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning-rate", "1e-3,-1"], "member 1 (learning_rate=-1): PPO.learning_rate=-1.0: use a finite number above 0"),
+        (["--unroll-length", "100", "--num-minibatches", "7"], "PPO.unroll_length=100 cannot be split into num_minibatches=7"),
+        (["--algo", "sac", "--burn-in", "2"], "SAC.burn_in has no effect with core='none'; leave it out, or use another one"),
+        (["--learning-rate", "linear:-1"], "PPO.learning_rate='linear:-1'"),
+        (["--seeds", "0"], "seeds=0: use an integer of at least 1"),
+        (["--pbt", "members=1,learning_rate=uniform:1e-4:1e-3"], "PBT.members=1: use an integer of at least 2"),
+        (["--policy", "GPUOnlyy"], "GPUOnly"),
+    ],
+)
+def test_only_a_file_that_would_train_is_printed(words, message, capsys):
+    assert main(["train", *words, "--print-config"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1
 
 
 def test_flags_win(tmp_path):
@@ -202,6 +226,7 @@ EXPERIMENTS = {
     "one setting": {"learning_rate": [1e-4]},
     "population": {"pbt": PBT(SEARCH, members=4, every=2, explore="resample")},
     "population from given values": {"pbt": PBT(SEARCH, members=2), "learning_rate": [1e-3, 1e-4]},
+    "a metric": {"env": "tests.support.measured:Measured", "rank_by": "place"},
     "parameters": {"env": "CartPole-v1:max_steps_in_episode=30", "env_params": {"length": envs.uniform(0.25, 1), "gravity": 9}},
     "schedules": {"learning_rate": "cosine:3e-4,warmup=0.1", "entropy_coef": "linear:0.01"},
     "a rate that adapts": {"learning_rate": "kl:0.01", "intrinsic_coef": 0.5},
@@ -215,7 +240,7 @@ EXPERIMENTS = {
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_file_of_a_run_is_its_experiment(name, tmp_path):
     given = dict(EXPERIMENTS[name])
-    options = {key: given.pop(key) for key in ("algo", "env", "env_params", "seed", "seeds", "pbt") if key in given}
+    options = {key: given.pop(key) for key in ("algo", "env", "env_params", "seed", "seeds", "pbt", "rank_by") if key in given}
     small = {"num_envs": 8} if "algo" in options else TINY
     experiment = make_experiment(**options, overrides=small | given, guard="skip", total_steps=10_000)
     (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE))

@@ -4,17 +4,21 @@ import dataclasses
 import functools
 import json
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.experiment.agents import Member
 from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.pbt import exploit, explore, read
+from msrl_jax.experiment.pbt import evolve, exploit, explore, read
+from msrl_jax.fragments.metrics import Mean
 from msrl_jax.policies import Layout, Placement
 
 RATE = envs.log_uniform(1e-5, 1e-2)
@@ -98,6 +102,37 @@ def test_perturbation_multiplies_and_stays_in_the_range():
         assert (abs(counts - 300) < 60).all()
     apart = (new["learning_rate"] > 1e-3) == (new["entropy_coef"] > 0.09)
     assert 240 < int(apart.sum()) < 360, "fields change independently"
+
+
+class Idle(NamedTuple):
+    """A member that learns nothing."""
+
+    params: jax.Array
+    env_state: tuple[()] = ()
+
+
+def test_chance_that_ranks_equals_is_not_that_of_the_perturbation():
+    """Seven members are equal, and one of them copies the eighth, which is better."""
+    fields = {"discount": jnp.full(8, 0.5), "learning_rate": jnp.full(8, 1e-3)}
+    pbt = msrl.PBT({"discount": envs.uniform(0, 1), "learning_rate": RATE}, members=8, every=1, fraction=0.125)
+    agent = Agent(
+        init=lambda keys: Member(Idle(jnp.zeros(8)), fields), act=lambda *_: None, axes=Member(Idle(P("member")), P("member")),
+        iteration=lambda state, progress: (state, {"episode_return": Mean(jnp.arange(8.0) // 7, jnp.ones(8))}),
+        steps_per_iteration=1, updates_per_iteration=1, env=None,
+    )  # fmt: skip
+    population = evolve(agent, pbt)
+
+    @jax.jit
+    @jax.vmap
+    def evolved(key):
+        state, _ = population.iteration(population.init(jax.random.split(key, 8)), None)
+        return state.standing.parent != jnp.arange(8), state.inner.numbers
+
+    copies, values = evolved(keys(400))
+    assert (copies.sum(1) == 1).all() and (abs(copies.sum(0)[:7] - 400 / 7) < 30).all()
+    for name, before in fields.items():
+        up = values[name][copies] > before[0]
+        assert 160 < up.sum() < 240, name
 
 
 def test_resampling_draws_anew_or_keeps():

@@ -1,5 +1,6 @@
 """Weak scaling on paper: with environments that grow with the devices, what each device receives and holds stays the same."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
 from msrl_jax.cli import actions, program
+from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.report.scaling import format_table, plans
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
@@ -57,6 +59,18 @@ def test_a_split_server_holds_less_on_each_device():
 def test_the_table_shows_every_placement():
     text = format_table(plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL))
     assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
+
+
+def test_launches_are_a_column_if_all_plans_count_them():
+    (row,) = plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL)
+    counts = {"actors": Launches("act", (4, 5), 60, 2, 0, 1, 8), "learners": Launches("learn", (), 7, 0, 2, 0, 8)}
+    programs = tuple(dataclasses.replace(p, launches=(counts[p.placement],)) for p in row.plan.programs)
+    counted = dataclasses.replace(row, plan=dataclasses.replace(row.plan, programs=programs))
+    runs = {name: sum(p.runs for p in programs if p.placement == name) for name in counts}
+    assert runs == {"actors": 1, "learners": 1} and counted.to_dict()["launches"] == {"actors": 20 * 63, "learners": 9}
+    text = " ".join(format_table([counted, counted]).split())
+    assert "launches" in text and text.count("actors 1,260, learners 9") == 2
+    assert "launches" not in format_table([counted, row])
 
 
 def test_two_numbers_of_environments_are_refused():

@@ -88,6 +88,16 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+def test_a_field_without_effect_in_some_trials_takes_two_sweeps():
+    message = r"trial 0 \(core=none\): SAC.burn_in has no effect with core='none'; make two sweeps, this core without burn_in"
+    with pytest.raises(ValueError, match=message):
+        msrl.sweep("sac", "Pendulum-v1", method="grid", core=["none", "gru"], burn_in=2)
+    with pytest.raises(ValueError, match=r"trial 1 \(core=gru\): A2C.shared_torso has no effect on A2C.core='gru'; make two"):
+        msrl.sweep("a2c", ENV, method="grid", core=["none", "gru"], shared_torso=True)
+    with pytest.raises(ValueError, match=r"SAC.burn_in has no effect with core='none'; leave it out, or use another one"):
+        msrl.sweep("sac", "Pendulum-v1", method="grid", tau=[0.01, 0.1], burn_in=2)
+
+
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
 def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog):
     arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
@@ -150,12 +160,12 @@ def test_numbers_of_the_command_are_exact(tiny):
         "total_steps": 64, "seeds": 1, "eval_episodes": 0,
         "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
     }  # fmt: skip
-    trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
+    trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0, rank_by="success")
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
     args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
     made = algorithms.make("ppo", config)
     assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
-    assert args.env_params == "length=uniform(0.25, 1)"
+    assert args.env_params == "length=uniform(0.25, 1)" and args.rank_by == "success"
 
 
 def test_the_folder_holds_the_result(swept, folder):
@@ -355,7 +365,7 @@ def test_the_command_line_sweeps(tmp_path, capsys):
 
 
 def test_teams_that_oppose_each_other_are_not_ranked():
-    with pytest.raises(ValueError, match="does not tell which member is better; train a list of values"):
+    with pytest.raises(ValueError, match="does not tell which member is better; give rank_by= a metric"):
         msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
 
 

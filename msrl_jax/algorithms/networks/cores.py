@@ -24,10 +24,12 @@ from msrl_jax import _checks
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
-from msrl_jax.algorithms.networks.modules import check_gradients
+from msrl_jax.algorithms.networks.modules import check_gradients, is_name
 from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
 from msrl_jax.algorithms.networks.transformer import gtrxl
 
+_NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
+_NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
 _FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
 
 
@@ -38,12 +40,18 @@ def named_core(name: str, size: int) -> Core:
       ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
     """
     text, (name, params) = name, parse_spec(name)
-    cells = {cell: functools.partial(stepwise, cell) for cell in CELLS}
-    known: Any = cells | {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
     try:
-        return _checks.find("core", known, name)(size, **params)
+        return _checks.find("core", _NAMED, name)(size, **params)
     except TypeError:
         raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
+
+
+def core_remedy(given: Any) -> str | None:
+    """What to use in place of a named core with a size behind it; None if that is not what is given."""
+    name, colon, size = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name not in _NAMED or not colon or is_name(given):
+        return None
+    return f"core={name!r}, memory_size={size}" if size.isdigit() else f"core={name!r}, with its size as memory_size"
 
 
 def as_core(given: Any) -> Callable[[int], Core]:

@@ -84,7 +84,7 @@ def _step_by_step(delta: jax.Array, decay: jax.Array) -> jax.Array:
         total = delta + decay * total
         return total, total
 
-    return jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)[1]
+    return jax.lax.scan(backwards, jnp.zeros_like(delta, shape=delta.shape[1:]), (delta, decay), reverse=True)[1]
 
 
 def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:

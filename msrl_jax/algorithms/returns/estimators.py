@@ -175,4 +175,5 @@ def retrace(
 
 def _ends(terminated: jax.Array, truncated: jax.Array) -> jax.Array:
     """Whether a step is the last one of its episode or of the unroll."""
-    return jnp.asarray(terminated | truncated).at[-1].set(True)
+    ends = jnp.asarray(terminated | truncated)
+    return ends.at[-1].set(True) if len(ends) else ends

@@ -7,30 +7,45 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.metrics import Reduction, read_declared
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.gymnasium_env import converted
 
 
-def make(name: str, *, num_threads: int | None = None, **params: Any) -> "EnvPoolEnvironment":
+def make(
+    name: str, *, num_threads: int | None = None, metrics: Mapping[str, Reduction] | str | None = None, **params: Any
+) -> "EnvPoolEnvironment":
     """An environment of EnvPool by its id, such as "Pong-v5"; without `num_threads`, EnvPool chooses their number.
 
-    Images are `[H, W, C]`, with the last frames as channels. Other parameters are options of the environment, such as
-    `frame_skip=4`, `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
+    `metrics` are keys of `info`, as in `GymnasiumEnvironment`: `"reward=sum,lives=last"` of Atari's games. Images are
+    `[H, W, C]`, with the last frames as channels. Other parameters are options of the environment, such as `frame_skip=4`,
+    `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
     """
     envpool = common.load("envpool")
     common.check_name("EnvPool", name, envpool.list_all_envs())
     full = f"envpool:{name}"
     own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
     known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
-    common.check_params(full, params, known - own)
+    common.check_params(full, params, known - own | {"num_threads", "metrics"})
     threads = 0 if num_threads is None else whole(f"{full}: num_threads", num_threads)
     spec = common.build(full, functools.partial(envpool.make_spec, name), params)
     if spec.config.max_num_players > 1:
         raise TypeError(f"{full} has {spec.config.max_num_players} players; only environments of one player are supported")
-    return EnvPoolEnvironment(full, name, params, threads)
+    declared, reports = read_declared(full, metrics), _reports(spec)
+    for metric in declared:
+        if metric not in reports:
+            raise ValueError(f"{full} reports no {metric!r}{suggestion(metric, reports)}; its info has {', '.join(reports)}")
+    return EnvPoolEnvironment(full, name, params, threads, declared)
+
+
+def _reports(spec: Any) -> list[str]:
+    """The numbers in the `info` of every step, one for each environment."""
+    scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
+    named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
+    return ["elapsed_step", *(key for key in named if key != "env_id")]
 
 
 class EnvPoolEnvironment:
@@ -42,8 +57,10 @@ class EnvPoolEnvironment:
 
     on_host = True
 
-    def __init__(self, name: str, task: str, params: Mapping[str, Any], num_threads: int):
-        self.name, self.task, self.params, self.num_threads = name, task, params, num_threads
+    def __init__(
+        self, name: str, task: str, params: Mapping[str, Any], num_threads: int, metrics: Mapping[str, Reduction]
+    ):
+        self.name, self.task, self.params, self.num_threads, self.metrics = name, task, params, num_threads, metrics
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
             obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
@@ -55,7 +72,7 @@ class EnvPoolEnvironment:
 
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no thread is started before their first reset."""
-        start = functools.partial(Pools, self._make, self._observed, whole("num_envs", num_envs))
+        start = functools.partial(Pools, self._make, self._observed, whole("num_envs", num_envs), tuple(self.metrics))
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
     def _observed(self, obs: Any) -> Any:
@@ -80,8 +97,10 @@ def _without_bounds(space: spaces.Space) -> spaces.Space:
 class Pools:
     """`E` environments in a pool of EnvPool, which `make` makes from `num_envs` and `seed`; see `Simulators`."""
 
-    def __init__(self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int):
-        self._make, self._observed, self._num_envs, self._pool = make, observed, num_envs, None
+    def __init__(
+        self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int, metrics: tuple[str, ...] = ()
+    ):
+        self._make, self._observed, self._num_envs, self._metrics, self._pool = make, observed, num_envs, metrics, None
 
     def close(self) -> None:
         """Ends the pool."""
@@ -108,12 +127,14 @@ class Pools:
             order = np.argsort(info["env_id"])
             final_obs = jax.tree.map(lambda x: x[order], self._observed(obs))
             reward, terminated, truncated = reward[order], terminated[order].astype(bool), truncated[order].astype(bool)
+            metrics = np.stack([info[name][order].astype(np.float32) for name in self._metrics], 1) if self._metrics else None
             ended = terminated | truncated
             obs = final_obs
             if ended.any():
                 obs, first = jax.tree.map(np.copy, final_obs), self._observed(pool.reset(numbers[ended])[0])
                 for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
                     x[ended] = new
-            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, np.ones(len(numbers), bool))
+            present = np.ones(len(numbers), bool)
+            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present, metrics)
 
         return finish

@@ -14,10 +14,9 @@ from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import suggestion, whole
 from msrl_jax._simulate import layout_of, measured
-from msrl_jax._spec import read_values
 from msrl_jax.envs import spaces
 from msrl_jax.envs.host import HostVectorized, Stepping, Workers
-from msrl_jax.envs.metrics import Reduction, check_declared
+from msrl_jax.envs.metrics import Reduction, read_declared
 from msrl_jax.envs.suites import common
 
 _TRIED = 2.0  # seconds in which a step without a metric is looked for
@@ -84,10 +83,7 @@ class GymnasiumEnvironment:
             raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
             raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
-        if isinstance(self.metrics, str):
-            wrong = f"cannot read metrics={self.metrics!r} of {self.name}; write 'x_velocity=mean,reward_ctrl=sum'"
-            object.__setattr__(self, "metrics", read_values(self.metrics, wrong=wrong))
-        check_declared(self.name, self.metrics)
+        object.__setattr__(self, "metrics", read_declared(self.name, self.metrics))
         try:
             env = common.build(self.name, self.factory, {})
         except (gymnasium.error.Error, ImportError) as error:

@@ -33,10 +33,14 @@ def make(name: str, **params: Any) -> "NavixEnvironment":
 
 
 class NavixEnvironment:
-    """An environment of NAVIX without automatic reset."""
+    """An environment of NAVIX without automatic reset.
+
+    The metric `success` is whether the last step was rewarded, as reaching the goal is; those without rewards have none.
+    """
 
     def __init__(self, env: Any, name: str):
         self.env, self.name = env, name
+        self.metrics = {} if env.reward_fn is common.load("navix.rewards").free else {"success": "last"}
         self.observation_space = spaces.unbounded(emitted(self.reset)[1])
         self.action_space = spaces.Discrete(len(env.action_set))
 
@@ -49,3 +53,7 @@ class NavixEnvironment:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
         after = strong(self.env.step(state, jnp.asarray(action, jnp.int32)))
         return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
+
+    def report(self, state: PyTree) -> dict[str, jax.Array]:
+        """Whether the last step was rewarded."""
+        return {"success": state.reward > 0}

@@ -27,10 +27,12 @@ class PgxGame:
     """A game of two players who move in turns.
 
     Actions are those of the game, and one more, "wait": it is the only legal action of the player who is not to move. Pgx draws
-    at random who begins. Both players get their rewards at the end of the game, which terminates for both.
+    at random who begins. Both players get their rewards at the end of the game, which terminates for both: the metrics are who
+    won, or whether nobody did.
     """
 
     agents = ("player_0", "player_1")
+    metrics = dict.fromkeys(("player_0_wins", "player_1_wins", "draw"), "last")
 
     def __init__(self, game: Any, name: str):
         self.game, self.name = game, name
@@ -48,6 +50,11 @@ class PgxGame:
         """Plays the action of the player to move, of the actions `[2]`."""
         state = self.game.step(state, action[state.current_player], key)
         return state, self._observe(state), state.rewards, jnp.full(2, state.terminated), state.truncated
+
+    def report(self, state: PyTree) -> dict[str, jax.Array]:
+        """Who got a reward above 0 at the end of the game; nobody in a draw."""
+        wins = state.rewards > 0
+        return {"player_0_wins": wins[0], "player_1_wins": wins[1], "draw": state.terminated & ~wins.any()}
 
     def action_mask(self, state: PyTree) -> jax.Array:
         """The legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""

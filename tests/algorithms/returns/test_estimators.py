@@ -234,7 +234,7 @@ def test_off_policy_targets_by_hand():
 
 
 @pytest.mark.parametrize("sums", [advantages._step_by_step, advantages._doubling])
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 64, 100])
 def test_sums_backwards_equal_float64_ones_on_every_kind_of_device(sums, length):
     rng = np.random.default_rng(length)
     delta, decay = rng.normal(size=(length, 3)), rng.uniform(0.0, 1.0, (length, 3)) * (rng.random((length, 3)) < 0.8)
@@ -253,6 +253,12 @@ def test_the_value_after_a_terminal_state_does_not_matter_even_if_it_is_nan():
     np.testing.assert_allclose(n_step_return(ones, *after, discount=0.9, num_steps=1), [1.0])
     np.testing.assert_allclose(vtrace(ones, ones, ones, *after, discount=0.9), [[1.0], [0.0]])
     np.testing.assert_allclose(retrace(ones, ones, ones, *after, discount=0.9), [1.0])
+
+
+def test_no_steps_have_no_advantages():
+    none, flags = jnp.ones((0, 3)), jnp.ones((0, 3), bool)
+    assert gae(none, none, none, flags, flags, discount=0.9, gae_lambda=0.9).shape == (0, 3)
+    assert lambda_return(none, none, flags, flags, discount=0.9, lambda_=0.9).shape == (0, 3)
 
 
 def test_a_return_has_at_least_one_step():

@@ -47,10 +47,16 @@ TASKS = {
 }
 
 
+METRICS = {
+    "CartPole-v1": "elapsed_step=last", "HalfCheetah-v5": {"reward_ctrl": "sum", "x_velocity": "mean"},
+    "Pong-v5": {"reward": "sum", "lives": "last", "terminated": "max"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_steps_are_those_of_envpool(task):
     """EnvPool resets in the step after the end of an episode, and ignores that step's action."""
-    env = envs.make(f"envpool:{task}", **TASKS[task])
+    env = envs.make(f"envpool:{task}", **TASKS[task], metrics=METRICS.get(task))
     seeds = np.array([5, 9], np.uint32)
     actions = sampled(env, 25, 2)
     sim = env.vectorize(2).simulators
@@ -59,13 +65,15 @@ def test_steps_are_those_of_envpool(task):
     for action in actions:
         steps, outcome = sim(seeds, steps, action)
         played.append(outcome)
-    obs, reward, terminated, truncated, final_obs, present = jax.tree.map(lambda *x: np.stack(x), *played)
+    obs, reward, terminated, truncated, final_obs, present, *metrics = jax.tree.map(lambda *x: np.stack(x), *played)
+    assert len(metrics) == (task in METRICS)
     assert present.all() and (terminated | truncated).any()
     for e in range(2):
         theirs, begun, dtype = pool(task, int(seeds[e]), **TASKS[task])
         same(env._observed(begun), jax.tree.map(lambda x, e=e: x[e : e + 1], first))
         for t, action in enumerate(actions[:, e]):
-            made, r, term, trunc, _ = theirs.step(np.asarray([action], dtype))
+            made, r, term, trunc, info = theirs.step(np.asarray([action], dtype))
+            assert [np.float32(info[name][0]) for name in env.metrics] == (metrics[0][t, e].tolist() if metrics else [])
             made = env._observed(made)
             same(made, jax.tree.map(lambda x, t=t, e=e: x[t, e : e + 1], final_obs))
             assert (np.float32(r[0]), bool(term[0]), bool(trunc[0])) == (reward[t, e], terminated[t, e], truncated[t, e])
@@ -91,10 +99,13 @@ def test_environments_of_envpool_conform(name):
         ("envpool:Pong", ValueError, r"EnvPool has no environment 'Pong' \(did you mean 'Pong-v5'\?\); it has 1,\d+ others"),
         ("envpool:Pong-v5:stack=3", ValueError, r"envpool:Pong-v5 has no parameter 'stack' \(did you mean 'stack_num'\?\)"),
         ("envpool:Pong-v5:num_threads=0", ValueError, "num_threads=0: use an integer of at least 1"),
+        ("envpool:Pong-v5:metrics='live=last'", ValueError,
+         r"Pong-v5 reports no 'live' \(did you mean 'lives'\?\); its info has elapsed_step, lives, reward, terminated$"),
+        ("envpool:CartPole-v1:metrics=elapsed_step", ValueError, "cannot read metrics='elapsed_step' of envpool:CartPole-v1"),
         ("gymnasium:HalfCheeta-v5", ValueError, r"no environment 'HalfCheeta-v5' \(did you mean 'HalfCheetah-v5'\?\)"),
         ("gymnasium:CartPole-v1:length=3", ValueError, "CartPole-v1 cannot be made with .*unexpected keyword argument"),
     ],
-    ids=["name", "option", "threads", "gymnasium name", "gymnasium option"],
+    ids=["name", "option", "threads", "metric", "metrics", "gymnasium name", "gymnasium option"],
 )
 def test_what_a_suite_does_not_have_is_refused(name, error, message):
     with pytest.raises(error, match=message):

@@ -49,6 +49,7 @@ def play(name, steps):
         outcome = {
             "rewards": state.rewards, "reward": stepped[2], "over": state.terminated, "terminated": stepped[3],
             "truncated": stepped[4], "last": stepped[1], "last_seen": state.observation, "next_player": state.current_player,
+            "report": ours.report(stepped[0]),
         }  # fmt: skip
         fresh = theirs.init(again), *ours.reset(again)
         after = jax.tree.map(lambda a, b: jnp.where(state.terminated, a, b), fresh, (state, *stepped[:2]))
@@ -75,6 +76,10 @@ def test_steps_are_those_of_pgx(name):
     assert rows["reward"].any() and not rows["reward"].sum(1).any() and not rows["reward"][~rows["over"]].any()
     np.testing.assert_array_equal(rows["terminated"], np.stack([rows["over"]] * 2, 1))
     assert not rows["truncated"].any()
+    outcome, of_zero = rows["report"], rows["rewards"][:, 0]
+    np.testing.assert_array_equal(outcome["player_0_wins"], of_zero > 0)
+    np.testing.assert_array_equal(outcome["player_1_wins"], of_zero < 0)
+    np.testing.assert_array_equal(outcome["draw"], rows["over"] & (of_zero == 0))
 
 
 @pytest.mark.parametrize("name", [*FAST, *(slow(n) for n in ("backgammon", "connect_four", "othello", *LONG))])
@@ -92,6 +97,9 @@ def test_both_players_of_a_game_are_trained_and_evaluated():
     returns = result.evaluation.agent_returns
     assert result.status == "finished" and result.evaluation.finished.all()
     np.testing.assert_array_equal(returns[:, 0], -returns[:, 1])
+    metrics = result.evaluation.metrics
+    np.testing.assert_array_equal(metrics["player_0_wins"] - metrics["player_1_wins"], returns[:, 0])
+    np.testing.assert_array_equal(metrics["draw"], returns[:, 0] == 0)
     assert set(returns.ravel()) <= {-1, 0, 1} and 5 <= result.evaluation.lengths.min() <= result.evaluation.lengths.max() <= 9
 
 

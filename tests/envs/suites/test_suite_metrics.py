@@ -79,6 +79,18 @@ def test_success_of_xland():
     assert_equal(play(env, lambda state, action, key, after: {"success": after[2] > 0}, 400), ["success"])
 
 
+@pytest.mark.parametrize("name", ["Empty-5x5", "MultiRoom-N2-S4"])
+def test_success_of_navix(name):
+    pytest.importorskip("navix", reason="NAVIX needs Python 3.12")
+    env, reached = envs.make(f"navix:Navix-{name}-v0"), load("navix.events").on_goal_reached
+    assert env.metrics == {"success": "last"} and not envs.make("navix:Navix-Playground-v0").metrics
+
+    def theirs(state, action, key, after):
+        return {"success": reached(state.state, action, after[0].state)}
+
+    assert_equal(play(env, theirs, 400), ["success"] if name.startswith("Empty") else [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "names"),
