@@ -75,7 +75,7 @@ def programs(algo, **more):
 
 
 # Of variants and kin, one each time.
-EACH_TIME = ("ppo", "apex_dqn", "bc", "teams")
+EACH_TIME = ("ppo", "teams")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EACH_TIME else pytest.mark.slow) for n in STOCK])

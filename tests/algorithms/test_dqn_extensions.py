@@ -51,7 +51,11 @@ def plain_loss(taken, target, fraction):
 
 
 @pytest.mark.parametrize(
-    ("implicit", "munchausen"), [(True, False), (False, True), (True, True)], ids=["iqn", "m-dqn", "m-iqn"]
+    ("implicit", "munchausen"),
+    [
+        pytest.param(True, False, id="iqn"), pytest.param(False, True, id="m-dqn"),
+        pytest.param(True, True, id="m-iqn", marks=pytest.mark.slow),
+    ],
 )
 def test_an_update_equals_an_independent_implementation(implicit, munchausen):
     options = MOVING | (IMPLICIT if implicit else {}) | (MUNCHAUSEN if munchausen else {"double": True})
@@ -113,7 +117,13 @@ def test_the_loss_at_fractions_by_hand():
     np.testing.assert_allclose(quantile_huber_loss(quantile, target, fraction=fraction), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"dueling": True}, {"munchausen": True}, {"hidden_sizes": (8,), "layer_norm": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dueling": True}, pytest.param({"munchausen": True}, marks=pytest.mark.slow),
+        pytest.param({"hidden_sizes": (8,), "layer_norm": True}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_implicit_quantiles_take_legal_actions_alone(options):
     agent, _ = reference.build("dqn", Maze(), **IMPLICIT, **options)
     state = reference.start(agent, 12)

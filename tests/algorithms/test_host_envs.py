@@ -109,7 +109,7 @@ CASES = {
         FLOATS, REPLAY | {"core": "gru", "memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256},
     ),
 }
-OFTEN = {"ppo": ("Central",), "dqn": ("SingleLearnerCoarse",)}
+OFTEN = {"ppo": ("Central",)}
 ITERATIONS = 4
 
 

@@ -310,6 +310,7 @@ def test_members_equal_separate_runs(runs):
     jax.tree.map(close, both.member_state(1).params, alone.state.params)
 
 
+@pytest.mark.slow
 def test_members_are_compared_by_what_was_held_out(runs):
     both, _ = runs
     losses = both.history["validation_loss"][-1]

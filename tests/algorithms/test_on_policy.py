@@ -153,8 +153,13 @@ def assert_close(got, want):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize(("continuous", "core"), [(False, {}), (True, {}), (False, GRU)], ids=["discrete", "continuous", "gru"])
-@pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+@pytest.mark.parametrize(
+    ("continuous", "core", "gae_lambda"),
+    [
+        (False, {}, 1.0), (True, {}, 0.9), (False, GRU, 1.0), pytest.param(False, {}, 0.9, marks=pytest.mark.slow),
+        pytest.param(True, {}, 1.0, marks=pytest.mark.slow), pytest.param(False, GRU, 0.9, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, core, gae_lambda):
     over = "batch" if gae_lambda < 1 else "none"
     agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda, normalize_advantage=over, **core)
@@ -198,7 +203,7 @@ STALE = [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)]
 @pytest.mark.parametrize(
     ("policy", "core"),
     [pytest.param(p, {}, id=named(p)) for p in STALE]
-    + [pytest.param(p, GRU, id=f"{named(p)}-gru", marks=[] if p == STALE[-1] else pytest.mark.slow) for p in STALE],
+    + [pytest.param(p, GRU, id=f"{named(p)}-gru", marks=pytest.mark.slow) for p in STALE],
 )
 def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
     """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones, from the actors' memory."""
@@ -234,7 +239,7 @@ def test_a_key_samples_and_no_key_is_greedy(name):
     np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
-@pytest.mark.parametrize("core", [{}, GRU], ids=["none", "gru"])
+@pytest.mark.parametrize("core", [pytest.param({}, id="none"), pytest.param(GRU, id="gru", marks=pytest.mark.slow)])
 def test_impala_learns_from_the_batches_that_are_kept(core):
     """Every update draws one of the newest batches, which keeps log-probabilities, values and memory of its actors."""
     agent, config = build("impala", make_agent=counted, **VTRACE, **core, replay_batches=3, num_updates=2)
@@ -279,7 +284,13 @@ def aged(name):
     return msrl.compile(agent.iteration, state, policy=SingleLearnerCoarse(2, staleness=2), axes=agent.axes), state
 
 
-@pytest.mark.parametrize("options", [{}, {"intrinsic_coef": 0.5}, GRU], ids=["plain", "rnd", "gru"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"), pytest.param({"intrinsic_coef": 0.5}, id="rnd", marks=pytest.mark.slow),
+        pytest.param(GRU, id="gru", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_on_policy_impala_is_a2c(options):
     states, metrics = {}, {}
     for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):

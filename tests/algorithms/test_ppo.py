@@ -112,6 +112,7 @@ def test_the_learning_rate_falls_to_zero_and_stays_there():
     np.testing.assert_allclose(metrics["learning_rate"], [0.5, 0.375, 0.25, 0.125, 0, 0])
 
 
+@pytest.mark.slow
 def test_normalized_environments_train_and_report_raw_episodes():
     agent = build(RandomWalk(), normalize_observations=True, normalize_rewards=True)
     state, metrics = jax.jit(agent.iteration)(start(agent))

@@ -67,7 +67,7 @@ ON_POLICY = ("ppo", "recurrent_ppo", "impala", "a2c", "a3c", "a3c+memory")
 
 
 @pytest.mark.parametrize(
-    "algorithm", [x if x in ("ppo", "recurrent_ppo", "sac") else pytest.param(x, marks=pytest.mark.slow) for x in ALGORITHMS]
+    "algorithm", [x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.slow) for x in ALGORITHMS]
 )
 def test_values_are_right_if_the_critic_sees_what_they_depend_on(algorithm):
     # A state is worth 2 or -2, and nobody but the critic knows which; truncated episodes bootstrap from what it sees.

@@ -261,6 +261,7 @@ def test_no_gradient_flows_through_the_burn_in(walk, walked):
     assert np.abs(np.asarray(of_params["core"]["input"] - through["core"]["input"])).max() > 1e-6
 
 
+@pytest.mark.slow
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     build = lambda **options: counted(R2D2(**SMALL | OPTIONS["gru"] | options).build(RandomWalk()))  # noqa: E731
     agent = build()

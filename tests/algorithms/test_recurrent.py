@@ -136,7 +136,7 @@ def start(agent, iterations):
     return state
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gru", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lstm", "min_gru"))])
 def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
     over = {"gru": "minibatch", "lstm": "batch", "min_gru": "minibatch"}[request.param]

@@ -24,7 +24,7 @@ def plain_target(state, batch, noise, num_critics):
     return batch.reward + batch.discount * q.min(0)
 
 
-@pytest.mark.parametrize(("name", "moves"), [("td3", True), ("td3", False), ("ddpg", True)])
+@pytest.mark.parametrize(("name", "moves"), [("td3", True), ("td3", False), pytest.param("ddpg", True, marks=pytest.mark.slow)])
 def test_one_update_equals_an_independent_implementation(name, moves):
     options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}
     env, done = RandomWalk(True), 6 if moves else 7
@@ -118,6 +118,7 @@ def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
 
 
+@pytest.mark.slow
 def test_actors_receive_the_actor_alone():
     agent = counted(build("td3", RandomWalk(True))[0])
     state = jax.jit(agent.init)(jax.random.key(0))

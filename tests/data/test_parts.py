@@ -105,6 +105,7 @@ def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_p
     np.testing.assert_array_equal(checked.obs["more"][0], played.obs["more"][0])
 
 
+@pytest.mark.slow
 def test_a_recorded_run_goes_on(recorded, tmp_path):
     """Stopped after two of five iterations."""
 

@@ -156,6 +156,7 @@ def test_what_an_interrupted_run_did_is_there(end, tmp_path):
     assert len(data.load(tmp_path / "run.npz")) == 4 * 64
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_keeps_its_rows(tmp_path):
     with pytest.raises(msrl.experiment.DivergedError):
         train(env=Poison(), record=tmp_path / "run.npz", config=PPO | {"normalize_rewards": False})

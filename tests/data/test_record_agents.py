@@ -101,6 +101,7 @@ def test_another_policy_records_the_same(recorded, rows, tmp_path):
         np.testing.assert_array_equal(getattr(data.load(tmp_path / "run.npz"), name), getattr(rows, name), err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_goes_on(rows, tmp_path):
     def interrupt(tick):
         if tick.iteration == 2:

@@ -180,6 +180,7 @@ def test_an_evaluation_reduces_the_episodes_that_it_plays(tiny, one_device):
     assert set(np.unique(short.metrics["crossings"])) <= {0, 1}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(tiny, one_device, tmp_path):
     whole = run_of(Measured(), tiny, devices=one_device)
     part = run_of(Measured(), tiny, devices=one_device, out=tmp_path / "run", callbacks=[lambda tick: tick.step >= 128])
@@ -269,6 +270,7 @@ def test_check_finds_metrics_that_are_no_numbers():
     assert any("report, but declares no metrics" in note for note in envs.check(silent).notes)
 
 
+@pytest.mark.slow
 def test_teams_train_with_them(tiny, one_device):
     result = msrl.train(
         IPPO(num_envs=8, unroll_length=8, hidden_sizes=(8,), num_minibatches=1, num_epochs=1), MeasuredTeam(), total_steps=128,

@@ -130,6 +130,7 @@ def test_a_curriculum_of_a_callback_compiles_nothing(kind):
     assert gravity[0] == pytest.approx(9.8) and gravity[-1] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_curriculum_is_the_same_under_another_policy(kind, whole):
     other = train(kind, policy="SingleLearnerCoarse:actors=2,learners=2")
@@ -150,6 +151,7 @@ def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_members_are_runs_of_their_own():
     together = train("values", seeds=2, eval_episodes=0)
     for member in range(2):
@@ -180,6 +182,7 @@ class Root:
         return state + 1, jnp.zeros(1), jnp.sqrt(self.under), state == 3, jnp.asarray(False)
 
 
+@pytest.mark.slow
 def test_a_nan_after_a_change_is_found():
     def lower(tick):
         tick.set_env_params({"under": 1.0 - tick.iteration})

@@ -42,7 +42,7 @@ def all_finite(tree):
 
 MORE = [
     ("ppo", "observation", APART), ("dqn", "reward", TOGETHER), ("sac", "reward", APART), ("sac", "observation", TOGETHER),
-    ("es", "reward", TOGETHER),
+    ("es", "reward", TOGETHER), ("dqn", "observation", APART),
 ]  # fmt: skip
 # Step 20 is step 4 of the third unroll of 8 steps, or step 20 of the first one of 24.
 WHERE = {"ppo": (3, (3, 8)), "dqn": (3, (3, 8)), "sac": (3, (3, 8)), "es": (1, (19, 24))}
@@ -51,7 +51,7 @@ WHERE = {"ppo": (3, (3, 8)), "dqn": (3, (3, 8)), "sac": (3, (3, 8)), "es": (1, (
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
-        ("ppo", "reward", TOGETHER), ("dqn", "observation", APART),
+        ("ppo", "reward", TOGETHER),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )  # fmt: skip

@@ -108,6 +108,7 @@ def test_members_that_divide_are_split_and_nothing_is_summed_over_devices(policy
     assert placed.spec == P("devices") and len(placed.device_set) in (2, 4), "five environments divide by none of these"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_loaded(swept, options, tmp_path):
     loaded = Result.load(swept.folder)
     assert loaded.settings == swept.settings and loaded.member(5) == 5

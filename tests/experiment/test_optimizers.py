@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-SELDOM = ("schedules", "function")
+SELDOM = ("schedules", "function", "members", "object")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SELDOM else []) for c in CASES])

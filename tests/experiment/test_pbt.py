@@ -271,7 +271,7 @@ def reference(iterations=6):
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 
 
-OFTEN = {(2, "SingleLearnerCoarse"), (8, "MultiLearner")}
+OFTEN = {(2, "SingleLearnerCoarse")}
 MATRIX = [
     pytest.param(n, policy, id=f"{n}-{policy}", marks=[] if (n, policy) in OFTEN else [pytest.mark.slow])
     for n in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)

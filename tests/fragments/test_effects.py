@@ -147,7 +147,7 @@ def assert_same_log(log, reference):
             np.testing.assert_allclose(values, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_effects_are_those_of_jit(case, name, num_devices, expected, devices):

@@ -84,7 +84,7 @@ def hierarchy_reference():
     return run_plain(hierarchy, hierarchy_state(), 3)
 
 
-@on_devices
+@pytest.mark.parametrize("num_devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
 @pytest.mark.parametrize("name", POLICIES)
 def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devices):
     state = hierarchy_state()
@@ -116,7 +116,7 @@ def assert_same_run(seed, policy):
 
 
 @by_name
-@pytest.mark.parametrize("seed", [0, 2, 6, 12, 16])
+@pytest.mark.parametrize("seed", [0, 12, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 6, 16))])
 def test_random_loops_are_the_same_run(seed, policy):
     assert_same_run(seed, policy)
 

@@ -130,6 +130,7 @@ def test_members_are_the_runs_that_their_settings_give(swept, tiny, one_device):
         assert alone.evaluation.mean_return == trial.returns[seed - 3]
 
 
+@pytest.mark.slow
 def test_a_sweep_is_the_same_under_another_policy(swept, tiny):
     apart = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8], seeds=2, seed=3, policy=APART,
@@ -308,6 +309,7 @@ def test_a_trial_that_does_not_fit_alone_is_refused(tiny, monkeypatch):
         msrl.sweep("ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3], **COMMON, **tiny)
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
     arguments = {
         "method": "grid", "learning_rate": [1e-3, 1e-2], "members_at_once": 1, "devices": one_device, "out": tmp_path / "sweep",
@@ -379,6 +381,7 @@ def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     assert sorted(trial.rank for trial in result.trials) == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_environment_object_has_no_command(tiny, one_device):
     result = msrl.sweep(
         "ppo", RandomWalk(), method="grid", learning_rate=[1e-3, 1e-2], devices=one_device,

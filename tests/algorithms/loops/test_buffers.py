@@ -190,6 +190,7 @@ def test_members_share_the_data_and_equal_separate_runs(trained, tmp_path):
     assert msrl.Result.load(tmp_path / "run").evaluate(2, member=1).returns.shape == (2,)
 
 
+@pytest.mark.slow
 def test_a_data_set_in_memory_is_described_not_written(trained, tmp_path):
     run, result, _ = trained
     again = run(data=random_data(CARTPOLE), out=tmp_path / "run")

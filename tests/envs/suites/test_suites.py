@@ -106,7 +106,7 @@ def every_environment(*prefixes):
             fetched = name in FETCHED or (prefix == "playground" and name not in CONTROL_SUITE)
             if not fetched and name not in BROKEN and not (prefix == "jumanji" and name in TEAMS):
                 known = name in often and prefix in prefixes
-                marks = () if known and prefix not in ("craftax", "playground") else pytest.mark.slow
+                marks = () if known and prefix not in ("brax", "craftax", "playground") else pytest.mark.slow
                 yield pytest.param(prefix, name, marks=marks, id=f"{prefix}:{name}")
 
 

@@ -198,7 +198,7 @@ def expected():
     return {case: run_plain(case, initial_state(), 2) for case in CASES}
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_loops_are_those_of_jit(case, name, num_devices, expected, devices):

@@ -93,9 +93,10 @@ def replays():
 
 
 BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
+OFTEN = [pytest.param(*b, marks=[] if b == (2, 2) else pytest.mark.slow) for b in BUFFERS]
 
 
-@pytest.mark.parametrize(("staleness", "buffers"), BUFFERS)
+@pytest.mark.parametrize(("staleness", "buffers"), OFTEN)
 def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(staleness, buffers, replays):
     after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
     expected = late_replay(staleness, buffers is not None, 9)
