@@ -1,0 +1,193 @@
+"""Batch normalization of critics: updates against implementations written out here, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import algorithms
+from msrl_jax.algorithms import counted
+from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.algorithms.networks.modules import as_network
+from tests.support.modules import FORMS, Head
+from tests.support.off_policy import (
+    B,
+    adam,
+    assert_close,
+    build,
+    counting,
+    drawn,
+    one,
+    plain_mlp,
+    plain_policy,
+    start,
+    wide,
+)
+from tests.support.privileged import pendulum
+from tests.support.random_walk import RandomWalk
+
+
+def plain_critic(params, x, given=None):
+    """A critic written out: values, by given statistics or by those of `x`, and the statistics of `x`."""
+    torso, found = params["params"]["torso"], {}
+
+    def norm(i, x):
+        found[f"BatchNorm_{i}"] = {"mean": x.mean(0), "var": ((x - x.mean(0)) ** 2).mean(0)}
+        use, p = (found if given is None else given["torso"])[f"BatchNorm_{i}"], torso[f"BatchNorm_{i}"]
+        return (x - use["mean"]) / (use["var"] + 1e-3) ** 0.5 * p["scale"] + p["bias"]
+
+    x = norm(0, x)
+    for i in range(2):
+        x = x @ torso[f"Dense_{i}"]["kernel"] + torso[f"Dense_{i}"]["bias"]
+        x = norm(i + 1, x * (x > 0))
+    return x @ params["params"]["Dense_0"]["kernel"] + params["params"]["Dense_0"]["bias"], {"torso": found}
+
+
+def plain_critics(params, x, given=None):
+    """Those of two critics `[2, B]`, and the statistics of both."""
+    found = [plain_critic(one(params, i), x, None if given is None else one(given, i)) for i in range(2)]
+    values = [values[:, 0] for values, _ in found]
+    stack = np.stack if isinstance(x, np.ndarray) else jnp.stack
+    return values, jax.tree.map(lambda *x: stack(x), *(statistics for _, statistics in found))
+
+
+def together(batch, next_action):
+    """What a joint pass sees, `[2 B, ...]`: the steps of a batch, and the steps after them."""
+    steps = [batch.obs, batch.action], [batch.next_obs, next_action]
+    return jnp.concatenate([jnp.concatenate(step, -1) for step in steps])
+
+
+def moved(old, new, share=0.01):
+    return jax.tree.map(lambda old, new: (1 - share) * old + share * new, wide(old), new)
+
+
+def test_updates_of_sac_equal_an_independent_implementation():
+    env = RandomWalk(True)
+    options = {"max_grad_norm": 0.7, "n_step": 2, "initial_temperature": 0.3, "learn_temperature": False, "tau": 0.01}
+    agent, config = build("sac", env, num_updates=1, batch_norm=True, **options)
+    iterate, state, updates = counting(agent), jax.jit(agent.init)(jax.random.key(0)), 0
+    for layer in state.target_params["torso"].values():
+        np.testing.assert_array_equal(layer["mean"], np.zeros_like(layer["mean"]))
+        np.testing.assert_array_equal(layer["var"], np.ones_like(layer["var"]))
+    for i in range(8):
+        after, metrics = iterate(state, i)
+        if metrics["q"].count:
+            compare_update_of_sac(env, config, state, after, metrics)
+            updates += 1
+        else:
+            assert_close(after.target_params, wide(state.target_params))
+        state = after
+    assert updates == 7
+
+
+def compare_update_of_sac(env, config, state, after, metrics):
+    batch, key = drawn(env, config, state, after)
+    keys = jax.random.split(key, (2, B))
+    noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))
+    params, temperature = state.params, np.exp(state.params["log_temperature"])
+    next_action, next_log_prob = plain_policy(params, batch.next_obs, noises[0], True)
+
+    def target(next_q):
+        return batch.reward + batch.discount * (np.minimum(*map(np.asarray, next_q)) - temperature * next_log_prob)
+
+    values, statistics = plain_critics(wide(params["critic"]), wide(together(batch, next_action)))
+    fixed = target([v[B:] for v in values])
+    # Not what successors alone give, normalized by their own statistics.
+    alone = plain_critics(params["critic"], jnp.concatenate([batch.next_obs, next_action], -1))[0]
+    assert np.abs(fixed - target(alone)).max() > 1e-3
+    assert_close(after.target_params, moved(state.target_params, statistics))
+
+    def critic_loss(critic):  # the statistics depend on the parameters, and so do gradients
+        values, _ = plain_critics(critic, together(batch, next_action))
+        return sum(((v[:B] - fixed) ** 2).mean() / 2 for v in values)
+
+    def actor_loss(actor):
+        action, log_prob = plain_policy({"actor": actor}, batch.obs, noises[1], True)
+        inputs = jnp.concatenate([batch.obs, action], -1)
+        q, _ = plain_critics(params["critic"], inputs, state.target_params)  # running statistics
+        return (temperature * log_prob - jnp.minimum(*q)).mean()
+
+    for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
+        value, gradient = jax.value_and_grad(loss)(params[name])
+        np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
+        assert_close(after.params[name], adam(params[name], state.opt_state[name], gradient, config))
+
+
+def test_updates_of_td3_equal_an_independent_implementation():
+    env = RandomWalk(True)
+    agent, config = build("td3", env, num_updates=1, batch_norm=True, policy_noise=0.0, policy_period=2)
+    iterate = counting(agent)
+    state, actor_moves = start(agent, 4, iterate), []
+    for i in (4, 5):
+        after, metrics = iterate(state, i)
+        actor_moves.append(compare_update_of_td3(env, config, state, after, metrics))
+        state = after
+    assert actor_moves == [True, False]
+
+
+def compare_update_of_td3(env, config, state, after, metrics):
+    """Returns whether the actor has moved."""
+    batch, _ = drawn(env, config, state, after)
+    params, given = state.params, state.target_params["critic"]
+    next_action = jnp.tanh(plain_mlp(params["actor"], batch.next_obs))  # of the actor itself
+    values, statistics = plain_critics(wide(params["critic"]), wide(together(batch, next_action)))
+    target = batch.reward + batch.discount * np.minimum(*(v[B:] for v in values))
+    assert_close(after.target_params, moved(state.target_params, {"critic": statistics}, 0.005))
+
+    def critic_loss(critic):
+        values, _ = plain_critics(critic, together(batch, next_action))
+        return sum(((v[:B] - target) ** 2).mean() / 2 for v in values)
+
+    def actor_loss(actor):
+        inputs = jnp.concatenate([batch.obs, jnp.tanh(plain_mlp(actor, batch.obs))], -1)
+        return -plain_critics(params["critic"], inputs, given)[0][0].mean()
+
+    value, gradient = jax.value_and_grad(critic_loss)(params["critic"])
+    np.testing.assert_allclose(metrics["critic_loss"].total, value, rtol=1e-4)
+    assert_close(after.params["critic"], adam(params["critic"], state.opt_state["critic"], gradient, config))
+    if float(metrics["actor_loss"].total) == 0:
+        assert_close(after.params["actor"], params["actor"])
+        return False
+    gradient = jax.grad(actor_loss)(params["actor"])
+    assert_close(after.params["actor"], adam(params["actor"], state.opt_state["actor"], gradient, config))
+    return True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"distribution": "qr", "num_critics": 3}, {"distribution": "c51", "num_atoms": 11, "layer_norm": True},
+        {"network": as_network(FORMS["linen"]), "normalize_observations": True},
+    ],
+    ids=["qr", "c51", "module"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(name, options):
+    # The critics see more than the actor, which is not normalized.
+    agent = counted(algorithms.get(name)(batch_norm=True, hidden_sizes=(16, 8), **options).build(pendulum()))
+    state, _ = jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
+    statistics = state.inner.target_params if name == "sac" else state.inner.target_params["critic"]
+    inputs = 8 + 1 if "network" in options else 3 + 1
+    shapes = {name: layer["mean"].shape for name, layer in statistics["torso"].items()}
+    assert shapes == {f"BatchNorm_{i}": (options.get("num_critics", 2), n) for i, n in enumerate((inputs, 16, 8))}
+    assert "BatchNorm" not in str(jax.tree.structure(innermost_params(state)["actor"]))
+
+
+def innermost_params(state):
+    params = state.inner.params
+    return getattr(params, "params", params)
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "message"),
+    [
+        ({"core": "gru"}, RandomWalk(True), r"SAC\.batch_norm .* core='gru' learns from windows of steps; use core='none'"),
+        ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network=simba has other layers; use 'mlp'"),
+        ({"network": as_network(Whole(Head(4), Head(1)))}, RandomWalk(True), r"network=Whole\(\.\.\.\) has other layers"),
+        ({}, RandomWalk(False), r"those of discrete actions see none; use layer_norm=True"),
+    ],
+    ids=["core", "simba", "whole", "discrete"],
+)
+def test_what_cannot_be_normalized_is_refused(options, env, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.SAC(batch_norm=True, **options).build(env)
