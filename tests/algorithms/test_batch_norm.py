@@ -9,6 +9,7 @@ from msrl_jax import algorithms
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
+from tests.support.compiled import collectives
 from tests.support.modules import FORMS, Head
 from tests.support.off_policy import (
     B,
@@ -17,6 +18,7 @@ from tests.support.off_policy import (
     build,
     counting,
     drawn,
+    num_params,
     one,
     plain_mlp,
     plain_policy,
@@ -151,6 +153,15 @@ def compare_update_of_td3(env, config, state, after, metrics):
     gradient = jax.grad(actor_loss)(params["actor"])
     assert_close(after.params["actor"], adam(params["actor"], state.opt_state["actor"], gradient, config))
     return True
+
+
+def test_devices_exchange_statistics_and_gradients_alone():
+    agent, _ = build("sac", RandomWalk(True), batch_norm=True)
+    found = collectives(counted(agent))
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    of_statistics = sum(x.size for x in jax.tree.leaves(state.target_params))
+    assert {kind for kind, _ in found} == {"all-reduce"}  # steps and the steps after them stay where they are
+    assert num_params(agent) + of_statistics <= sum(size for _, size in found) <= num_params(agent) + 2 * of_statistics + 8
 
 
 @pytest.mark.parametrize(
