@@ -153,8 +153,8 @@ class SAC:
             def backup(next_q):
                 return predicted.target(next_q, lambda q: e.reward + e.discount * soften_next(q)[0])
 
-            known = self, critics, params["critic"], target_critic
-            judge, predict = critics_of_batch(*known, (e.obs, e.action), next_inputs, backup)
+            inputs = e.obs, e.action
+            judge, predict = critics_of_batch(self, critics, params["critic"], target_critic, inputs, next_inputs, backup)
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):

@@ -160,8 +160,8 @@ class TD3:
             def backup(next_q):
                 return predicted.target(next_q, lambda q: e.reward + e.discount * q)
 
-            known = self, critics, params["critic"], target_params["critic"]
-            judge, predict = critics_of_batch(*known, (e.obs, e.action), (e.next_obs, next_action), backup)
+            inputs, old = ((e.obs, e.action), (e.next_obs, next_action)), target_params["critic"]
+            judge, predict = critics_of_batch(self, critics, params["critic"], old, *inputs, backup)
 
             def critic_loss(critic):
                 q, target, *statistics = predict(critic)
