@@ -193,7 +193,7 @@ def innermost_params(state):
     ("options", "env", "message"),
     [
         ({"core": "gru"}, RandomWalk(True), r"SAC\.batch_norm .* core='gru' learns from windows of steps; use core='none'"),
-        ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network=simba has other layers; use 'mlp'"),
+        ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network='simba' has other layers; use 'mlp'"),
         ({"network": as_network(Whole(Head(4), Head(1)))}, RandomWalk(True), r"network=Whole\(\.\.\.\) has other layers"),
         ({}, RandomWalk(False), r"those of discrete actions see none; use layer_norm=True"),
     ],

@@ -20,10 +20,11 @@ from msrl_jax.envs import Discrete, Space
 def check_batch_norm(config: Any, action_space: Space) -> None:
     """Raises ValueError if the critics of a config are to be normalized, but have no place for it."""
     whole = isinstance(config.network, Whole)
+    network = "Whole(...)" if whole else "'simba'"
     obstacles = {
         "those of discrete actions see none; use layer_norm=True": isinstance(action_space, Discrete),
         f"core={config.core!r} learns from windows of steps; use core='none'": config.core != "none",
-        f"network={'Whole(...)' if whole else 'simba'} has other layers; use 'mlp'": whole or config.network == "simba",
+        f"network={network} has other layers; use 'mlp'": whole or config.network == "simba",
     }
     for obstacle, is_there in obstacles.items():
         if config.batch_norm and is_there:
