@@ -31,7 +31,6 @@ from msrl_jax.algorithms.loops.memories import check_memory, first_critic, remem
 from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
-from msrl_jax.algorithms.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -77,7 +76,6 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    batch_norm: bool = field(default=False, doc="whether critics are normalized, without targets (CrossQ). Usual: False.")
     core: Literal["none"] | CoreKind = field(default="none", doc='a memory, learned from sequences. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
@@ -119,15 +117,14 @@ class TD3:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
-        check_batch_norm(self, action_space)
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
         actor = with_memory("actor", obs_space, self, lambda seen: make_actor(seen, size, self))
         predicted = prediction_of(self, action_space)
-        kind = {"num_outputs": predicted.num_outputs, "batch_norm": self.batch_norm}
+        outputs = {"num_outputs": predicted.num_outputs}
         critics = with_memory(
-            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **kind)
+            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **outputs)
         )
         optimizer = make_optimizer(self, epsilon=1e-8)
         apply_update = updater(optimizer)
@@ -135,8 +132,7 @@ class TD3:
         def init(key: jax.Array, obs: jax.Array) -> Learner:
             actor_key, critic_key = jax.random.split(key)
             params = {"actor": actor.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
-            target_params = {"critic": initial_statistics(params["critic"])} if self.batch_norm else params
-            return Learner(params, target_params, {name: optimizer.init(p) for name, p in params.items()})
+            return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
 
         def policy(actor_params, obs):
             return jnp.tanh(actor.apply(actor_params, obs))
@@ -151,44 +147,39 @@ class TD3:
         @fragment(role="learner")
         def gradients(params, target_params, batch, actor_moves):
             e = batch.experience
-            next_action = policy((params if self.batch_norm else target_params)["actor"], e.next_obs)
+            next_action = policy(target_params["actor"], e.next_obs)
             if not is_constant(self.policy_noise, 0):
                 smoothing = self.policy_noise * noise(jax.random.split(batch.key, len(e.reward)))
                 # Similar actions have similar values (eq. 14).
                 next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
-
-            def backup(next_q):
-                return predicted.target(next_q, lambda q: e.reward + e.discount * q)
-
-            inputs, old = ((e.obs, e.action), (e.next_obs, next_action)), target_params["critic"]
-            judge, predict = critics_of_batch(self, critics, params["critic"], old, *inputs, backup)
+            next_q = critics.apply(target_params["critic"], e.next_obs, next_action)
+            target = predicted.target(next_q, lambda q: e.reward + e.discount * q)
 
             def critic_loss(critic):
-                q, target, *statistics = predict(critic)
+                q = critics.apply(critic, e.obs, e.action)
                 losses = batch.weight * predicted.loss(q, target).sum(0)
-                return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean(), statistics)
+                return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
-                first = first_critic(critics, judge)
+                first = first_critic(critics, params["critic"])
                 return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
                 return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
 
-            (critic, (td_error, q, statistics)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
+            (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
             loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
             stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
-            return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats, *statistics)
+            return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats)
 
         def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
             actor_moves = batch.ready & (remainder(batch.update, self.policy_period) == 0)
-            grads, (td_error, stats, *statistics) = gradients(learner.params, learner.target_params, batch, actor_moves)
+            grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
             params, opt_state, rate = {}, {}, step_size(self, progress)
             for part, due in (("actor", actor_moves), ("critic", batch.ready)):
                 before = learner.params[part], learner.opt_state[part]
                 params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
-            towards, moves = ({"critic": statistics[0]}, batch.ready) if statistics else (params, actor_moves)
-            target_params = polyak_update(learner.target_params, towards, jnp.where(moves, self.tau, 0.0))
+            target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, self.tau, 0.0))
             return Learner(params, target_params, opt_state), td_error, stats
 
         def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:

@@ -12,12 +12,16 @@ pytestmark = pytest.mark.slow
 
 
 TQC = {"distribution": "qr", "num_atoms": 10, "num_updates": 8, "hidden_sizes": (64, 64)}
+CROSSQ = {"batch_norm": True, "tau": 0.01, "optimizer": "adam:b1=0.5", "hidden_sizes": (64, 64)}
 
 
-@pytest.mark.parametrize(("name", "options"), [("sac", {}), ("td3", {}), ("sac", TQC)], ids=["sac", "td3", "tqc"])
+RUNS = {"sac": ("sac", {}), "td3": ("td3", {}), "tqc": ("sac", TQC), "crossq": ("sac", CROSSQ)}
+
+
+@pytest.mark.parametrize(("name", "options"), RUNS.values(), ids=RUNS)
 def test_the_pendulum_swings_up_on_all_of_five_seeds(name, options):
     """The mean return of the episodes that end in the last tenth of 50,000 steps, exploration included."""
-    single = algorithms.get(name)(**options).build(envs.make("Pendulum-v1"))
+    single = algorithms.build(algorithms.get(name)(**options), envs.make("Pendulum-v1"))
     length = 50_000 // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])
