@@ -107,9 +107,9 @@ class SAC:
         obs_space = seen_space(self, venv.observation_space)
         policy = with_memory("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
         predicted = prediction_of(self, action_space)
-        kind = {"num_outputs": predicted.num_outputs, "batch_norm": self.batch_norm}
+        size = {"num_outputs": predicted.num_outputs}
         critics = with_memory(
-            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **kind)
+            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **size)
         )
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 

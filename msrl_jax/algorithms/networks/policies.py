@@ -106,22 +106,15 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
-def make_critics(
-    seen: Seen,
-    action_space: Discrete | Box,
-    num_critics: int,
-    config: Any,
-    *,
-    num_outputs: int = 1,
-    batch_norm: bool = False,
-) -> Network:
+def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1) -> Network:
     """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`.
 
-    Critics of continuous actions with several outputs, `M`, return `[C, B, M]`. Those with `batch_norm` need statistics, see
-    `networks.batch_norm`.
+    Critics of continuous actions with several outputs, `M`, return `[C, B, M]`. If the config has `batch_norm`, they need
+    statistics: see `networks.batch_norm`.
     """
     discrete = isinstance(action_space, Discrete)
     num_outputs = action_space.n if discrete else num_outputs
+    batch_norm = getattr(config, "batch_norm", False)
     critic = linear_network("critic", seen, config, num_outputs=num_outputs, scale=1.0, batch_norm=batch_norm)
 
     def init(key: jax.Array, obs: Any) -> Any:
