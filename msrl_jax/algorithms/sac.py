@@ -20,8 +20,9 @@ from msrl_jax.algorithms.loops.memories import check_memory, remembered, with_me
 from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
+from msrl_jax.algorithms.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
+from msrl_jax.algorithms.networks.policies import make_critics, make_policy
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
@@ -66,6 +67,7 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+    batch_norm: bool = field(default=False, doc="whether critics are normalized, without targets (CrossQ). Usual: False.")
     core: Literal["none"] | CoreKind = field(default="none", doc='a memory, learned from sequences. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
@@ -100,6 +102,7 @@ class SAC:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded("sac", env.action_space)
+        check_batch_norm(self, action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
         policy = with_memory("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
@@ -126,8 +129,8 @@ class SAC:
             legal = mask_of(obs)
             return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
-        def consider(critic, distribution, obs, temperature, keys):
-            """What critics predict of a policy, and the function from values to soft values `[B]` and log-probabilities `[B]`.
+        def consider(distribution, obs, temperature, keys):
+            """What critics see of a policy, and the function from values to soft values `[B]` and log-probabilities `[B]`.
 
             They are those of drawn actions, or expectations if actions are discrete.
             """
@@ -136,25 +139,30 @@ class SAC:
                 def soften(q):
                     return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
 
-                return critics.apply(critic, obs), soften
+                return (obs,), soften
             action, log_prob = distribution.sample_and_log_prob(keys)
-            return critics.apply(critic, obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
+            return (obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
             e, temperature = batch.experience, jnp.exp(params["log_temperature"])
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
             next_policy = policy.apply(params["actor"], e.next_obs)
-            next_q, soften = consider(target_critic, next_policy, e.next_obs, temperature, next_keys)
-            target = predicted.target(next_q, lambda q: e.reward + e.discount * soften(q)[0])
+            next_inputs, soften_next = consider(next_policy, e.next_obs, temperature, next_keys)
+
+            def backup(next_q):
+                return predicted.target(next_q, lambda q: e.reward + e.discount * soften_next(q)[0])
+
+            inputs = e.obs, e.action
+            judge, predict = critics_of_batch(self, critics, params["critic"], target_critic, inputs, next_inputs, backup)
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
-                q = taken_value(critics, trained["critic"], e.obs, e.action)
+                q, target, *statistics = predict(trained["critic"])
                 critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
                 distribution = policy.apply(trained["actor"], e.obs)
-                new_q, soften = consider(params["critic"], distribution, e.obs, temperature, keys)
-                soft, log_prob = soften(predicted.value(new_q))
+                new_inputs, soften = consider(distribution, e.obs, temperature, keys)
+                soft, log_prob = soften(predicted.value(critics.apply(judge, *new_inputs)))
                 total = critic_loss - soft.mean()
                 if self.learn_temperature:
                     total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
@@ -165,7 +173,7 @@ class SAC:
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (predicted.error(q, target), stats)
+                return total, (predicted.error(q, target), stats, *statistics)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -176,7 +184,10 @@ class SAC:
             explored = policy.apply(params["actor"], obs).sample(keys)
             return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+        def target(params):
+            return initial_statistics(params["critic"]) if self.batch_norm else params["critic"]
+
+        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=target)
         buffer, acting = remembered(self, env, rule, explore, actor=policy, critic=critics)
         return off_policy_agent(self, venv, buffer, *normalized(self, *acting))
 

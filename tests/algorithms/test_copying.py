@@ -86,7 +86,7 @@ def test_a_copy_is_the_same_program(copies, name):
     assert copy.__doc__ == original.__doc__
     facts = lambda kind: [(f.name, f.default, f.metadata) for f in dataclasses.fields(kind)]  # noqa: E731
     assert facts(copy) == facts(original)
-    for option in ("", "+gru") if name == "sac" else ("",):
+    for option in ("", "+gru", "+batch_norm") if name == "sac" else ("",):
         (texts, state, axes), (same_texts, same_state, same_axes) = programs(file + option), programs(name + option)
         assert texts == same_texts
         # Their classes are the copy's own.

@@ -53,6 +53,7 @@ PARTICULAR = {
 CRITICS = {
     "sac+qr": {"distribution": "qr", "num_critics": 3, "num_atoms": 5, "num_dropped": 1, "normalize_observations": True},
     "td3+c51": {"distribution": "c51", "num_atoms": 11, "v_min": -50.0, "v_max": 0.0, "max_exploration_noise": 0.4},
+    "sac+batch_norm": {"batch_norm": True, "tau": 0.01},
 }
 for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options

@@ -102,7 +102,7 @@ def gradient_rule(
     config: Any,
     optimizer: optax.GradientTransformation,
     init: Callable[[jax.Array, Any], Any],
-    gradients: Callable[[Any, Any, Batch], tuple[Any, tuple[jax.Array, Mapping[str, jax.Array]]]],
+    gradients: Callable[[Any, Any, Batch], tuple[Any, tuple[Any, ...]]],
     choose_action: ChooseAction,
     *,
     target: Callable[[Any], Any] | None = lambda params: params,
@@ -111,7 +111,8 @@ def gradient_rule(
     """The rule that descends along gradients, and moves target parameters by `config.tau`, every `target_period` updates.
 
     `init` is `(key, obs) -> params`, and `gradients` is `(params, target_params, batch) -> (gradients, (TD errors [B],
-    statistics))`. `target` selects the parameters that have a target network; None if there are none.
+    statistics))`, or with a third after these, what target parameters move towards. If there is none, that is what `target`
+    selects of the new parameters; None if nothing has a target network.
     """
     apply_update, period = updater(optimizer), getattr(config, "target_period", 1)
 
@@ -121,13 +122,14 @@ def gradient_rule(
         return Learner(params, jax.tree.map(jnp.copy, target(params)) if target else (), optimizer.init(params))
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+        grads, (td_error, stats, *towards) = gradients(learner.params, learner.target_params, batch)
         rate = step_size(config, progress)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
         target_params = ()
         if target:
             moves = batch.ready & (remainder(advance(batch.update), period) == 0) if period > 1 else batch.ready
-            target_params = polyak_update(learner.target_params, target(params), jnp.where(moves, config.tau, 0.0))
+            towards = towards[0] if towards else target(params)
+            target_params = polyak_update(learner.target_params, towards, jnp.where(moves, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
     return Rule(begin, update, choose_action, initial_carry)

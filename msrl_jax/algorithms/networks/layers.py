@@ -169,6 +169,7 @@ class Torso(nn.Module):
     is_whole: bool = False  # whether the network is one of a `Whole`, so that no head follows
     # what it sees of a `PrivilegedObservation`; "both": the privileged state, and the observation as an action
     sees: Literal["obs", "privileged_state", "both"] = "obs"
+    batch_norm: bool = False  # whether what the dense layers see is normalized, and what comes out of them
 
     def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
         """The torso of a part, which is this one but for a `Whole`."""
@@ -224,9 +225,17 @@ class Torso(nn.Module):
             x = jnp.concatenate([x, action], axis=-1)
         if self.kind == "simba":
             return _residual(x, activation, self.hidden_sizes)
+        x = self._normalized(x)
         for size in self.hidden_sizes:
-            x = hidden(x, size, activation, self.layer_norm)
+            x = self._normalized(hidden(x, size, activation, self.layer_norm))
         return x
+
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        """Normalizes by the statistics of this batch where the caller asks for these, else by those that it gives."""
+        if not self.batch_norm:
+            return x
+        given = not self.is_mutable_collection("batch_stats")
+        return nn.BatchNorm(given, momentum=0.0, epsilon=1e-3, use_fast_variance=False)(x)
 
     def _outputs(self, obs: Any, *action: jax.Array) -> jax.Array:
         assert isinstance(self.network, Network)

@@ -74,9 +74,11 @@ class _Linear(nn.Module):
         return head(self.torso, self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float) -> Network:
+def linear_network(
+    part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float, batch_norm: bool = False
+) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
-    module = _Linear(make_torsos(seen, config).of(part), num_outputs, scale)
+    module = _Linear(make_torsos(seen, config).of(part).clone(batch_norm=batch_norm), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
@@ -107,20 +109,25 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
 def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, config: Any, *, num_outputs: int = 1) -> Network:
     """Makes critics of discrete actions, `(params, obs) -> [C, B, N]`, or `(params, obs, action [B, D]) -> [C, B]`.
 
-    Critics of continuous actions with several outputs, `M`, return `[C, B, M]`.
+    Critics of continuous actions with several outputs, `M`, return `[C, B, M]`. If the config has `batch_norm`, they need
+    statistics: see `networks.batch_norm`.
     """
     discrete = isinstance(action_space, Discrete)
     num_outputs = action_space.n if discrete else num_outputs
-    critic = linear_network("critic", seen, config, num_outputs=num_outputs, scale=1.0)
+    batch_norm = getattr(config, "batch_norm", False)
+    critic = linear_network("critic", seen, config, num_outputs=num_outputs, scale=1.0, batch_norm=batch_norm)
 
     def init(key: jax.Array, obs: Any) -> Any:
         batch = len(jax.tree.leaves(obs)[0])
         inputs = (obs,) if discrete else (obs, jnp.zeros((batch, math.prod(action_space.shape))))
-        return jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
+        made = jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
+        return {"params": made["params"]}
 
-    def apply(params: Any, *inputs: jax.Array) -> jax.Array:
-        values = jax.vmap(lambda p: critic.apply(p, *inputs))(params)
-        return values if num_outputs > 1 or discrete else values[..., 0]
+    def apply(params: Any, *inputs: jax.Array, **collections: Any) -> Any:
+        values = jax.vmap(lambda p: critic.apply(p, *inputs, **collections))(params)
+        if num_outputs > 1 or discrete:
+            return values
+        return (values[0][..., 0], values[1]) if collections else values[..., 0]
 
     return Network(init, apply)
 
