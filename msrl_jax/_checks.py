@@ -35,6 +35,12 @@ def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
     return first
 
 
+def is_several(value: Any) -> bool:
+    """Whether something is a sequence of values; a named tuple is one value, and so is a tuple of functions."""
+    is_one = isinstance(value, tuple) and (hasattr(value, "_fields") or any(map(callable, value)))
+    return isinstance(value, list | tuple | range) and not is_one
+
+
 def as_path(name: str, value: Any) -> Path:
     """Converts text, or an object that stands for a path; raises TypeError for anything else, ValueError if it is empty."""
     if value == "":

@@ -96,6 +96,7 @@ class SAC:
         check_data(self)
         check_memory(self)
         check_prediction(self)
+        check_batch_norm(self)
 
     check_given = check_data
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, policies
-from msrl_jax._checks import check_seed, whole
+from msrl_jax._checks import check_seed, is_several, whole
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
@@ -63,7 +63,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
     overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
-        if not isinstance(value, list | tuple | range) or name not in fields or any(map(callable, value)):
+        if not is_several(value) or name not in fields:
             continue
         if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
             continue  # a single value of the field may be a sequence

@@ -301,7 +301,8 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
             copied = {name: x[parent] for name, x in values.items()}
             explored = explore(pbt, copied, keys[:, 1])
             values = {name: jnp.where(parent == order, x, explored[name]) for name, x in values.items()}
-            score_sum, num_scores = (jnp.where(ready, 0, x) for x in (now.score_sum, now.num_scores))
+            over = ready | ~jnp.isfinite(mean)  # one nan would keep a member out for ever
+            score_sum, num_scores = (jnp.where(over, 0, x) for x in (now.score_sum, now.num_scores))
             return Standing(score_sum, num_scores, jnp.zeros_like(now.since), parent, keys[:, 2]), values
 
         now, values = jax.lax.cond(due, select, lambda now, values: (now, dict(values)), now, dict(values))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._checks import suggestion, whole
+from msrl_jax._checks import is_several, suggestion, whole
 from msrl_jax._spec import split_specs
 from msrl_jax.algorithms.schedules import is_adaptive, is_path, is_ramp
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
@@ -97,7 +97,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         value = parse(where, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
-    if isinstance(value, list | tuple | range) and not any(map(callable, value)):
+    if is_several(value):
         options: list[Any] = list(value)
         if all(get_origin(part) is not tuple for part in _parts(hint)):
             value = choice(options)

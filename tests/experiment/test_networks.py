@@ -6,6 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli import main
+from msrl_jax.experiment.arguments import experiment_of
 from msrl_jax.experiment.folder import RunFolderError
 from tests.support import modules
 from tests.support.modules import FORMS, Linen
@@ -105,3 +106,9 @@ def test_a_sweep_with_a_module(one_device, tmp_path):
         msrl.SweepResult.load(tmp_path / "sweep").run()
     with pytest.raises(ValueError, match="network was given as an object"):
         found.command()
+
+
+def test_networks_with_their_last_layers_are_no_members():
+    whole = msrl.algorithms.Whole(actor="nets:actor", critic=(len, max))
+    made = experiment_of("sac", "Pendulum-v1", seeds=2, overrides={"network": whole, "tau": [0.1, 0.2]})
+    assert made.algorithm.network == whole and made.settings == {"tau": (0.1, 0.2)}

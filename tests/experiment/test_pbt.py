@@ -135,6 +135,21 @@ def test_chance_that_ranks_equals_is_not_that_of_the_perturbation():
         assert 160 < up.sum() < 240, name
 
 
+def test_a_member_with_a_nan_is_compared_again_in_the_next_period():
+    fields = {"discount": jnp.full(2, 0.5)}
+    agent = Agent(
+        init=lambda keys: Member(Idle(jnp.zeros(2)), fields), act=lambda *_: None, axes=Member(Idle(P("member")), P("member")),
+        iteration=lambda state, score: (state, {"episode_return": Mean(score, jnp.ones(2))}),
+        steps_per_iteration=1, updates_per_iteration=1, env=None,
+    )  # fmt: skip
+    population = evolve(agent, msrl.PBT({"discount": envs.uniform(0, 1)}, members=2, every=1, fraction=0.5))
+    state, parents = population.init(keys(2)), []
+    for score in ([np.nan, 1.0], [0.0, 1.0]):
+        state, _ = population.iteration(state, jnp.float32(score))
+        parents.append(state.standing.parent.tolist())
+    assert parents == [[0, 1], [1, 1]]
+
+
 def test_resampling_draws_anew_or_keeps():
     pbt = msrl.PBT(search=SEARCH, members=2000, explore="resample", resample_probability=0.25)
     new = explore(pbt, {"learning_rate": jnp.full(2000, 2e-3), "entropy_coef": jnp.full(2000, 0.5)}, keys(2000))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms import IQL, PPO, Whole
 from msrl_jax.search.space import Trial, choose, read_axes, rung_steps, survivors
 
 
@@ -80,3 +80,14 @@ def test_rungs_by_hand():
     trials = [Trial(i, {}, 0, returns=(x,)) for i, x in enumerate([1.0, math.nan, 5.0, 3.0, 4.0])]
     assert [t.number for t in survivors(trials, 2)] == [2, 3, 4]
     assert [t.number for t in survivors(trials[:2], 1)] == [0]
+
+
+@pytest.mark.parametrize("whole", [Whole("nets:actor", "nets:critic", "nets:value"), Whole((len, max), (len, max))])
+def test_networks_with_their_last_layers_are_one_value(whole):
+    axes, constants = read_axes(IQL, {"network": whole, "expectile": [0.7, 0.9]})
+    assert [axis.field for axis in axes] == ["expectile"] and constants == {"network": whole}
+
+
+def test_a_list_with_functions_is_a_list():
+    axes, _ = read_axes(IQL, {"network": ["mlp", len], "learning_rate": [1e-3, abs]})
+    assert [axis.values.numbers for axis in axes] == [("mlp", len), (1e-3, abs)]

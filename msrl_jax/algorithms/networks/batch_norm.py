@@ -17,7 +17,7 @@ from msrl_jax.algorithms.networks.policies import taken_value
 from msrl_jax.envs import Discrete, Space
 
 
-def check_batch_norm(config: Any, action_space: Space) -> None:
+def check_batch_norm(config: Any, action_space: Space | None = None) -> None:
     """Raises ValueError if the critics of a config are to be normalized, but have no place for it."""
     whole = isinstance(config.network, Whole)
     network = "Whole(...)" if whole else "'simba'"

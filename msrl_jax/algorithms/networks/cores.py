@@ -47,11 +47,14 @@ def named_core(name: str, size: int) -> Core:
 
 
 def core_remedy(given: Any) -> str | None:
-    """What to use in place of a named core with a size behind it; None if that is not what is given."""
-    name, colon, size = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if name not in _NAMED or not colon or is_name(given):
+    """What to use in place of a name with a size or parameters that it does not take; None if that is not what is given."""
+    name, colon, text = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if not colon or name not in (*_NAMED, "none") or (name == "gtrxl" and is_name(given)):
         return None
-    return f"core={name!r}, memory_size={size}" if size.isdigit() else f"core={name!r}, with its size as memory_size"
+    size = text.removeprefix("memory_size=")
+    if name == "none" or not size.isdigit():
+        return f"core={name!r}" + ", with its size as memory_size" * (name != "none")
+    return f"core={name!r}, memory_size={size}"
 
 
 def as_core(given: Any) -> Callable[[int], Core]:

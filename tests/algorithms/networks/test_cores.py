@@ -121,6 +121,8 @@ def test_parameters_of_a_core_are_checked(core, message):
     [
         ("gru:3", "A2C.core='gru:3': use core='gru', memory_size=3$"),
         ("gtrxl:wide", "A2C.core='gtrxl:wide': use core='gtrxl', with its size as memory_size$"),
+        ("gru:memory_size=3", "A2C.core='gru:memory_size=3': use core='gru', memory_size=3$"),
+        ("none:3", "A2C.core='none:3': use core='none'$"),
     ],
 )
 def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
