@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
 from tests.support import transformations
@@ -18,7 +17,7 @@ PARTICULAR = {
     "recurrent_ppo+gtrxl": {
         "num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "gtrxl:layers=1,heads=2,context=4",
     },
-    "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": as_core(Fading())},
+    "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": Fading()},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
