@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import counted
+from msrl_jax.algorithms import build, counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.experiment.agents import members, with_numbers
@@ -86,11 +86,11 @@ def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     if not name.endswith("+rnd"):
         settings.pop("intrinsic_coef", None)
     configs = [algorithm(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
-    one = with_numbers(lambda config: config.build(env), configs[0], tuple(settings))
+    one = with_numbers(lambda config: build(config, env), configs[0], tuple(settings))
     agent = counted(members(one, {k: np.float32(v) for k, v in settings.items()}), LENGTH)
     params, metrics = unrolled(agent, jax.jit(agent.init)(jax.random.split(jax.random.key(0))))
     for i, config in enumerate(configs):
-        alone = counted(config.build(env), LENGTH)
+        alone = counted(build(config, env), LENGTH)
         wanted, measured = unrolled(alone, jax.jit(alone.init)(jax.random.split(jax.random.key(0))[i]))
         for (path, a), b in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True):
             assert relative_difference(a[i], b) < 1e-5, jax.tree_util.keystr(path)
