@@ -282,14 +282,15 @@ class Program(Generic[State]):
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
+        in_loop = self._fused is not None and self._fused.packs  # else the iterations of a run launch what one by itself does
         if self._fused:
-            compiled = {r: self._fused.compile(self._executables, None) for r in self.instructions}
+            compiled = {r: self._fused.compile(self._executables, 1 if in_loop else None) for r in self.instructions}
         else:
             self.warm_up()
             compiled = self._executables.compiled
         return explain(
             self._fit, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings, self.is_fused,
-            unused_codecs(self.graph, self.layout),
+            unused_codecs(self.graph, self.layout), in_loop=in_loop,
         )  # fmt: skip
 
     def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:

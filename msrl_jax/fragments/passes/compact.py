@@ -28,11 +28,17 @@ from msrl_jax._compat import (
     scan_p,
     scan_parts,
 )
+from msrl_jax.fragments.placement import Placement
 
 _WORDS = ("float32", "int32", "uint32", "bool")
 _MOST_BYTES = 2**14  # of one array; larger ones take longer to move than a kernel takes to start
 _FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: what is taken apart behind it are kernels too
 _STEPS = {50: 8, 300: 4}  # steps that are one turn, of bodies of at most so many equations
+
+
+def kernels_count(placement: Placement) -> bool:
+    """Whether a placement is one accelerator: there the number of kernels counts, and nothing is split."""
+    return placement.mesh.size == 1 and placement.devices[0].platform != "cpu"
 
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -53,7 +59,7 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
         if scan.length < _SHORTEST:
             return [eqn]
         results = [aval(v) for v in scan.body.jaxpr.outvars]
-        carry, rows = _Together(results[: scan.num_carry]), _Together(results[scan.num_carry :])
+        carry, rows = Together(results[: scan.num_carry]), Together(results[scan.num_carry :])
         steps = _steps(scan, eqn.params.get("unroll", 1))
         if not carry.small and not rows.small and steps == 1:
             return [eqn]
@@ -63,14 +69,14 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
 
 
-class _Together:
-    """Arrays of which the small ones are one vector of words."""
+class Together:
+    """Arrays of which the small ones are one vector of words; none of them if not `worth` it."""
 
-    def __init__(self, arrays: Sequence[ShapedArray]):
+    def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True):
         self._arrays = arrays
-        fits = lambda x: x.dtype.name in _WORDS and 0 < 4 * math.prod(x.shape) <= _MOST_BYTES  # noqa: E731
+        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= _MOST_BYTES  # noqa: E731
         small = [i for i, x in enumerate(arrays) if fits(x)]
-        self.small = frozenset(small if len(small) >= _FEWEST else ())
+        self.small = frozenset(small if worth and len(small) >= _FEWEST else ())
 
     def pack(self, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The vector, `()` if there is none, and the other arrays."""
@@ -97,7 +103,7 @@ def _steps(scan: Scan, given: int) -> int:
     return max(steps, given)
 
 
-def _loop(scan: Scan, carry: _Together, rows: _Together, steps: int, operands: Sequence[Any]) -> list[Any]:
+def _loop(scan: Scan, carry: Together, rows: Together, steps: int, operands: Sequence[Any]) -> list[Any]:
     first, behind = scan.num_consts, scan.num_consts + scan.num_carry
     step = jaxpr_as_fun(scan.body)
 

@@ -15,7 +15,7 @@ from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
-from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds
+from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
 from msrl_jax.fragments.runtime.memory import lacking_memory
 
@@ -33,14 +33,21 @@ def explain(
     shardings: Mapping[Value, NamedSharding],
     fused: bool,
     unused: Sequence[Edge],
+    *,
+    in_loop: bool,
 ) -> Plan:
-    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run."""
+    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run.
+
+    If `in_loop`, the executable is the loop over iterations, and what it launches for one is that of a turn.
+    """
     steps, layout = list(walk(instructions)), fit.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
     texts = {i: compiled[i].as_text() or "" for i, _ in steps if isinstance(i, Run)}
     found = {i: collectives(text) for i, text in texts.items()}
     named = {f.name for f in fragments}
     launched = {i: launches(text, named) if i.placement.devices[0].platform != "cpu" else () for i, text in texts.items()}
+    if in_loop:
+        launched = {i: one_turn(each) for i, each in launched.items()}
     programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))

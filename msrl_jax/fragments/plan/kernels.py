@@ -8,7 +8,7 @@ updates the update.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from msrl_jax.fragments.plan.cost import COLLECTIVES, DEFINITION, OP_NAME, WHILE, called, computations, nbytes_of, operands_of
@@ -134,6 +134,11 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
 
     visit(entry, (), "")
     return tuple(Launches(fragment, trips, *numbers) for (fragment, trips, _), numbers in found.items())
+
+
+def one_turn(found: Iterable[Launches]) -> tuple[Launches, ...]:
+    """What one turn of the outermost loops launches, without what surrounds them."""
+    return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
 
 
 def least_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:

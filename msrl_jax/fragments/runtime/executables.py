@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
 from msrl_jax._compiling import in_background
+from msrl_jax.fragments.passes.compact import Together, kernels_count
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
@@ -194,7 +195,8 @@ def replicated(value: Value) -> NamedSharding:
     return NamedSharding(value.placement.mesh, PartitionSpec())
 
 
-_Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
+_Packed: TypeAlias = tuple[Any, list[jax.Array]]
+_Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
 """Iterations done, the leaves of the state, and the rows of the metrics."""
 
 
@@ -206,6 +208,11 @@ class FusedLoop:
     leaves: Sequence[Value]
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
+
+    @property
+    def packs(self) -> bool:
+        """Whether the loop keeps small arrays in one."""
+        return bool(self.leaves) and kernels_count(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
         """Has another thread compile the program; `compile` then waits for that."""
@@ -241,19 +248,20 @@ class FusedLoop:
 
     def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+        state, metrics = (Together([v.aval for v in values], self.packs) for values in (self.leaves, self.metrics))
 
         def step(carry: _Loop) -> _Loop:
-            done, leaves, rows = carry
-            results = list(self.iteration(*leaves))
-            row = results[len(leaves) :]
-            rows = [put(held, x, done, 0) for held, x in zip(rows, row, strict=True)]
-            return done + 1, results[: len(leaves)], rows
+            done, before, rows = carry
+            results = list(self.iteration(*state.unpack(*before)))
+            row = metrics.pack(results[len(self.leaves) :])
+            return done + 1, state.pack(results[: len(self.leaves)]), jax.tree.map(lambda x, r: put(x, r, done, 0), rows, row)
 
         def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-            empty = [jax.lax.empty((most, *v.aval.shape), v.aval.dtype) for v in self.metrics]
-            start = (jnp.zeros_like(count), list(leaves), empty)
+            row = jax.eval_shape(metrics.pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.metrics])
+            empty = jax.tree.map(lambda x: jax.lax.empty((most, *x.shape), x.dtype), row)
+            start = (jnp.zeros_like(count), state.pack(leaves), empty)
             _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
-            return (*after, *rows)
+            return (*state.unpack(*after), *metrics.unpack(*rows))
 
         return iterations
 

@@ -9,6 +9,7 @@ import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun, jaxprs_in, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes.compact import compacted
+from msrl_jax.fragments.runtime import executables
 
 
 def same_bits(fn, *args):
@@ -96,3 +97,22 @@ def test_an_iteration_is_the_same(algorithm):
     for _ in range(3):  # with a buffer that fills
         same_bits(agent.iteration, state)
         state = jax.jit(agent.iteration)(state)[0]
+
+
+def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatch):
+    def iteration(state):
+        (key, flag, count, level, half, large), rows = loop(state, jnp.arange(4.0))
+        return (key, flag, count, level, half, large), {"rows": rows[0], "flag": flag, "count": count, "half": half}
+
+    def ran(packs):
+        monkeypatch.setattr(executables, "kernels_count", lambda placement: packs)
+        program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
+        whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
+        return whole, parts, program.compiled(5)[0].as_text().count("get-tuple-element")
+
+    (*expected, many), (*found, few) = ran(False), ran(True)
+    assert few < many
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        raw = [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in (a, b)]
+        assert raw[0].tobytes() == raw[1].tobytes()
