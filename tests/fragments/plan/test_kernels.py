@@ -135,8 +135,8 @@ def test_launches_of_programs_whose_kernels_are_known():
     assert "launches of each device" in str(looped) and looped.least_seconds["all"] >= 7e-6
 
 
-# Launches of an iteration outside of loops, of every turn of a loop, and of all; without `passes/compact.py` these are 3,383
-# and 14,118.
+# Launches of an iteration outside of loops, of every turn of a loop, and of all; without `passes/compact.py` these are 3,395
+# and 14,120.
 MOST = {
     "ppo": ({"num_envs": 4, "num_minibatches": 4}, {(): 50, (32,): 38, (16,): 46}, 2_000),
     "recurrent_ppo": ({}, {(): 50, (16,): 105, (16, 8): 55}, 8_600),
