@@ -89,6 +89,6 @@ def test_functions_that_are_called_twice_are_visited_once():
     graph = compiled(lambda key, params, x: (key, params, nested(60)(x))).graph
     assert len(graph.region.nodes) <= 10
     jaxpr = jax.make_jaxpr(nested(60))(jnp.ones(8)).jaxpr
-    operations, nbytes, largest = flops(jaxpr), temporary_bytes(jaxpr), largest_array(jaxpr)  # whose printed form is endless
+    operations, nbytes, largest = flops(jaxpr, "cpu"), temporary_bytes(jaxpr), largest_array(jaxpr)  # printed, it is endless
     assert operations == 8 * (2**61 - 1)
     assert nbytes <= 32 * 3 * 61 and "float32[8]" in largest

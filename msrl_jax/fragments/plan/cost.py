@@ -25,6 +25,9 @@ _FREE = frozenset(
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "cumsum", "cumprod", "cummax")
 
 
+_IN_JAX = {"gpu": {"gpu", "cuda", "rocm"}}  # names of platforms in branches
+
+
 @dataclass(frozen=True)
 class FragmentPlan:
     """A fragment: `flops` of one call on the whole batch, `calls` per iteration, on `devices` devices of `placement`."""
@@ -38,18 +41,20 @@ class FragmentPlan:
     calls: int  # inside a `shard_map`, on all of its devices together
 
 
-def flops(jaxpr: Jaxpr) -> int:
+def flops(jaxpr: Jaxpr, platform: str) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
-    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a `shard_map` on all devices.
+    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, or as that for the platform,
+    such as "cpu", if platforms differ in it; a `shard_map` on all devices.
     """
-    return _Counter().flops(jaxpr)
+    return _Counter(platform).flops(jaxpr)
 
 
 class _Counter:
     """Visits a jaxpr once, however often it is called."""
 
-    def __init__(self, layout: Layout | None = None):
+    def __init__(self, platform: str, layout: Layout | None = None):
+        self._names = _IN_JAX.get(platform, {platform})
         self._layout = layout or Layout({})
         self._flops: dict[int, int] = {}
         self._fragments: dict[int, list[FragmentPlan]] = {}
@@ -63,6 +68,8 @@ class _Counter:
         if (alone := _eqn_flops(eqn)) is not None:
             return alone
         if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
+            if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is for all others
+                return next((n for n, names in zip(inner, platforms, strict=True) if self._names & {*(names or ())}), inner[-1])
             return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
         return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
 
@@ -132,7 +139,8 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
     """The fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
-    return _Counter(layout).fragments(jaxpr)
+    platform = layout.placements[0].devices[0].platform
+    return _Counter(platform, layout).fragments(jaxpr)
 
 
 COLLECTIVES = (

@@ -167,7 +167,7 @@ def _loop_warnings(steps: _Steps) -> Iterator[str]:
             continue  # no policy drives a loop with calls of the host otherwise
         inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
         dispatches = sum(t for _, t in inner)
-        work = sum(flops(i.jaxpr.jaxpr) * t for i, t in inner)
+        work = sum(flops(i.jaxpr.jaxpr, i.placement.devices[0].platform) * t for i, t in inner)
         if dispatches and work / dispatches < _TINY_BODY:
             names = "+".join(dict.fromkeys(f for i, _ in inner for f in i.fragments))
             yield (

@@ -13,8 +13,8 @@ from msrl_jax.fragments.placement import Layout, Placement
 from msrl_jax.fragments.plan.cost import Collective, collectives, flops, fragment_plans
 
 
-def count(fn, *shapes):
-    return flops(jax.make_jaxpr(fn)(*[jnp.zeros(s) if isinstance(s, tuple) else s for s in shapes]).jaxpr)
+def count(fn, *shapes, platform="cpu"):
+    return flops(jax.make_jaxpr(fn)(*[jnp.zeros(s) if isinstance(s, tuple) else s for s in shapes]).jaxpr, platform)
 
 
 def everywhere(*roles):
@@ -33,6 +33,13 @@ def mlp(w1, w2, x):
 
 MLP_SHAPES = (4, 64), (64, 2), (32, 4)
 MLP = 2 * 32 * 4 * 64 + 32 * 64 + 2 * 32 * 64 * 2
+
+
+def test_a_platform_counts_its_own_branch():
+    def one(x):
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, cuda=lambda x: x @ x, default=lambda x: x + x * x)
+
+    assert [count(one, (8, 8), platform=p) for p in ("cpu", "gpu", "tpu")] == [64, 2 * 8**3, 2 * 64]
 
 
 def test_products_by_hand():
