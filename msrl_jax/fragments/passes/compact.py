@@ -33,7 +33,7 @@ from msrl_jax.fragments.placement import Placement
 _WORDS = ("float32", "int32", "uint32", "bool")
 _MOST_BYTES = 2**14  # of one array; larger ones take longer to move than a kernel takes to start
 _FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: what is taken apart behind it are kernels too
-_STEPS = {50: 8, 300: 4}  # steps that are one turn, of bodies of at most so many equations
+_STEPS = {50: 8, 300: 5}  # most steps that are one turn, of bodies of at most so many equations
 
 
 def kernels_count(placement: Placement) -> bool:
@@ -99,8 +99,8 @@ class Together:
 def _steps(scan: Scan, given: int) -> int:
     """How many steps are one turn of a loop."""
     equations = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr))
-    steps = next((steps for most, steps in _STEPS.items() if equations <= most and scan.length % steps == 0), 1)
-    return max(steps, given)
+    most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
+    return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
 
 
 def _loop(scan: Scan, carry: Together, rows: Together, steps: int, operands: Sequence[Any]) -> list[Any]:
