@@ -80,9 +80,9 @@ def merged(rows: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a table in Markdown."""
-    head = "| setting | peer | ours | theirs | theirs / ours |\n|---|---|---|---|---|\n"
-    line = "| {label} | {peer} | {ours:,} | {theirs:,} | {ratio:.2f} |\n"
-    return head + "".join(line.format(**row, ratio=row["theirs"] / row["ours"]) for row in rows)
+    head = ["| setting | peer | ours | theirs | theirs / ours |", "|---|---|---|---|---|"]
+    line = "| {label} | {peer} | {ours:,} | {theirs:,} | {ratio:.2f} |"
+    return "\n".join(head + [line.format(**row, ratio=row["theirs"] / row["ours"]) for row in rows])
 
 
 def main() -> None:
