@@ -1,7 +1,8 @@
 """Counts what msrl_jax and its peers launch on a GPU per iteration, with equal settings; no GPU is needed.
 
     python benchmarks/kernels.py --rejax /tmp/rejax/bin/python --purejaxrl /tmp/purejaxrl_env/bin/python \\
-        --purejaxrl-source CLONE --jaxmarl /tmp/jaxmarl/bin/python --jaxmarl-source CLONE --docs docs/speed.md
+        --purejaxrl-source CLONE --jaxmarl /tmp/jaxmarl_env/bin/python --jaxmarl-source CLONE \\
+        --json benchmarks/results/kernels.json --docs docs/speed.md
 
 The environments of the peers are those of `compare_rejax.py`, `compare_purejaxrl.py` and `compare_jaxmarl.py`. Each needs
 jax-cuda12-plugin and jax-cuda12-pjrt too, of the version of jaxlib (`pip install --no-deps`), and so does ours. XLA compiles
@@ -70,11 +71,18 @@ def count(setting: Setting, peer: str, command: Sequence[str | Path]) -> dict[st
     return row
 
 
+def merged(rows: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with a new one in the place of that of the same setting, in the order of the peers and their settings."""
+    order = [(peer, setting.label) for peer, settings in PEERS.items() for setting in settings]
+    found = {(row["peer"], row["label"]): row for row in [*rows, new]}
+    return [found[key] for key in order if key in found]
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a table in Markdown."""
-    head = "| setting | peer | ours | theirs | theirs / ours |\n|---|---|---|---|---|\n"
-    line = "| {label} | {peer} | {ours:,} | {theirs:,} | {ratio:.2f} |\n"
-    return head + "".join(line.format(**row, ratio=row["theirs"] / row["ours"]) for row in rows)
+    head = ["| setting | peer | ours | theirs | theirs / ours |", "|---|---|---|---|---|"]
+    line = "| {label} | {peer} | {ours:,} | {theirs:,} | {ratio:.2f} |"
+    return "\n".join(head + [line.format(**row, ratio=row["theirs"] / row["ours"]) for row in rows])
 
 
 def main() -> None:
@@ -84,14 +92,18 @@ def main() -> None:
         parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help="the Python of its environment")
         parser.add_argument(f"--{peer}-source", type=Path, metavar="CLONE", help="a clone of its repository")
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="settings with such a word in their label")
+    parser.add_argument("--json", type=Path, help="write the rows here; rows of other settings are kept")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="rewrites the table of this page")
     args = parser.parse_args()
-    rows = []
+    rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
     for peer, settings in PEERS.items():
         python, source = getattr(args, peer), getattr(args, f"{peer}_source")
         command = [python, HERE / f"{peer}_worker.py", *(["--source", source] if source else [])]
         chosen = [s for s in settings if any(word in s.label for word in args.only)] if python else []
-        rows += [count(setting, peer, command) for setting in chosen]
+        for setting in chosen:
+            rows = merged(rows, count(setting, peer, command))
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
     if args.docs:
         args.docs.write_text(rewrite(args.docs.read_text(), "kernels", table(rows)))
