@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
 from msrl_jax.fragments.passes.checks import (
@@ -90,5 +89,5 @@ def compile(
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
-    fused = jaxpr_as_fun(suited(closed, default)) if fuses else None
+    fused = suited(closed, default) if fuses else None
     return Program(fit, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
@@ -55,7 +56,7 @@ class Program(Generic[State]):
         fit: Fit,
         graph: Graph,
         schedule: Schedule,
-        fused: Callable[..., Any] | None,
+        fused: ClosedJaxpr | None,
         tree: Any,
         traced: Traced,
         seconds: float,
@@ -75,7 +76,8 @@ class Program(Generic[State]):
             for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
         leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self._shardings]
-        self._fused = FusedLoop(fused, leaves, at, schedule.metrics) if fused else None
+        rewritten = fused is not traced.jaxpr
+        self._fused = FusedLoop(jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten) if fused else None
 
     def _check_setting(self) -> None:
         check_jit_is_on()
@@ -282,7 +284,7 @@ class Program(Generic[State]):
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
-        in_loop = self._fused is not None and self._fused.packs  # else the iterations of a run launch what one by itself does
+        in_loop = self._fused is not None and self._fused.counts  # else the iterations of a run launch what one by itself does
         if self._fused:
             compiled = {r: self._fused.compile(self._executables, 1 if in_loop else None) for r in self.instructions}
         else:

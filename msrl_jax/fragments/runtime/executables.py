@@ -208,10 +208,11 @@ class FusedLoop:
     leaves: Sequence[Value]
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
+    rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
 
     @property
-    def packs(self) -> bool:
-        """Whether the loop keeps small arrays in one."""
+    def counts(self) -> bool:
+        """Whether the number of kernels counts, so that small arrays are kept together."""
         return bool(self.leaves) and kernels_count(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
@@ -248,7 +249,8 @@ class FusedLoop:
 
     def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
-        state, metrics = (Together([v.aval for v in values], self.packs) for values in (self.leaves, self.metrics))
+        state = Together([v.aval for v in self.leaves], self.counts and self.rewritten)
+        metrics = Together([v.aval for v in self.metrics], self.counts)
 
         def step(carry: _Loop) -> _Loop:
             done, before, rows = carry

@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun, jaxprs_in, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes.compact import compacted
-from msrl_jax.fragments.runtime import executables
+from msrl_jax.fragments.runtime import executables, lower
 
 
 def same_bits(fn, *args):
@@ -73,7 +73,7 @@ def test_loops_in_loops_branches_and_fragments():
 
 def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
     def few(x):
-        return jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), c), (x, x), length=5)
+        return jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), c), (x, x), length=7)
 
     def calls(x):
         def step(c, _):
@@ -105,7 +105,8 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
         return (key, flag, count, level, half, large), {"rows": rows[0], "flag": flag, "count": count, "half": half}
 
     def ran(packs):
-        monkeypatch.setattr(executables, "kernels_count", lambda placement: packs)
+        for module in (lower, executables):
+            monkeypatch.setattr(module, "kernels_count", lambda placement: packs)
         program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
         whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
         return whole, parts, program.compiled(5)[0].as_text().count("get-tuple-element")
