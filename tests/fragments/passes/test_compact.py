@@ -73,7 +73,7 @@ def test_loops_in_loops_branches_and_fragments():
 
 def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
     def few(x):
-        return jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), c), (x, x), length=7)
+        return jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), c), (x, x), length=11)
 
     def calls(x):
         def step(c, _):
