@@ -12,16 +12,20 @@ from msrl_jax.fragments.passes.compact import compacted
 from msrl_jax.fragments.runtime import executables, lower
 
 
+def assert_equal_bits(expected, found):
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        raw = [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in (a, b)]
+        assert raw[0].tobytes() == raw[1].tobytes()
+
+
 def same_bits(fn, *args):
     """The loops of `fn` after the pass, each the numbers of arrays in its carry and of those that it stacks."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     new = compacted(closed)
     structure, leaves = jax.tree.structure(shapes), jax.tree.leaves(args)
     expected, found = (jax.jit(jaxpr_as_fun(x))(*leaves) for x in (closed, new))
-    for a, b in zip(*(jax.tree.leaves(jax.tree.unflatten(structure, x)) for x in (expected, found)), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        raw = [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in (a, b)]
-        assert raw[0].tobytes() == raw[1].tobytes()
+    assert_equal_bits(*(jax.tree.unflatten(structure, x) for x in (expected, found)))
     scans = [(e, scan_parts(e)) for inner in jaxprs_in(new.jaxpr) for e in inner.eqns if e.primitive is scan_p]
     return [(scan.num_carry, len(e.outvars) - scan.num_carry) for e, scan in scans]
 
@@ -113,7 +117,4 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
 
     (*expected, many), (*found, few) = ran(False), ran(True)
     assert few < many
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        raw = [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in (a, b)]
-        assert raw[0].tobytes() == raw[1].tobytes()
+    assert_equal_bits(expected, found)
