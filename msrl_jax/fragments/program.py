@@ -284,7 +284,7 @@ class Program(Generic[State]):
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
-        in_loop = self._fused is not None and self._fused.counts  # else the iterations of a run launch what one by itself does
+        in_loop = self._fused is not None and self._fused.packs  # else the iterations of a run launch what one by itself does
         if self._fused:
             compiled = {r: self._fused.compile(self._executables, 1 if in_loop else None) for r in self.instructions}
         else:

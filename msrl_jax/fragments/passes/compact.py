@@ -36,8 +36,8 @@ _FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: wha
 _STEPS = {50: 8, 300: 5}  # most steps that are one turn, of bodies of at most so many equations
 
 
-def kernels_count(placement: Placement) -> bool:
-    """Whether a placement is one accelerator: there the number of kernels counts, and nothing is split."""
+def kernels_matter(placement: Placement) -> bool:
+    """Whether a placement is one accelerator: there the number of kernels matters, and nothing is split."""
     return placement.mesh.size == 1 and placement.devices[0].platform != "cpu"
 
 

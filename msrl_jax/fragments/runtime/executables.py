@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
 from msrl_jax._compiling import in_background
-from msrl_jax.fragments.passes.compact import Together, kernels_count
+from msrl_jax.fragments.passes.compact import Together, kernels_matter
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
@@ -211,9 +211,9 @@ class FusedLoop:
     rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
 
     @property
-    def counts(self) -> bool:
-        """Whether the number of kernels counts, so that small arrays are kept together."""
-        return bool(self.leaves) and kernels_count(self.leaves[0].placement)
+    def packs(self) -> bool:
+        """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
+        return bool(self.leaves) and kernels_matter(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
         """Has another thread compile the program; `compile` then waits for that."""
@@ -249,8 +249,8 @@ class FusedLoop:
 
     def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
-        state = Together([v.aval for v in self.leaves], self.counts and self.rewritten)
-        metrics = Together([v.aval for v in self.metrics], self.counts)
+        state = Together([v.aval for v in self.leaves], self.packs and self.rewritten)
+        metrics = Together([v.aval for v in self.metrics], self.packs)
 
         def step(carry: _Loop) -> _Loop:
             done, before, rows = carry

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
-from msrl_jax.fragments.passes.compact import compacted, kernels_count
+from msrl_jax.fragments.passes.compact import compacted, kernels_matter
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.placement import Placement
@@ -278,7 +278,7 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
 
 def suited(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
     """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
-    if kernels_count(placement):
+    if kernels_matter(placement):
         return compacted(program)
     return repaired(program, placement.mesh)
 
