@@ -18,12 +18,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _suites
+from msrl_jax import _recipes, _suites
+from msrl_jax._terminal import table
 from msrl_jax.cli import launch
-from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Copy, Evaluate, Explain, List, Record, Replay, Sweep, Train
+from msrl_jax.cli.commands import (
+    Bench,
+    CheckEnv,
+    Compete,
+    Copy,
+    Evaluate,
+    Explain,
+    List,
+    Record,
+    Replay,
+    Reproduce,
+    Sweep,
+    Train,
+)  # fmt: skip
 from msrl_jax.cli.flags import UsageError
 
-DIVERGED = DOES_NOT_CONFORM = 1
+DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
 MOST_CPU_DEVICES = 1024  # that start within seconds; each has threads of its own
 
@@ -88,7 +102,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
     out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
-    options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed")
+    options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed", "recipe")
     # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
     options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
     with contextlib.ExitStack() as stack:
@@ -98,7 +112,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         if args.wandb and first:
             # The same folder is the same run there, so that a run that goes on appends to it.
             number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
-            about = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ("given", "config")}
+            names = [f.name for f in dataclasses.fields(args) if f.name not in ("given", "config", "recipe")]
+            about = {name: getattr(args, name) for name in names}
             wandb = experiment.WandB(project=args.wandb, name=out.name, id=number, resume="allow", config=about | config)
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         result = experiment.train(**options, out=out, callbacks=loggers, **config)
@@ -129,9 +144,11 @@ def _sweep(args: Sweep, config: dict[str, Any]) -> int:
 def _exit_code(result: Any, out: Path) -> int:
     if result.folder != out.absolute():
         return NOT_SAVED
-    if not result.interrupted:
-        return 0
-    return 128 + getattr(signal, result.stop_reason) if result.stop_reason.startswith("SIG") else OUT_OF_TIME
+    return _code_of(result.stop_reason) if result.interrupted else 0
+
+
+def _code_of(stop_reason: str) -> int:
+    return 128 + getattr(signal, stop_reason) if stop_reason.startswith("SIG") else OUT_OF_TIME
 
 
 def launched(args: Train, argv: Sequence[str]) -> int | None:
@@ -251,6 +268,30 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
     return 0
 
 
+def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
+    names = _recipes.matching(args.names)
+    from msrl_jax.experiment.hooks import seconds
+    from msrl_jax.report import reproduce
+
+    found, code = [], 0
+    ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
+    for name in names:
+        options = _options(args, "names", "update", "out", "time_limit")
+        left = None if ends is None else max(1e-3, ends - time.monotonic())
+        each = reproduce(name, **options, out=args.out / name, time_limit=left)
+        print(each, flush=True)
+        found.append(each.summary())
+        if each.record is None:
+            code = _code_of(each.stop_reason)
+            break
+        if args.update:
+            each.record.write(_recipes.FOLDER / f"{name}.json")
+        code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
+    if args.json:
+        _print_json(found)
+    return code
+
+
 def _copy(args: Copy, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms
 
@@ -260,7 +301,30 @@ def _copy(args: Copy, config: dict[str, Any]) -> int:
     return 0
 
 
+def _list_recipes(args: List) -> int:
+    rows = []
+    for recipe in map(_recipes.find, _recipes.names()):
+        about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
+        record = _recipes.record_of(recipe)
+        if record is not None:
+            reached, wall = _recipes.expected(record)
+            about |= {"return": reached, "seeds": len(record.seeds), "seconds": wall, "cores": record.hardware["cores"]}
+        rows.append(about | {"about": recipe.about})
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    cells = []
+    for row in rows:
+        reached = f"{row['return']:.4g}" if "return" in row else "no record"
+        wall = f"{row['seconds']:,.0f} s, {row['seeds']} seeds, {row['cores']} cores" if "return" in row else ""
+        cells.append([row["recipe"], row["algo"], row["env"], f"{row['total_steps']:,}", reached, wall])
+    print("\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)))
+    return 0
+
+
 def _list_names(args: List, config: dict[str, Any]) -> int:
+    if args.recipes:
+        return _list_recipes(args)
     if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
         from msrl_jax import algorithms, envs, policies
 
@@ -319,6 +383,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "reproduce": (Reproduce, _reproduce),
     "copy": (Copy, _copy),
     "list": (List, _list_names),
     "check-env": (CheckEnv, _check_env),

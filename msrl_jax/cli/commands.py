@@ -64,6 +64,9 @@ class Again(Command):
 class Train(What):
     """Train an agent; with no arguments, PPO on CartPole-v1."""
 
+    recipe: str | None = option(
+        None, "take options from a recipe, such as ppo-cartpole (see `msrl-jax list --recipes`); others may be given beside it."
+    )
     total_steps: int = option(500_000, "environment steps per seed.")
     seed: int = option(0, "the seed of all randomness.")
     seeds: int = option(1, "number of runs to train at once, with the seeds seed, seed + 1, ...")
@@ -217,6 +220,22 @@ class Bench(Command):
 
 
 @command
+class Reproduce(Command):
+    """Train recipes on several seeds, and say whether their scores agree with the recorded ones."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = option(doc="names of recipes, or patterns such as 'ppo-*'.")
+    seeds: int | None = option(None, "number of seeds; as many as the record has if not given, or 10.")
+    seed: int | None = option(None, "the first seed; that of the record if not given.")
+    policy: str | None = option(None, "distribution policy; as in train.")
+    out: Path = option(Path("reproduced"), "folder in which each recipe has one, with which the same command goes on.")
+    time_limit: str | None = option(
+        None, "time after which what runs is saved and ends, such as 5h50m; the exit code is then 75."
+    )
+    update: bool = option(False, "write the new records into this package, in place of those there.")
+    progress: Progress = option("auto", "kind of progress display on stderr.")
+
+
+@command
 class Copy:
     """Write an algorithm as a file of your own, to change its loop; `--algo FILE` then trains it."""
 
@@ -228,6 +247,7 @@ class Copy:
 class List:
     """List the algorithms, environments, distribution policies, and the suites of environments that can be installed."""
 
+    recipes: bool = option(False, "the recipes instead, with what they reach.")
     envs: bool = option(False, "only the environments and their suites.")
     json: bool = option(False, "print the names as one line of JSON instead.")
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from msrl_jax import _toml
+from msrl_jax import _recipes, _toml
 from msrl_jax.cli import flags
 from msrl_jax.cli.flags import UsageError
 
+_NAMES = {"--config": "file, such as run.toml", "--recipe": "name, such as ppo-cartpole; msrl-jax list --recipes has them"}
 _POSITIONAL = tyro.conf.Positional[int].__metadata__[0]  # type: ignore[attr-defined]
 
 
@@ -62,7 +63,7 @@ class ConfigFile:
         kinds: dict[str, Any] = {f.name: f.type for f in (*options, *fields)}
         words, defaults = list[str](), dict[str, Any]()
         for key, value in self.values.items():
-            if key in ("config", "print_config"):
+            if key in ("config", "print_config", "recipe"):
                 raise UsageError(f"{self.at(key)}: {key} belongs on the command line; a file cannot name another one")
             if key not in kinds and isinstance(value, dict):
                 _scalar(key, None, value, self.at(key))
@@ -72,30 +73,33 @@ class ConfigFile:
             if key in given:
                 continue
             if _is_positional(kinds[key]):
-                kind = kinds[key].__origin__
-                defaults[key] = kind(_scalar(key, kind, value, self.at(key)))
+                kind, each = kinds[key].__origin__, value if isinstance(value, list) else [value]
+                if typing.get_origin(kind) is tuple:
+                    defaults[key] = tuple(_scalar(key, str, x, self.at(key)) for x in each)
+                else:
+                    defaults[key] = kind(_scalar(key, kind, value, self.at(key)))
             else:
                 words += _words(key, kinds[key], value, self.at(key))
         return words, defaults
 
 
-def taken(argv: Sequence[str]) -> tuple[list[str], ConfigFile, bool]:
-    """The arguments without `--config` and `--print-config`, the file, and whether to print one."""
+def taken(command: str, argv: Sequence[str]) -> tuple[list[str], ConfigFile, bool]:
+    """The arguments without `--config`, `--recipe` and `--print-config`, the file, and whether to print one."""
     rest, names, prints = list[str](), list[str](), False
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if flag == "--config":
+        if flag == "--config" or (flag == "--recipe" and command == "train"):
             value = value if equals else next(words, "")
             if not value or (value.startswith("--") and not equals):
-                raise UsageError("--config needs a file, such as run.toml")
-            names.append(value)
+                raise UsageError(f"{flag} needs a {_NAMES[flag]}")
+            names.append(value if flag == "--config" else str(_recipes.find(value).path))
         elif word in ("--print-config", "--print_config"):
             prints = True
         else:
             rest.append(word)
     if len(names) > 1:
-        raise UsageError(f"--config is given {len(names)} times; put the keys of all files into one")
+        raise UsageError(f"--config and --recipe are given {len(names)} times; put the keys of all files into one")
     return rest, read(names[0]) if names else ConfigFile(), prints
 
 
@@ -200,6 +204,8 @@ def text(name: str, base: type, argv: Sequence[str], args: Any) -> str:
     head = f"msrl-jax {name} --config FILE is this command line. Keys in comments have their defaults; flags win over the file."
     parts = [_toml.comment(head)]
     for field in (*options, *fields):
+        if field.name == "recipe":  # whose settings are in the file
+            continue
         value = getattr(args if field in options else args.config, field.name)
         is_given = field.name in given or _is_positional(field.type)
         parts.append(_toml.entry(field.name, value, field.metadata["doc"], given=is_given))

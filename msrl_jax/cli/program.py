@@ -1,4 +1,5 @@
-"""The command line: `train | sweep | compete | evaluate | record | replay | explain | bench | copy | list | check-env`.
+"""The command line: `train | sweep | compete | evaluate | record | replay | explain | bench | reproduce | copy |
+list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments without the program's name; those of the process if None.
 
     Returns:
-      The exit code. 0 is success; 1, a run diverged, or an environment does not conform; 2, bad input, with one line on stderr,
+      The exit code. 0 is success; 1, a run diverged, an environment does not conform, or a
+      recipe does not agree; 2, bad input, with one line on stderr,
       or a command that only prints cannot write its output; 3, the run could not be saved in its folder; 75, the time limit
       ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129
       for SIGHUP), the signal ended it.
@@ -138,7 +140,7 @@ def _run(argv: list[str]) -> int:
         if name not in COMMANDS:
             known = [*COMMANDS, "--help", "--version"]
             raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
-        command, (rest, file, prints) = COMMANDS[name][0], config_file.taken(rest)
+        command, (rest, file, prints) = COMMANDS[name][0], config_file.taken(name, rest)
         words, defaults = file.as_flags(command, rest)
         rest = _with_saved_algo(name, [*rest, *words])
         args, config = flags.parse(f"{PROG} {name}", command, rest, defaults)

@@ -36,6 +36,11 @@ _TRIES, _TRIES_AT_FIRST = 10, 3
 _START = 60.0  # seconds that a new worker has beyond `timeout` until its first answer, to import its modules
 
 
+def processors() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Outcome(NamedTuple):
     """What a step led to, as in `TimeStep`; NumPy arrays `[E, ...]` that nothing else writes to."""
 
@@ -239,7 +244,7 @@ class Workers:
         self._name, self._factory, self._layout, self._unflatten = name, factory, layout, unflatten
         self._timeout, self._drop_slowest = timeout, drop_slowest
         if num_workers is None:
-            num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_workers = processors()
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
             os.ftruncate(file.fileno(), layout.num_envs * layout.row.itemsize)
             self._memory, self._file = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())

@@ -136,6 +136,11 @@ class Behavior:
             device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
         return jax.device_put(leaves, device)
 
+    @property
+    def taken(self) -> list[jax.ShapeDtypeStruct]:
+        """The leaves of one run that `take` copies."""
+        return [t for t, needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if needed]
+
     def restore(self, leaves: list[jax.Array]) -> Any:
         """Rebuilds a state from the leaves of `take`; the other leaves are zeros. Call it under `jit`."""
 
@@ -256,8 +261,12 @@ class Evaluator:
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
         """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
+        return self.of(self.behavior.take(state), key)
+
+    def of(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
+        """Evaluates leaves that `Behavior.take` gave."""
         with host_errors():
-            played = jax.device_get(self.play(self.behavior.take(state), key))
+            played = jax.device_get(self.play(leaves, key))
         check_played(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         values = played.pop("metrics", None)

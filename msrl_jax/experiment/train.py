@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compiling
+from msrl_jax import _compiling, _recipes
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -159,8 +159,12 @@ def train(
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
-        if policy is None and simulated and progress is not False and processes.is_first():
-            print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
+        if progress is not False and processes.is_first():
+            tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
+            if tuned is not None and isinstance(algo, str | None) and tuned.fields:
+                print(f"these are defaults; settings for this environment: --recipe {tuned.name}", file=sys.stderr)
+            if policy is None and simulated:
+                print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
         show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit))
         evaluating = None

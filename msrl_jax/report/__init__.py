@@ -1,4 +1,8 @@
-"""Reports: how fast algorithms train (`bench`), and how their plans scale with the devices (`scaling`)."""
+"""Reports: what recipes reach (`reproduce`), how fast algorithms train (`bench`), how plans scale with devices (`scaling`)."""
 
 from msrl_jax.report import bench as bench
 from msrl_jax.report import scaling as scaling
+from msrl_jax.report import statistics as statistics
+from msrl_jax.report.reproduction import Reproduction as Reproduction
+from msrl_jax.report.reproduction import recipe as recipe
+from msrl_jax.report.reproduction import reproduce as reproduce

@@ -25,15 +25,14 @@ from msrl_jax.experiment.agents import UNRANKED
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.hooks import StopRequests
+from msrl_jax.experiment.memory import memory_of
 from msrl_jax.experiment.result import Result, of_members
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
-from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
 from msrl_jax.search.space import Stage, Trial
 
-HEADROOM = 0.8  # part of the memory that a sweep plans with; programs of initial states and evaluations need some, too
 SWEEP = "sweep.json"
 
 
@@ -208,24 +207,6 @@ class Course:
                 "restore its folder, or sweep in another one"
             )
         return result if done == iterations else None
-
-
-def memory_of(
-    experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
-) -> tuple[int, int, int | None]:
-    """The number of trials that fit side by side; the bytes of one with all its seeds, and of the memory if devices tell.
-
-    Where memory is scarcest, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
-    """
-    program = experiment.compile(policy, devices)
-    held = program.state_bytes
-    parts = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
-    within = temporary_bytes(program.traced.jaxpr.jaxpr) // parts
-    found = []
-    for memory in sharing_memory(held):
-        limit, needed = device_memory(memory), sum(2 * held[device] + within for device in memory)
-        found.append((max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit))
-    return min(found, key=lambda each: each[0])
 
 
 def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:

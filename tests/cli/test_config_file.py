@@ -25,7 +25,7 @@ PLACE = {
 def parsed(command, *words):
     """What a command gets."""
     base = COMMANDS[command][0]
-    rest, file, _ = config_file.taken(words)
+    rest, file, _ = config_file.taken(command, words)
     found, defaults = file.as_flags(base, rest)
     args, config = flags.parse(command, base, [*rest, *found], defaults)
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(base) if f.name != "given"}
@@ -77,7 +77,7 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     assert main(["train", "--config", str(file), "--print-config"]) == 0 and capsys.readouterr().out == file.read_text()
     # Everything that can be said is in the file, with its line of text; what has its default is a comment.
     named = re.findall(r"^#?(\w+) = ", file.read_text(), re.MULTILINE)
-    assert set(named) == {*expected[0], *(f.name for f in dataclasses.fields(config))} and len(named) == len(set(named))
+    assert {*named, "recipe"} == {*expected[0], *(f.name for f in dataclasses.fields(config))} and len(named) == len(set(named))
     (file.parent / "all.toml").write_text(re.sub(r"^#(\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
     assert parsed("train", "--config", str(file.parent / "all.toml"))[0] == expected[0]
 

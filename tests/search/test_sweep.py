@@ -16,7 +16,7 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Train
-from msrl_jax.experiment import Experiment, RunFolderError
+from msrl_jax.experiment import Experiment, RunFolderError, memory
 from msrl_jax.search import course
 from msrl_jax.search.space import Trial, choose
 from tests.support import processes
@@ -294,7 +294,7 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
     monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
-    monkeypatch.setattr(course, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / course.HEADROOM))
+    monkeypatch.setattr(memory, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / memory.HEADROOM))
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"

@@ -1,0 +1,176 @@
+"""Recipes: settings for a pair of algorithm and environment, and the record of what they reach; files of this package.
+
+    recipes/NAME.toml    the settings, as `--config` takes them; comments at its head say where they come from
+    recipes/NAME.json    the record: curves and scores of every seed, which `reproduce` wrote
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import hashlib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msrl_jax._checks import suggestion
+
+FOLDER = Path(__file__).parent / "recipes"
+_OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
+
+
+class RecordError(ValueError):
+    """A record of a recipe is damaged, or of other settings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Settings that have a name.
+
+    Attributes:
+      name: its name.
+      path: its file.
+      about: where the settings come from.
+      values: its keys, the names of flags, and their values.
+    """
+
+    name: str
+    path: Path
+    about: str
+    values: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys that decide what is computed."""
+        return {key: value for key, value in self.values.items() if key not in _OTHERS}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the config of the algorithm."""
+        own = ("algo", "env", "env_params", "total_steps", "rank_by")
+        return {key: value for key, value in self.settings.items() if key not in own}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a recipe reached, over `S` seeds and `C` points of its curve.
+
+    Attributes:
+      recipe: the name of the recipe.
+      settings: its settings at that time.
+      seeds: the seeds. `[S]`
+      steps: the steps of each seed at the points of the curve. `[C]`
+      returns: the mean returns of the episodes that ended between two points; None where none did. `[S][C]`
+      last: the mean return over the last tenth of training. `[S]`
+      best: the mean return of greedy episodes of the agent with the best evaluation. `[S]`
+      best_steps: the steps after which that was. `[S]`
+      evaluations: steps of the evaluations between which the best one was chosen.
+      episodes: the number of episodes of `best`.
+      score: what `returns`, `last` and `best` are of: "return", or a metric of the environment.
+      seconds: time for all seeds together, by part.
+      versions: those of Python and of packages.
+      commit: the commit of this package; empty if it was not known.
+      hardware: the devices and the processor.
+      date: the day, such as `2026-11-25`.
+    """
+
+    recipe: str
+    settings: Mapping[str, Any]
+    seeds: Sequence[int]
+    steps: Sequence[int]
+    returns: Sequence[Sequence[float | None]]
+    last: Sequence[float]
+    best: Sequence[float]
+    best_steps: Sequence[int]
+    evaluations: Sequence[int]
+    episodes: int
+    score: str
+    seconds: Mapping[str, float]
+    versions: Mapping[str, str]
+    commit: str
+    hardware: Mapping[str, Any]
+    date: str
+
+    def write(self, path: Path) -> None:
+        """Writes the record beside, and renames it."""
+        content = dataclasses.asdict(self)
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in (content | {"sum": _sum(content)}).items()]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+        os.replace(partial, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """Reads a record; raises RecordError if it is damaged."""
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            wanted = content.pop("sum")
+            record = cls(**content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise RecordError(f"the record {path} is damaged ({reason}); restore the file, or write it anew") from None
+        if wanted != _sum(content):
+            raise RecordError(f"the record {path} is not what was written; restore the file, or write it anew")
+        return record
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """The names of all recipes."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def matching(patterns: Sequence[str]) -> list[str]:
+    """The recipes that are named or match patterns such as `ppo-*`; raises ValueError if one matches none."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        if not (some := fnmatch.filter(names(), pattern.lower())):
+            raise ValueError(f"no recipe is named {pattern!r}{suggestion(pattern, names())}; msrl-jax list --recipes has them")
+        found |= dict.fromkeys(some)
+    return list(found)
+
+
+def find(name: str) -> Recipe:
+    """Reads a recipe; raises ValueError, which suggests the nearest, if the name is unknown."""
+    if not isinstance(name, str) or name.lower() not in names():
+        near = suggestion(name, names()) if isinstance(name, str) else ""
+        raise ValueError(f"no recipe is named {name!r}{near}; choose from {', '.join(names())}")
+    path = FOLDER / f"{name.lower()}.toml"
+    text = path.read_text("utf-8")
+    head = [line.lstrip("# ") for line in text.splitlines()]
+    count = next(i for i, line in enumerate(text.splitlines()) if not line.startswith("#"))
+    return Recipe(name.lower(), path, " ".join(head[:count]), tomllib.loads(text))
+
+
+def of_pair(algo: str, env: str) -> Recipe | None:
+    """The recipe for an algorithm and an environment, if there is one."""
+    found = (find(name) for name in names() if name.startswith(f"{algo.replace('_', '-')}-"))
+    return next((recipe for recipe in found if (recipe.values["algo"], recipe.values["env"]) == (algo, env)), None)
+
+
+def record_of(recipe: Recipe) -> Record | None:
+    """The record of a recipe; None if there is none. Raises RecordError if it is damaged, or of other settings."""
+    path = recipe.path.with_suffix(".json")
+    if not path.exists():
+        return None
+    record = Record.read(path)
+    keys = {**record.settings, **recipe.settings}
+    if changed := [key for key in keys if record.settings.get(key) != recipe.settings.get(key)]:
+        was, now = (str(settings.get(changed[0], "the default")) for settings in (record.settings, recipe.settings))
+        raise RecordError(
+            f"the record of {recipe.name} is of {changed[0]}={was}, and the recipe has {now}: it is of another version of "
+            "this package; write the record anew"
+        )
+    return record
+
+
+def expected(record: Record) -> tuple[float, float]:
+    """The mean over the seeds of the return over the last tenth of training, and seconds of all seeds together."""
+    return math.fsum(record.last) / len(record.last), math.fsum(record.seconds.values())

@@ -1,0 +1,331 @@
+"""Recipes as experiments, and their reproduction: trained on several seeds, scored, and compared with the record."""
+
+import dataclasses
+import datetime
+import io
+import itertools
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import _recipes
+from msrl_jax._checks import as_path, check_seed, whole
+from msrl_jax._recipes import Recipe, Record, RecordError
+from msrl_jax.envs.base import is_on_host, release
+from msrl_jax.envs.host import processors
+from msrl_jax.experiment.arguments import experiment_of, resolve_policy
+from msrl_jax.experiment.callbacks import Progress
+from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.folder import replacing, versions
+from msrl_jax.experiment.hooks import seconds as read_seconds
+from msrl_jax.experiment.memory import memory_of
+from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.run import Run
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.train import train
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.runtime.crossing import key_impl
+from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
+
+SEEDS = 10
+EPISODES = 256  # of the score of the best agent
+_CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations between which the best one is chosen
+_BEST = "best.npz"
+
+
+def recipe(name: str) -> Experiment:
+    """The experiment of a recipe, for `train`; `dataclasses.replace(msrl.recipe(name), seed=1)` has another seed.
+
+    Args:
+      name: its name, such as `"ppo-breakout"`; `msrl-jax list --recipes` lists them.
+
+    Returns:
+      The experiment.
+
+    Raises:
+      ValueError: on an unknown name; the message suggests the nearest one.
+    """
+    return _experiment(_recipes.find(name))
+
+
+def _experiment(found: Recipe) -> Experiment:
+    own = {key: value for key, value in found.settings.items() if key not in found.fields}
+    return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
+
+
+def _value(value: Any) -> Any:
+    """A value of TOML as Python has it."""
+    if isinstance(value, list):
+        return tuple(map(_value, value))
+    return None if value == "None" else value
+
+
+class BestAgents:
+    """A hook that keeps, in the folder of the run, what acting needs of every member at its best evaluation."""
+
+    def __init__(self):
+        self.scores = self.steps = np.zeros(0)  # of each member, at its best evaluation. `[M]`
+        self.leaves: list[np.ndarray] = []  # as `Behavior.take` gives them; keys as their data
+
+    def begin(self, run: Run) -> None:
+        """Reads what an earlier process of the run kept: the same evaluation again would change nothing."""
+        assert run.path is not None
+        if (run.path / _BEST).exists():
+            self.read(run.path)
+
+    def after(self, run: Run) -> None:
+        """Keeps the members that are better than before."""
+        name = f"eval_{run.experiment.rank_by}"
+        found = np.atleast_1d(run.rows[-1].get(name, math.nan))
+        if np.isnan(found).all():
+            return
+        was = self.scores if len(self.scores) else np.full(len(found), -math.inf)
+        better = found > was
+        if not better.any():
+            return
+        taken = [_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
+        if run.experiment.has_members:
+            taken = [np.where(_along(better, x), x, y) for x, y in zip(taken, self.leaves or taken, strict=True)]
+        self.leaves = taken
+        self.scores = np.where(better, found, was)
+        self.steps = np.where(better, run.step, self.steps if len(self.steps) else 0)
+        assert run.path is not None
+        with replacing(run.path / _BEST) as partial, partial.open("wb") as file:
+            np.savez(file, *self.leaves, scores=self.scores, steps=self.steps)
+
+    def read(self, path: Path) -> None:
+        """Reads the file of a run; raises RecordError if it is damaged."""
+        try:
+            with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:
+                self.scores, self.steps = file["scores"], file["steps"]
+                self.leaves = [file[f"arr_{i}"] for i in range(len(file.files) - 2)]
+        except Exception as error:  # of zip files and NumPy's own
+            raise RecordError(f"{path / _BEST} is damaged ({error}); delete {path}, and reproduce it again") from None
+
+    def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
+        """The mean score of greedy episodes of each member, with other keys than its evaluations had. `[M]`"""
+        behavior, many = experiment.behavior, experiment.has_members
+        evaluator = make_evaluator(behavior, episodes, members=many)
+
+        def fold(key: jax.Array) -> jax.Array:
+            return jax.random.fold_in(key, 2)
+
+        try:
+            key = (jax.vmap(fold) if many else fold)(experiment.key)
+            leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
+            return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
+        finally:
+            release(evaluator.env)
+
+
+def _data(leaf: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _leaf(data: np.ndarray, like: Any) -> jax.Array:
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(like)) if is_key else jnp.asarray(data)
+
+
+def _along(which: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Flags of members, for arrays whose first dimension they are."""
+    return which.reshape(-1, *[1] * (like.ndim - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reproduction:
+    """A recipe trained again.
+
+    Attributes:
+      recipe: its name.
+      record: what it reached; None if it was interrupted.
+      recorded: the record of the recipe; None if there is none.
+      stop_reason: what interrupted it, such as "SIGINT"; empty if it is complete. The same call goes on with it.
+      folder: where its runs are.
+    """
+
+    recipe: str
+    record: Record | None
+    recorded: Record | None
+    stop_reason: str
+    folder: Path
+
+    @property
+    def agreements(self) -> dict[str, Agreement]:
+        """Whether the means of `last` and of `best` agree with the record's; empty if there is none."""
+        if self.record is None or self.recorded is None:
+            return {}
+        now, was = self.record, self.recorded
+        return {name: agreement(np.array(getattr(now, name)), np.array(getattr(was, name))) for name in ("last", "best")}
+
+    @property
+    def verdict(self) -> str:
+        """"agrees" if both scores do, "does not agree" if one does not, "too few" seeds, "no record", or "interrupted"."""
+        if self.record is None:
+            return "interrupted"
+        found = {each.verdict for each in self.agreements.values()}
+        return next((word for word in ("does not agree", "too few", "agrees") if word in found), "no record")
+
+    def summary(self) -> dict[str, Any]:
+        """The reproduction as plain data."""
+        about: dict[str, Any] = {"recipe": self.recipe, "verdict": self.verdict, "folder": str(self.folder)}
+        if self.stop_reason:
+            about["stop_reason"] = self.stop_reason
+        if self.record is not None:
+            about |= {"false_alarm": 2 * FALSE_ALARM, "record": dataclasses.asdict(self.record)}
+            about |= {name: dataclasses.asdict(each) for name, each in self.agreements.items()}
+        return about
+
+    def __repr__(self) -> str:
+        if self.record is None:
+            return f"{self.recipe}: interrupted ({self.stop_reason}); the same command goes on with it"
+        record, seeds = self.record, self.record.seeds
+        what = {"last": "over the last tenth", "best": f"best agent, {record.episodes} greedy episodes"}
+        lines = [
+            f"{self.recipe}: {record.settings['algo']} on {record.settings['env']}, {record.steps[-1]:,} steps, "
+            f"seeds {seeds[0]} to {seeds[-1]}: {self.verdict}"
+        ]
+        for name, words in what.items():
+            found = estimate([np.array(getattr(record, name))], mean)
+            line = f"  {words:36}{found}"
+            if self.recorded is not None:
+                other, each = estimate([np.array(getattr(self.recorded, name))], mean), self.agreements[name]
+                chance = "" if math.isnan(each.probability) else f", p = {each.probability:.2g}"
+                line += f"; recorded {other}: {each.verdict}{chance}"
+            lines.append(line)
+        wall = f"{record.seconds['wall']:,.0f} s on {record.hardware['cores']} cores"
+        if self.recorded is not None:
+            wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.hardware['cores']} cores"
+            was = self.recorded.versions
+            changed = [f"{n} {x} (recorded {was[n]})" for n, x in record.versions.items() if x != was.get(n, x)]
+            wall += f"; {', '.join(changed)}" if changed else ""
+        return "\n".join([*lines, f"  {wall}", f"  a false alarm has probability {2 * FALSE_ALARM:g} at most"])
+
+
+def reproduce(
+    name: str,
+    *,
+    seeds: int | None = None,
+    seed: int | None = None,
+    out: str | os.PathLike | None = None,
+    policy: str | DistributionPolicy | None = None,
+    devices: Sequence[Device] | None = None,
+    time_limit: float | str | None = None,
+    progress: Progress = "auto",
+) -> Reproduction:
+    """Trains a recipe on several seeds, scores it, and says whether the scores agree with the recorded ones.
+
+    The seeds are trained as one program, as far as memory allows; those of simulators on the host one after another. Killed
+    or interrupted, the same call goes on.
+
+    Args:
+      name: the name of a recipe.
+      seeds: the number of seeds; as many as the record has if None, or 10 without a record.
+      seed: the first seed; that of the record if None, or 0.
+      out: folder of its runs and of the new record, `NAME.json`; `reproduced/NAME` if None.
+      policy: as in `train`.
+      devices: as in `train`.
+      time_limit: as in `train`, for all seeds together.
+      progress: as in `train`.
+
+    Returns:
+      The reproduction. Two scores are compared: the mean return over the last tenth of training, and that of 256 greedy
+      episodes of the agent which was the best of 20 evaluations (Agarwal et al., 2108.13264). Each is a permutation test of the
+      means at 1%, so that in at most 2% of the cases the same scores are said not to agree.
+
+    Raises:
+      ValueError: on an unknown name, a folder that holds something else, or a damaged record.
+    """
+    found = _recipes.find(name)
+    recorded, limit = _recipes.record_of(found), None if time_limit is None else read_seconds("time_limit", time_limit)
+    known = range(SEEDS) if recorded is None else recorded.seeds
+    first = check_seed(known[0] if seed is None else seed)
+    count = len(known) if seeds is None else whole("seeds", seeds)
+    path = Path("reproduced", found.name) if out is None else as_path("out", out)
+    ends, base = None if limit is None else time.monotonic() + limit, _experiment(found)
+    where = resolve_policy(base.usual_policy if policy is None else policy)
+    watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
+    watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
+    results, agents = list[Result](), list[BestAgents]()
+    hook: Any
+    for numbers in _groups(base, where, devices, first, count):
+        experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
+        hook = BestAgents()
+        result = train(
+            experiment, policy=where, devices=devices, out=path / f"seeds-{numbers[0]}-{numbers[-1]}", resume=True,
+            chunk=max(1, experiment.iterations // _CHUNKS), callbacks=[hook], progress=progress, **watching,
+            time_limit=None if ends is None else max(1e-3, ends - time.monotonic()),
+        )  # fmt: skip
+        if result.interrupted:
+            return Reproduction(found.name, None, recorded, result.stop_reason, path)
+        assert result.folder is not None
+        hook.read(result.folder)
+        results.append(result)
+        agents.append(hook)
+    record = _record(found, results, agents)
+    record.write(path / f"{found.name}.json")
+    return Reproduction(found.name, record, recorded, "", path)
+
+
+def _groups(
+    base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, first: int, count: int
+) -> list[range]:
+    """The seeds, in groups of about equal size that memory holds side by side; one by one if the host simulates."""
+    try:
+        at_once = 1 if is_on_host(base.environment) else memory_of(base, policy, devices)[0]
+    finally:
+        release(base.behavior.agent.env)
+    number = math.ceil(count / at_once)
+    bounds = [first + round(i * count / number) for i in range(number + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents]) -> Record:
+    """The record of the runs of a recipe."""
+    experiment, score = results[0].experiment, f"episode_{results[0].experiment.rank_by}"
+    curves = np.concatenate([np.reshape(r.history[score], (len(r.history["step"]), -1)) for r in results], axis=1).T
+    last = np.concatenate([np.atleast_1d(r.final(score)) for r in results])
+    best = np.concatenate([each.play(r.experiment, EPISODES) for r, each in zip(results, agents, strict=True)])
+    evaluated = np.isfinite(np.reshape(results[0].history["eval_return"], (curves.shape[1], -1))[:, 0]).tolist()
+    parts = {"wall": [r.wall_seconds for r in results], "compile": [r.compile_seconds for r in results]}
+    parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}
+    steps = results[0].history["step"].astype(int).tolist()
+    return Record(
+        recipe=found.name, settings=dict(found.settings), seeds=[s for r in results for s in _seeds(r.experiment)], steps=steps,
+        returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
+        last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
+        evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,
+        score=experiment.rank_by, seconds={name: round(sum(each), 1) for name, each in parts.items()}, versions=versions(),
+        commit=_commit(), hardware=_hardware(results[0].description["devices"]), date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def _seeds(experiment: Experiment) -> range:
+    return range(experiment.seed, experiment.seed + experiment.seeds)
+
+
+def _commit() -> str:
+    """The commit of this package, if it is in a repository of git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _hardware(devices: Mapping[str, Any]) -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    about = {name: devices[name] for name in ("platform", "kind", "count")}
+    return about | {"processor": names[0] if names else platform.processor(), "cores": processors()}

@@ -1,0 +1,180 @@
+"""Statistics of scores over seeds and tasks, as Agarwal et al. recommend (2108.13264), and whether two sets of scores agree.
+
+In the shape descriptions, `S` denotes the seeds of a task; tasks may have different numbers of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from scipy import stats
+
+from msrl_jax.experiment.history import decimals
+
+Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
+
+FALSE_ALARM = 0.01  # probability with which `agreement` finds a difference where there is none
+_RESAMPLES = 2_000
+_TRIMMED = 0.25  # part of the scores that an interquartile mean leaves out at each end
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A statistic with its confidence interval; nan if there are too few scores for one."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        known = math.isfinite(self.high - self.low)
+        digits = decimals(self.value, self.high - self.low if known else 0.0)
+        return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if known else "")
+
+
+def mean(scores: Any, axis: int = -1) -> Any:
+    """The mean of scores `[..., S]`."""
+    return np.mean(scores, axis=axis)
+
+
+def interquartile_mean(scores: Any, axis: int = -1) -> Any:
+    """The mean of the middle half of scores `[..., S]`."""
+    return stats.trim_mean(scores, _TRIMMED, axis=axis)
+
+
+def estimate(
+    scores: Scores, statistic: Callable[..., Any] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
+) -> Estimate:
+    """A statistic of the scores of all tasks, with a stratified bootstrap interval: the seeds of every task are drawn anew.
+
+    Args:
+      scores: the scores of every task, `[S]` each; of several tasks, they should have the same scale.
+      statistic: `mean`, `interquartile_mean`, or another function of `(scores, axis)`.
+      confidence: probability that the interval holds the true value, by percentiles of the bootstrap.
+      seed: the seed of what is drawn.
+
+    Returns:
+      The estimate. Without an interval if a task has fewer than two scores.
+
+    Raises:
+      ValueError: if there are no tasks, or no scores of one, or if a score is not finite.
+    """
+    tasks = _checked(scores)
+
+    def joined(*each: np.ndarray, axis: int = -1) -> Any:
+        return statistic(np.concatenate(each, axis=axis), axis=axis)
+
+    value = float(joined(*tasks))
+    if min(map(len, tasks)) < 2:
+        return Estimate(value, math.nan, math.nan)
+    if all(np.ptp(task) == 0 for task in tasks):  # whatever is drawn is the same
+        return Estimate(value, value, value)
+    interval = stats.bootstrap(
+        tasks, joined, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Estimate(value, float(interval.low), float(interval.high))
+
+
+def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
+    """The part of the runs whose score is above each threshold, the mean over the tasks.
+
+    Args:
+      scores: as in `estimate`.
+      thresholds: scores `[N]`.
+
+    Returns:
+      Parts from 0 to 1, `[N]` float64.
+    """
+    return np.mean([(task[:, None] > np.asarray(thresholds)).mean(0) for task in _checked(scores)], axis=0)
+
+
+def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -> Estimate:
+    """The probability that a run of ours has a higher score than one of theirs, ties counted half: the mean over the tasks.
+
+    Args:
+      ours: the scores of every task, `[S]` each.
+      theirs: those of the same tasks.
+      seed: the seed of the bootstrap, in which the seeds of every task are drawn anew.
+
+    Returns:
+      The estimate.
+
+    Raises:
+      ValueError: if there are not equally many tasks, and as in `estimate`.
+    """
+    pairs = list(zip(_checked(ours), _checked(theirs), strict=True))
+
+    def above(*each: np.ndarray, axis: int = -1) -> Any:
+        halves = zip(each[: len(pairs)], each[len(pairs) :], strict=True)
+        wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
+        return np.mean(wins, axis=0)
+
+    samples = [x for x, _ in pairs] + [y for _, y in pairs]
+    value = float(above(*samples))
+    if min(map(len, samples)) < 2:
+        return Estimate(value, math.nan, math.nan)
+    if all(np.ptp(x) == 0 for x in samples):
+        return Estimate(value, value, value)
+    interval = stats.bootstrap(
+        samples, above, n_resamples=_RESAMPLES, vectorized=True, method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Estimate(value, float(interval.low), float(interval.high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Whether the means of two sets of scores agree.
+
+    Attributes:
+      verdict: "agrees", "does not agree", or "too few" if no difference could have been found.
+      difference: the mean of the first ones without that of the second ones.
+      probability: that a difference as large comes from chance alone, by a permutation test.
+    """
+
+    verdict: Literal["agrees", "does not agree", "too few"]
+    difference: float
+    probability: float
+
+
+def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALSE_ALARM, seed: int = 0) -> Agreement:
+    """Whether two sets of scores may come from the same distribution: a permutation test of their means (exact for few).
+
+    Args:
+      ours: scores `[S]`.
+      theirs: scores `[S]`, not necessarily as many.
+      false_alarm: the largest probability of "does not agree" for scores of the same distribution.
+      seed: the seed of the permutations, if there are too many to try all.
+
+    Returns:
+      The verdict.
+
+    Raises:
+      ValueError: if there are no scores, or if one is not finite.
+    """
+    x, y = _checked([ours, theirs])
+    difference = float(x.mean() - y.mean())
+    if 2 / math.comb(len(x) + len(y), len(x)) > false_alarm:
+        return Agreement("too few", difference, math.nan)
+
+    def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
+        return np.mean(x, axis=axis) - np.mean(y, axis=axis)
+
+    found = stats.permutation_test(
+        (x, y), apart, vectorized=True, n_resamples=20_000, alternative="two-sided", rng=np.random.default_rng(seed)
+    )
+    return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
+
+
+def _checked(scores: Scores) -> list[np.ndarray]:
+    tasks = [np.asarray(task, np.float64) for task in scores]
+    if not tasks:
+        raise ValueError("there are no tasks; give the scores of at least one")
+    for number, task in enumerate(tasks):
+        if task.ndim != 1 or not len(task):
+            raise ValueError(f"the scores of task {number} have shape {list(task.shape)}; give one for each seed, [S]")
+        if not np.isfinite(task).all():
+            raise ValueError(f"the scores of task {number} are not all finite; leave such runs out, and say so")
+    return tasks

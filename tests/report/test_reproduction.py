@@ -1,0 +1,231 @@
+"""Recipes are what the command line reads; a reproduction agrees with its record, or says that it does not."""
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import _recipes, cli
+from msrl_jax.report import reproduction
+from tests.cli.test_config_file import experiment_of
+from tests.support import processes
+
+TOML = """# Small, for tests.
+# Two lines.
+algo = "ppo"
+env = "CartPole-v1"
+total_steps = 12_000
+num_envs = 8
+unroll_length = 32
+hidden_sizes = [16, 16]
+num_minibatches = 2
+eval_episodes = 4
+"""
+
+SMALL = msrl.Experiment(
+    algorithm=msrl.algorithms.PPO(num_envs=8, unroll_length=32, hidden_sizes=(16, 16), num_minibatches=2), total_steps=12_000
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with one recipe, `small`, in place of those of the package."""
+    path = tmp_path / "recipes"
+    path.mkdir()
+    (path / "small.toml").write_text(TOML)
+    monkeypatch.setattr(_recipes, "FOLDER", path)
+    _recipes.names.cache_clear()
+    yield path
+    _recipes.names.cache_clear()
+
+
+def reproduced(out, **options):
+    return msrl.reproduce("small", out=out, progress=False, **{"seeds": 5, **options})
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A reproduction without a record, and the folder of the recipe."""
+    path = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_recipes, "FOLDER", path)
+        (path / "small.toml").write_text(TOML)
+        _recipes.names.cache_clear()
+        found = reproduced(path / "out")
+    _recipes.names.cache_clear()
+    return found
+
+
+def scores(record):
+    return np.array([record.last, record.best])
+
+
+def test_a_record_has_the_curves_and_scores_of_every_seed(first):
+    record = first.record
+    assert first.verdict == "no record" and record.seeds == [0, 1, 2, 3, 4]
+    result = msrl.train(dataclasses.replace(SMALL, seed=2), eval_episodes=0, chunk=1, progress=False)
+    np.testing.assert_array_equal(record.steps, result.history["step"])
+    np.testing.assert_allclose(np.array(record.returns[2], float), result.history["episode_return"], rtol=1e-5)
+    assert record.last[2] == pytest.approx(float(result.final("episode_return")), rel=1e-5)
+    assert all(step in record.evaluations for step in record.best_steps) and len(record.evaluations) == 20
+
+
+def test_the_best_agent_is_that_of_its_best_evaluation(first):
+    """Its parameters act as those of the run that stopped there."""
+    run = first.folder / "seeds-0-4"
+    hook = reproduction.BestAgents()
+    hook.read(run)
+    result = msrl.Result.load(run)
+    columns = result.history["eval_return"]
+    np.testing.assert_array_equal(hook.scores, np.nanmax(columns, axis=0))
+    where = np.nanargmax(columns, axis=0)
+    np.testing.assert_array_equal(hook.steps, result.history["step"][where])
+    at_end = [m for m in range(5) if where[m] == len(columns) - 1]
+    taken = result.behavior.take(result.run_state)
+    for leaf, kept in zip(taken, hook.leaves, strict=True):
+        for m in range(5):
+            assert np.array_equal(leaf[m], kept[m]) == (m in at_end) or leaf[m].size == 1
+
+
+def test_the_same_again_agrees_and_a_broken_loss_does_not(folder, first, tmp_path, monkeypatch, capsys):
+    first.record.write(folder / "small.json")
+    again = reproduced(tmp_path / "again", seeds=None)
+    assert again.verdict == "agrees" and again.record.seeds == first.record.seeds
+    np.testing.assert_array_equal(scores(again.record), scores(first.record))
+    assert [each.probability for each in again.agreements.values()] == [1.0, 1.0]
+    loss = msrl.algorithms.ppo.ppo_loss
+    monkeypatch.setattr(msrl.algorithms.ppo, "ppo_loss", lambda *args: (lambda value, aux: (-value, aux))(*loss(*args)))
+    command = ["reproduce", "small", "--out", str(tmp_path / "broken"), "--progress", "none", "--json"]
+    assert cli.main(command) == 1
+    text, line = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert "seeds 0 to 4: does not agree" in text and json.loads(line)[0]["verdict"] == "does not agree"
+
+
+def test_seeds_in_groups_are_the_same_runs(folder, first, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "memory_of", lambda *args: (2, 1, 1))
+    found = reproduced(tmp_path / "groups")
+    assert sorted(p.name for p in (tmp_path / "groups").iterdir() if p.is_dir()) == ["seeds-0-1", "seeds-2-2", "seeds-3-4"]
+    np.testing.assert_allclose(found.record.last, first.record.last, rtol=1e-4)
+    assert found.record.steps == first.record.steps
+
+
+def test_a_finished_reproduction_is_not_trained_again(first, folder, monkeypatch):
+    monkeypatch.setattr(sys.modules["msrl_jax.experiment.train"], "loop", None)
+    found = reproduced(first.folder)
+    np.testing.assert_array_equal(scores(found.record), scores(first.record))
+
+
+def test_an_interrupted_one_goes_on(folder, first, tmp_path):
+    found = reproduced(tmp_path / "out", time_limit=1e-3)
+    assert found.verdict == "interrupted" and "the same command goes on" in repr(found)
+    np.testing.assert_array_equal(scores(reproduced(tmp_path / "out").record), scores(first.record))
+
+
+@pytest.mark.long
+def test_a_killed_one_goes_on_to_the_same_record(folder, first, tmp_path):
+    out = tmp_path / "out"
+    code = f"""
+import sys
+from pathlib import Path
+from msrl_jax import _recipes, cli
+_recipes.FOLDER = Path({str(folder)!r})
+sys.exit(cli.main(["reproduce", "small", "--seeds", "5", "--out", {str(out)!r}, "--progress", "none"]))
+"""
+    process = processes.start([sys.executable, "-c", code])
+    best, end = out / "small" / "seeds-0-4" / "best.npz", time.monotonic() + 240
+    while not best.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert best.exists() and not (out / "small" / "small.json").exists()
+    done = processes.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    record = _recipes.Record.read(out / "small" / "small.json")
+    np.testing.assert_array_equal(scores(record), scores(first.record))
+    assert record.returns == first.record.returns
+
+
+def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
+    file = folder / "small.json"
+    first.record.write(file)
+    text = file.read_text()
+    for content, message in (
+        (text[:-100], "is damaged"),
+        ("[]", "is damaged"),
+        (text.replace('"episodes": 256', '"episodes": 255'), "is not what was written"),
+    ):
+        file.write_text(content)
+        assert cli.main(["reproduce", "small", "--out", str(tmp_path / "x")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and str(file) in error and error.count("\n") == 1
+    changed = dataclasses.replace(first.record, settings=first.record.settings | {"num_envs": 16})
+    changed.write(file)
+    with pytest.raises(_recipes.RecordError, match="record of small is of num_envs=16, and the recipe has 8"):
+        reproduced(tmp_path / "x")
+    file.unlink()
+    best = first.folder / "seeds-0-4" / "best.npz"
+    was = best.read_bytes()
+    try:
+        best.write_bytes(was[:50])
+        with pytest.raises(_recipes.RecordError, match=r"best.npz is damaged .* delete .*seeds-0-4"):
+            reproduced(first.folder)
+    finally:
+        best.write_bytes(was)
+
+
+def test_other_versions_and_hardware_are_named(folder, first):
+    other = dataclasses.replace(first.record, versions=first.record.versions | {"jax": "0.1"})
+    found = dataclasses.replace(first, recorded=other)
+    assert f"jax {first.record.versions['jax']} (recorded 0.1)" in repr(found) and found.verdict == "agrees"
+
+
+def test_names_and_patterns(folder, capsys):
+    assert msrl.recipe("small") == msrl.recipe("SMALL") == SMALL
+    for name, message in (("smal", "did you mean 'small'"), (3, "no recipe is named 3"), ("", "no recipe is named ''")):
+        with pytest.raises(ValueError, match=message):
+            msrl.recipe(name)
+    (folder / "small-two.toml").write_text(TOML.replace("12_000", "13_000"))
+    _recipes.names.cache_clear()
+    assert _recipes.matching(["small*", "small"]) == ["small", "small-two"]
+    assert cli.main(["reproduce", "large*"]) == 2 and "no recipe is named 'large*'" in capsys.readouterr().err
+    assert cli.main(["list", "--recipes", "--json"]) == 0
+    assert [row["about"] for row in json.loads(capsys.readouterr().out)] == ["Small, for tests. Two lines."] * 2
+    assert cli.main(["list", "--recipes"]) == 0 and "no record" in capsys.readouterr().out
+
+
+def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
+    words = ["train", "--recipe", "small", "--print-config"]
+    assert cli.main([*words, "--num-envs", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "\nnum_envs = 16\n" in text and "\nhidden_sizes = [16, 16]\n" in text and "recipe" not in text
+    assert cli.main(["train", "--recipe", "none"]) == 2 and "no recipe is named 'none'" in capsys.readouterr().err
+    assert cli.main([*words, "--config", "x.toml"]) == 2 and "--config and --recipe are given" in capsys.readouterr().err
+    assert cli.main(["train", "--recipe"]) == 2 and "--recipe needs a name" in capsys.readouterr().err
+    (tmp_path / "x.toml").write_text('recipe = "small"\n')
+    assert cli.main(["train", "--config", str(tmp_path / "x.toml")]) == 2
+    assert "recipe belongs on the command line" in capsys.readouterr().err
+
+
+def test_defaults_name_the_recipe_of_their_environment(folder, capsys):
+    _recipes.names.cache_clear()
+    (folder / "small.toml").rename(folder / "ppo-cart.toml")
+    options = {"total_steps": 4096, "eval_episodes": 0, "progress": "lines"}
+    msrl.train("ppo", "CartPole-v1", **options)
+    assert capsys.readouterr().err.startswith("these are defaults; settings for this environment: --recipe ppo-cart\n")
+    msrl.train("ppo", "CartPole-v1", learning_rate=1e-3, **options)
+    assert "--recipe" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", _recipes.names())
+def test_every_recipe_is_what_the_command_line_reads_and_has_its_record(name):
+    recipe = _recipes.find(name)
+    assert msrl.recipe(name) == experiment_of(recipe.path)
+    assert recipe.about and set(recipe.values) >= {"algo", "env", "total_steps"}
+    record = _recipes.record_of(recipe)
+    assert record is not None and record.recipe == name and len(record.seeds) >= 3
+    assert np.isfinite(scores(record)).all() and scores(record).shape == (2, len(record.seeds))
