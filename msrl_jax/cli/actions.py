@@ -269,14 +269,16 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
 
 
 def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
+    if not args.names and args.pages is None:
+        raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
     names = _recipes.matching(args.names)
     from msrl_jax.experiment.hooks import seconds
-    from msrl_jax.report import reproduce
+    from msrl_jax.report import pages, reproduce
 
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:
-        options = _options(args, "names", "update", "out", "time_limit")
+        options = _options(args, "names", "update", "pages", "out", "time_limit")
         left = None if ends is None else max(1e-3, ends - time.monotonic())
         each = reproduce(name, **options, out=args.out / name, time_limit=left)
         print(each, flush=True)
@@ -287,6 +289,8 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
         if args.update:
             each.record.write(_recipes.FOLDER / f"{name}.json")
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
+    if args.pages is not None:
+        print(f"{len(pages.write_pages(args.pages))} files in {args.pages}")
     if args.json:
         _print_json(found)
     return code

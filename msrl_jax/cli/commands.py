@@ -223,7 +223,7 @@ class Bench(Command):
 class Reproduce(Command):
     """Train recipes on several seeds, and say whether their scores agree with the recorded ones."""
 
-    names: tyro.conf.Positional[tuple[str, ...]] = option(doc="names of recipes, or patterns such as 'ppo-*'.")
+    names: tyro.conf.Positional[tuple[str, ...]] = option((), doc="names of recipes, or patterns such as 'ppo-*'.")
     seeds: int | None = option(None, "number of seeds; as many as the record has if not given, or 10.")
     seed: int | None = option(None, "the first seed; that of the record if not given.")
     policy: str | None = option(None, "distribution policy; as in train.")
@@ -232,6 +232,7 @@ class Reproduce(Command):
         None, "time after which what runs is saved and ends, such as 5h50m; the exit code is then 75."
     )
     update: bool = option(False, "write the new records into this package, in place of those there.")
+    pages: Path | None = option(None, "folder to write the pages of all records to, such as docs; names may then be left out.")
     progress: Progress = option("auto", "kind of progress display on stderr.")
 
 

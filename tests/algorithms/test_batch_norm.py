@@ -113,6 +113,7 @@ def compare_update_of_sac(env, config, state, after, metrics):
         assert_close(after.params[name], adam(params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.slow
 def test_devices_exchange_statistics_and_gradients_alone():
     agent, _ = build("sac", RandomWalk(True), batch_norm=True)
     found = collectives(counted(agent))

@@ -136,7 +136,7 @@ def test_from_the_command_line_a_copy_trains_the_same_bits(folder, name, env, ca
         np.testing.assert_array_equal(mine.history[column], original.history[column], err_msg=column)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     algorithms.copy("ppo", "my_ppo.py")
     common = {"total_steps": 64 * 12, "chunk": 3, "eval_episodes": 0, "progress": False} | PPO

@@ -123,7 +123,7 @@ def plain_loop(agent, config, buffer, state, iterations, staleness, total):
 
 @pytest.mark.parametrize(
     ("name", "options", "staleness"),
-    [("dqn", PLAIN, 0), pytest.param("apex_dqn", APEX, 0, marks=pytest.mark.slow), ("apex_dqn", APEX, 2)],
+    [("dqn", PLAIN, 0), *(pytest.param("apex_dqn", APEX, delay, marks=pytest.mark.slow) for delay in (0, 2))],
     ids=["dqn", "apex", "stale-apex"],
 )
 def test_training_equals_a_plain_loop(name, options, staleness):

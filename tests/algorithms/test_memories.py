@@ -177,6 +177,7 @@ def test_actions_and_stored_carries_are_those_of_the_whole_history():
             np.testing.assert_allclose(action[128 // E :], best[128 // E :], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_devices_exchange_gradients_once_and_actors_receive_the_actor_and_what_critics_remember():
     agent = counted(build("sac")[0])
     found = [size for kind, size in collectives(agent) if kind == "all-reduce"]
@@ -200,7 +201,7 @@ def test_critics_join_what_they_remember_the_action_and_what_they_alone_see(name
     assert (inputs("actor"), inputs("critic")) == (H, H + 3 + 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_members_evaluate_and_act_with_a_carry():
     config = SMALL | {"normalize_observations": True, "distribution": "qr", "num_atoms": 4}
     run = msrl.train(

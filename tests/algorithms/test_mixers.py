@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from msrl_jax.algorithms.qmix import monotonic_mixer, sum_mixer
 from tests.support.mixers import plain_monotonic
@@ -18,13 +16,17 @@ def inputs(seed):
     return MIXER.init(keys[0]), jax.random.normal(keys[1], (7, AGENTS)), jax.random.normal(keys[2], (7, STATE))
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**16), agent=st.integers(0, AGENTS - 1), rise=st.floats(0, 10, width=32))
-def test_a_joint_value_never_falls_when_one_value_rises(seed, agent, rise):
-    params, values, state = inputs(seed)
-    before = MIXER.apply(params, values, state)
-    after = MIXER.apply(params, values.at[:, agent].add(rise), state)
-    assert bool((after >= before - 1e-5 * jnp.abs(before)).all())
+def test_a_joint_value_never_falls_when_one_value_rises():
+    """Of 300 networks, for every agent and rises from 0 to 10."""
+
+    @jax.jit
+    @jax.vmap
+    def both(seed, agent, rise):
+        params, values, state = inputs(seed)
+        return MIXER.apply(params, values, state), MIXER.apply(params, values.at[:, agent].add(rise), state)
+
+    before, after = both(jnp.arange(300), jnp.arange(300) % AGENTS, jnp.linspace(0.0, 10.0, 300))
+    assert bool((after >= before - 1e-5 * jnp.abs(before)).all()) and bool((after > before + 0.1).any())
 
 
 def test_the_monotonic_mixer_equals_numpy():

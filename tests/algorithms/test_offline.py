@@ -140,6 +140,7 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     assert_close(after.target_params, moved)
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_update_of_awac_equals_an_independent_implementation(continuous):
     """The policy's values are soft ones at the temperature 0."""

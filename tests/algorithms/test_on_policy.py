@@ -156,8 +156,11 @@ def assert_close(got, want):
 @pytest.mark.parametrize(
     ("continuous", "core", "gae_lambda"),
     [
-        (False, {}, 1.0), (True, {}, 0.9), (False, GRU, 1.0), pytest.param(False, {}, 0.9, marks=pytest.mark.slow),
-        pytest.param(True, {}, 1.0, marks=pytest.mark.slow), pytest.param(False, GRU, 0.9, marks=pytest.mark.slow),
+        (False, GRU, 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((False, {}, 1.0), (True, {}, 0.9), (False, {}, 0.9), (True, {}, 1.0), (False, GRU, 0.9))
+        ),
     ],
 )  # fmt: skip
 def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, core, gae_lambda):

@@ -24,7 +24,7 @@ CART, PENDULUM = "tests.support.privileged:cartpole", "tests.support.privileged:
 EXACT = ("CartPole-v1", LOCK, CART)
 # Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
 INTEGERS = {
-    "ppo": (), "recurrent_ppo": (), "a2c": (), "impala": ("SingleLearnerFine",), "a3c": (), "es": (),
+    "ppo": (), "recurrent_ppo": (), "a2c": (), "impala": (), "a3c": (), "es": (),
     "bc": (),
 }  # fmt: skip
 CASES = [
@@ -108,14 +108,14 @@ FEW_POLICIES = {
     "a3c": ("SingleLearnerCoarse",),
     "a2c+memory": (),
     "a3c+memory": (),
-    "impala+memory": ("SingleLearnerCoarse",),
+    "impala+memory": (),
     "es": ("Central",),
     "r2d2": ("Central",),
     "sac": ("Environments",),
     "sac+qr": (),
     "td3": ("SingleLearnerCoarse",),
     "td3+c51": (),
-    "sac+batch_norm": ("SingleLearnerCoarse",),
+    "sac+batch_norm": (),
     "sac+gru": (),
     "td3+lru": (),
     "bc": ("MultiLearner",),
@@ -126,7 +126,7 @@ FEW_POLICIES = {
     "a2c+privileged": (),
     "sac+privileged": (),
     "iql+awac": (),
-    "ppo+linen": ("Environments",),
+    "ppo+linen": (),
     "dqn+equinox": (),
     "sac+nnx": (),
     "r2d2+equinox": (),

@@ -27,7 +27,7 @@ def start(agent, iterations=1):
     return state
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["discrete", "continuous"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["discrete", "continuous"])
 def walk(request):
     over = "batch" if request.param else "minibatch"
     agent = build(RandomWalk(request.param), shared_torso=request.param, clip_value=0.1, normalize_advantage=over)
@@ -76,7 +76,8 @@ class Image:
 
 
 @pytest.mark.parametrize(
-    "env", [RandomWalk(), pytest.param(RandomWalk(True), marks=pytest.mark.slow), Image()], ids=["mlp", "normal", "cnn"]
+    "env", [RandomWalk(), *(pytest.param(x, marks=pytest.mark.slow) for x in (RandomWalk(True), Image()))],
+    ids=["mlp", "normal", "cnn"],
 )
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     """Compiled on eight devices, the gradient and the losses are summed at once; nothing grows with the batch."""

@@ -67,7 +67,7 @@ ON_POLICY = ("ppo", "recurrent_ppo", "impala", "a2c", "a3c", "a3c+memory")
 
 
 @pytest.mark.parametrize(
-    "algorithm", [x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.slow) for x in ALGORITHMS]
+    "algorithm", [x if x == "ppo" else pytest.param(x, marks=pytest.mark.slow) for x in ALGORITHMS]
 )
 def test_values_are_right_if_the_critic_sees_what_they_depend_on(algorithm):
     # A state is worth 2 or -2, and nobody but the critic knows which; truncated episodes bootstrap from what it sees.
@@ -134,7 +134,7 @@ def number_of(tree):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("recurrent_ppo", marks=pytest.mark.slow), "sac"])
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     env, copies, steps = pendulum() if algorithm == "sac" else cartpole(), SMALL["num_envs"], SMALL["unroll_length"]
     agent = counted(get(algorithm)(**SMALL | PARTICULAR[algorithm]).build(env), None)

@@ -246,6 +246,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     assert min(moved) > 0 and np.median(moved) > 1e-3
 
 
+@pytest.mark.slow
 def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
     """A later minibatch with a lower divergence does not start them again."""
     config, agent, state = walk

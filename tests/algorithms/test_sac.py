@@ -59,6 +59,7 @@ def standardized(obs, statistics):
     return np.clip((obs - mean) / np.sqrt(var + 1e-8), -10, 10).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_an_update_with_quantiles_of_standardized_observations_equals_an_independent_implementation():
     """TQC: targets are the pooled quantiles without the largest, and the actor climbs the mean of all."""
     env, count, dropped = RandomWalk(True), 5, 2

@@ -190,6 +190,7 @@ def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(tiny, one
         np.testing.assert_array_equal(after.history[f"episode_{name}"], whole.history[f"episode_{name}"])
 
 
+@pytest.mark.slow
 def test_a_sweep_ranks_by_a_metric(tiny, one_device, tmp_path):
     result = msrl.sweep(
         "ppo", Measured(), method="grid", learning_rate=[1e-4, 1e-2, 1e-1], total_steps=256, eval_episodes=8, seeds=2,

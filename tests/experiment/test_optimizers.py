@@ -126,6 +126,7 @@ def test_a_sweep_with_an_optimizer_of_ones_own(one_device, tmp_path):
         msrl.SweepResult.load(tmp_path / "sweep").run()
 
 
+@pytest.mark.slow
 def test_more_steps_stretch_a_schedule(train, one_device, tmp_path):
     train(learning_rate="linear:1e-2", out=tmp_path / "run")
     with pytest.warns(ResumeWarning, match="over which learning_rate changes: the schedule now spans the new number"):

@@ -185,6 +185,7 @@ def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     assert Result.load(copy).experiment.total_steps == 1536
 
 
+@pytest.mark.slow
 def test_evaluations_may_begin_and_end_with_a_resume(copy):
     def table():
         with (copy / "metrics.csv").open(newline="") as file:
@@ -199,6 +200,7 @@ def test_evaluations_may_begin_and_end_with_a_resume(copy):
     assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
 
 
+@pytest.mark.slow
 def test_a_callback_that_changes_the_directory_or_the_row_changes_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()

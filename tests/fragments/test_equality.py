@@ -121,6 +121,11 @@ def test_random_loops_are_the_same_run(seed, policy):
     assert_same_run(seed, policy)
 
 
+def test_arguments_and_results_of_one_shape_may_be_sharded_in_two_ways():
+    """Here a donated argument has the shape of two results, all of which XLA shards as it likes."""
+    assert_same_run(142, random_loops.Apart())
+
+
 @pytest.mark.slow
 @by_name
 @pytest.mark.parametrize("first", range(100, 1100, 50))

@@ -172,8 +172,18 @@ class _Lowering:
             out = tuple(prescribed.get(v) for v in results)
             donate = [first + k for k in self.reusable(i, out)]
             donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
-            compiled = self.executables.compile(Request(key, body(i), list(map(self.spec, values)), donate, out))
-            settled = self.take_inputs(values, compiled)
+            given, open_ones = list(map(self.spec, values)), [k for k in donate if self.known[values[k]] is None]
+            try:
+                compiled = self.executables.compile(Request(key, body(i), given, donate, out))
+            except (RuntimeError, ValueError):
+                # JAX pairs a donated argument whose sharding is open with a result of its shape, and XLA refuses a pair that it
+                # shards in two ways. Once the sharding is known, the argument is donated.
+                if not open_ones:
+                    raise
+                compiled = self.executables.compile(Request(key, body(i), given, sorted({*donate} - {*open_ones}), out))
+            else:
+                open_ones = []
+            settled = self.take_inputs(values, compiled) and not open_ones
             more = self.demands(results, compiled, prescribed, pairs)
             if settled and not more:
                 break

@@ -91,7 +91,8 @@ def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
         assert compacted(closed) is closed
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
 def test_an_iteration_is_the_same(algorithm):
     small = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
     if algorithm == "dqn":

@@ -1,0 +1,203 @@
+"""Pages of results, written from the records of recipes: tables beside published returns, and curves with their intervals.
+
+    results.md                  all recipes
+    results/ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
+    results/SUITE.md            the environments of a suite, the algorithms side by side
+    results/NAME.svg            curves
+"""
+
+import dataclasses
+import io
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax import _recipes, _suites
+from msrl_jax._recipes import Recipe, Record
+from msrl_jax.experiment.folder import write_text
+from msrl_jax.experiment.history import last_known
+from msrl_jax.report.statistics import Estimate, estimate, mean
+
+_PUBLISHED = Path("published", "returns.toml")
+_SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
+_POINTS = 50  # of a curve in a figure
+_HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
+_ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
+of 256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
+bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)). *Published* are returns of others at equal
+steps. Curves are means over the seeds with the same intervals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A recipe with its record, and what others have published at equal steps."""
+
+    recipe: Recipe
+    record: Record
+    published: tuple[dict[str, Any], ...]
+
+    @property
+    def algo(self) -> str:
+        """The name of the algorithm."""
+        return str(self.recipe.values["algo"])
+
+    @property
+    def env(self) -> str:
+        """The name of the environment."""
+        return str(self.recipe.values["env"])
+
+    @property
+    def suite(self) -> str:
+        """The title of the suite of its environment."""
+        suite, name = _suites.suite_of(self.env), self.env.partition(":")[0]
+        if suite is not None:
+            return suite.title
+        return next((title for title in ("MinAtar", "bsuite") if name.endswith(f"-{title}")), "Classic control")
+
+    def cells(self) -> list[str]:
+        """The cells of a table."""
+        record, others = self.record, "<br>".join(map(_published, self.published)) or "-"
+        return [
+            f"[{self.recipe.name}]({self.algo}.md#{self.recipe.name})", self.env, f"{self.recipe.values['total_steps']:,}",
+            str(_mean(record.last)), str(_mean(record.best)), others,
+            f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds",
+        ]  # fmt: skip
+
+
+def rows() -> list[Row]:
+    """All recipes that have a record."""
+    published = tomllib.loads((_recipes.FOLDER / _PUBLISHED).read_text("utf-8"))["row"]
+    found = []
+    for recipe in map(_recipes.find, _recipes.names()):
+        if (record := _recipes.record_of(recipe)) is not None:
+            values = recipe.values
+            same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
+            steps = int(values["total_steps"])
+            found.append(Row(recipe, record, tuple(x for x in same if abs(x["steps"] - steps) <= _SAME_LENGTH * steps)))
+    return found
+
+
+def write_pages(folder: Path) -> list[Path]:
+    """Writes the pages and figures of all recipes that have a record, and removes those of others; gives the files."""
+    found, place = rows(), folder / "results"
+    place.mkdir(parents=True, exist_ok=True)
+    texts = {folder / "results.md": _index(found)}
+    for algo, own in _grouped(found, lambda row: row.algo):
+        texts[place / f"{algo}.md"] = _algorithm(algo, own)
+        texts |= {place / f"{row.recipe.name}.svg": _figure([(row.algo, row)], row) for row in own}
+    for suite, own in _grouped(found, lambda row: row.suite):
+        texts[place / f"{_file(suite)}.md"] = _suite(suite, own)
+        for env, each in _grouped(own, lambda row: row.env):
+            texts[place / f"{_file(suite)}-{_file(env)}.svg"] = _figure([(row.recipe.name, row) for row in each], each[0])
+    for old in {*place.glob("*.md"), *place.glob("*.svg")} - texts.keys():
+        old.unlink()
+    for path, text in texts.items():
+        write_text(path, text)
+    return list(texts)
+
+
+def _grouped(found: Iterable[Row], key: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
+    groups: dict[str, list[Row]] = {}
+    for row in found:
+        groups.setdefault(key(row), []).append(row)
+    return sorted(groups.items())
+
+
+def _file(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _mean(scores: Sequence[float]) -> Estimate:
+    return estimate([np.array(scores)], mean)
+
+
+def _published(row: dict[str, Any]) -> str:
+    spread = f" ± {row['spread']:g}" if "spread" in row else ""
+    return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {row['score']}, {row['about']}"
+
+
+def _table(found: Sequence[Row], prefix: str = "") -> str:
+    """The table of recipes; `prefix` leads from the page to those of the algorithms."""
+    cells = [row.cells() for row in found]
+    lines = ["", _line(_HEAD), "|---" * len(_HEAD) + "|"]
+    return "\n".join([*lines, *(_line([first.replace("](", f"]({prefix}"), *rest]) for first, *rest in cells), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _index(found: Sequence[Row]) -> str:
+    parts = [
+        "# Results", "",
+        "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
+        "[`msrl_jax/recipes`](../msrl_jax/recipes). `msrl-jax train --recipe NAME` trains one, `msrl-jax reproduce NAME`",
+        "trains all of its seeds again and says whether the scores agree with the table.", "", _ABOUT,
+    ]  # fmt: skip
+    for suite, own in _grouped(found, lambda row: row.suite):
+        link = f"[The curves side by side](results/{_file(suite)}.md)"
+        parts += ["", f"## {suite}", "", link, _table(own, "results/")]
+    algos = ", ".join(f"[{algo}](results/{algo}.md)" for algo, _ in _grouped(found, lambda row: row.algo))
+    return "\n".join([*parts, f"By algorithm: {algos}", ""])
+
+
+def _algorithm(algo: str, found: Sequence[Row]) -> str:
+    parts = [f"# Results of {algo}", "", _ABOUT, _table(found)]
+    for row in found:
+        record, name = row.record, row.recipe.name
+        versions = ", ".join(f"{package} {record.versions[package]}" for package in ("jax", "gymnax", "msrl-jax"))
+        hardware = "{count} {platform} device, {processor}, {cores} cores".format(**record.hardware)
+        parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())
+        settings = ", ".join(f"{key}={value}" for key, value in row.recipe.fields.items()) or "the defaults"
+        parts += [
+            f"## {name}", "", row.recipe.about, "", f"![{name}]({name}.svg)", "",
+            f"`msrl-jax reproduce {name}`; {settings}.",
+            f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
+            f"On {hardware}: {parts_of_time}.", "",
+        ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _suite(suite: str, found: Sequence[Row]) -> str:
+    parts = [f"# Results on {suite}", "", _ABOUT]
+    for env, own in _grouped(found, lambda row: row.env):
+        parts += ["", f"## {env}", "", f"![{env}]({_file(suite)}-{_file(env)}.svg)", _table(own)]
+    return "\n".join(parts)
+
+
+def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
+    returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float)
+    known = last_known(returns.T)  # where no episode ended, the last mean counts
+    first = int(np.argmax(~np.isnan(known).any(axis=1)))
+    rows = np.unique(np.linspace(first, len(known) - 1, min(_POINTS, len(known) - first)).round().astype(int))
+    found = [_mean(known[row].tolist()) for row in rows]
+    low, high = (np.array([getattr(each, name) for each in found]) for name in ("low", "high"))
+    return np.array(record.steps)[rows], np.array([each.value for each in found]), low, high
+
+
+def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
+    """A figure as SVG: the same text from the same records."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9}):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        panel = figure.subplots()
+        for number, (label, row) in enumerate(curves):
+            steps, middle, low, high = curve(row.record)
+            panel.plot(steps, middle, color=f"C{number}", label=f"{label} ({len(row.record.seeds)} seeds)", lw=1.4)
+            panel.fill_between(steps, low, high, color=f"C{number}", alpha=0.2, lw=0)
+        for row in about.published if len(curves) == 1 else ():
+            panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row['about']})")
+        panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()
