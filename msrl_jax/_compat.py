@@ -1,7 +1,7 @@
 """The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,7 +143,19 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
         return param
 
     params = {k: replaced(v) for k, v in eqn.params.items()}
-    return eqn if all(v is eqn.params[k] for k, v in params.items()) else eqn.replace(params=params)
+    if all(v is eqn.params[k] for k, v in params.items()):
+        return eqn
+    new = eqn.replace(params=params)
+    return new.replace(effects=eqn.effects - (_effects(sub_jaxprs(eqn)) - _effects(sub_jaxprs(new))))
+
+
+def with_equations(jaxpr: Jaxpr, eqns: list[JaxprEqn]) -> Jaxpr:
+    """A jaxpr with other equations, without the effects that only former ones had."""
+    return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - (_effects(jaxpr.eqns) - _effects(eqns)))
+
+
+def _effects(parts: Iterable[Jaxpr | JaxprEqn]) -> frozenset[Any]:
+    return frozenset().union(*(part.effects for part in parts))
 
 
 def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:

@@ -8,6 +8,8 @@
 - Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
   partial results if the reduction has a second operand. So do the largest and the smallest of floats along a first dimension,
   whose collective on CPUs loses a nan. (Along others it may be lost: most of those are not split, such as that of actions.)
+- Loops of no steps whose body has effects: a program of several devices that has ordered effects and no callback ends the
+  process when JAX writes it to its compilation cache.
 """
 
 import operator
@@ -29,6 +31,9 @@ from msrl_jax._compat import (
     inlined_at,
     jaxpr_as_fun,
     replace_jaxprs,
+    scan_p,
+    scan_parts,
+    with_equations,
 )
 
 # They pad with a one, an infinity, or what the user gives. (Sums, convolutions and slices pad with zero.)
@@ -57,7 +62,7 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         if id(jaxpr) not in known:
             eqns = [new for eqn in jaxpr.eqns for new in equations(eqn)]
             same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
+            known[id(jaxpr)] = jaxpr if same else with_equations(jaxpr, eqns)
         return known[id(jaxpr)]
 
     def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -75,11 +80,25 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         elif name == "reduce" and len(eqn.invars) == 2:
             computation = jaxpr_as_fun(eqn.params["jaxpr"])
             yield from inlined_at(eqn, _gathered(lambda a, b: computation(a, b)[0], eqn.params["dimensions"]))
+        elif eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
+            yield from inlined_at(eqn, _no_steps(eqn))
         else:
             yield eqn if name in _OPAQUE else replace_jaxprs(eqn, of)
 
     new = of(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
+
+
+def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
+    """What a loop of no steps returns: the carry as it was, and stacks without rows."""
+    _, num_consts, num_carry, _, _ = scan_parts(eqn)
+    stacks = [aval(v) for v in eqn.outvars[num_carry:]]
+
+    def results(*xs: jax.Array) -> list[jax.Array]:
+        carry = jax.lax.optimization_barrier(list(xs[num_consts : num_consts + num_carry]))
+        return [*carry, *(jax.lax.empty(kind.shape, kind.dtype) for kind in stacks)]
+
+    return results
 
 
 def _is_zero(atom: Atom) -> bool:

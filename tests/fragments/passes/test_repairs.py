@@ -1,16 +1,20 @@
 """Operations along a split axis that XLA's partitioner computes wrongly or not at all: programs compute them as NumPy does."""
 
 import functools
+import signal
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
+from tests.support import processes
 
 X = np.random.default_rng(0).normal(size=24).astype(np.float32)
 BITS = np.arange(24, dtype=np.int32) * 37 % 101
@@ -110,6 +114,60 @@ def test_xla_s_collectives_lose_a_nan():
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
     x = jax.device_put(jnp.array([jnp.nan, 1.0, 2.0]), NamedSharding(mesh, P("devices")))
     assert float(jax.jit(jnp.max)(x)) == 2.0
+
+
+NO_STEPS = """
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+at = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("devices",)), PartitionSpec())
+step = lambda x, _: (x, io_callback(print, None, x, ordered=True))
+jax.jit(lambda x: jax.lax.scan(step, x, length=0)[0]).lower(jax.device_put(1.0, at)).compile()
+"""
+
+
+@pytest.mark.long
+def test_jax_cannot_write_a_loop_of_no_steps_with_effects_to_its_cache():
+    """The smallest program in plain JAX: once it does, `repairs` need not remove such loops."""
+    assert processes.run([sys.executable, "-c", NO_STEPS]).returncode == -signal.SIGSEGV
+
+
+@by_name("policy", [*POLICIES[:1], policies.SingleLearnerCoarse(actors=3, learners=3)])
+def test_loops_of_no_steps_have_no_effects(policy):
+    """Inside of a loop and a fragment; the program can be written to a cache, and ends without logging anything."""
+    log = []
+
+    def none(x, key):
+        def step(carry, _):
+            return carry + 1, (io_callback(lambda x: log.append(x), None, carry[0], ordered=True), carry.sum())[1]
+
+        after, rows = jax.lax.scan(step, x, length=0)
+        return after, rows.sum(), jax.lax.scan(step, (x + 1), None, length=0)[1], key
+
+    def several(x, key):
+        step = lambda x, _: (none(x, key)[0] * 2, None)  # noqa: E731
+        return jax.lax.scan(step, x, length=3)[0], none(x, key)
+
+    @msrl.fragment(role="env")
+    def act(x, key):
+        doubled, (same, rows, stack, key) = several(x, key)
+        return doubled, same, rows, stack, jax.random.uniform(key)
+
+    def iteration(state):
+        doubled, same, rows, stack, drawn = act(state["x"], state["key"])
+        return state, {"doubled": doubled, "same": same, "rows": rows, "stack": stack, "drawn": drawn}
+
+    state = {"x": X, "key": jax.random.key(0)}
+    program = msrl.compile(iteration, state, policy=policy, axes={"x": P("env"), "key": P()})
+    _, found = program.run(state, 1)
+    jax.effects_barrier()
+    assert not log
+    np.testing.assert_allclose(found["doubled"][0], X * 8, 1e-6)
+    np.testing.assert_array_equal(found["same"][0], X)
+    assert found["rows"][0] == 0 and found["stack"].shape == (1, 0)
+    np.testing.assert_allclose(found["drawn"][0], jax.random.uniform(jax.random.key(0)))
 
 
 @by_name("policy", POLICIES)
