@@ -6,7 +6,6 @@
 
 import dataclasses
 import fnmatch
-import functools
 import hashlib
 import json
 import math
@@ -121,7 +120,6 @@ def _sum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-@functools.cache
 def names() -> tuple[str, ...]:
     """The names of all recipes."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))

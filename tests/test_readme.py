@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import cli, codecs, envs
+from msrl_jax import _recipes, cli, codecs, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.cli import program
@@ -28,8 +28,10 @@ from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-TITLES = ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "architecture")
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, ARCHITECTURE = (
+TITLES = (
+    *("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes"), "architecture",
+)  # fmt: skip
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE = (
     f"docs/{title}.md" for title in TITLES
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
@@ -65,6 +67,9 @@ RUN_HERE = (
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
     (RUNS, "A run as a value"),
+    (RECIPES, TOP),
+    (RECIPES, "Reproducing"),
+    (RECIPES, "Statistics"),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
     (POPULATIONS, "Members with different settings"),
@@ -240,6 +245,21 @@ def test_a_run_as_a_value(run_sections):
     assert [result.description["seed"] for result in namespace["results"]] == [0, 1]
     described = namespace["results"][0].description
     assert Experiment.from_json(described).difference(namespace["first"]) is None
+
+
+@pytest.mark.long
+def test_recipes(run_sections, tmp_path, monkeypatch):
+    """A short recipe stands for the one that the page reproduces."""
+    (one, _), output = run_sections(RECIPES, TOP, "Statistics")
+    assert one["result"].experiment.seed == 7 and "Evaluation(64 episodes" in output and "agrees" in output
+    (tmp_path / "recipes").mkdir()
+    settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
+    (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
+    monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
+    first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False, out="first")
+    first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
+    (namespace,), output = run_sections(RECIPES, "Reproducing")
+    assert namespace["found"].verdict == "agrees" and "seeds 0 to 4: agrees" in output
 
 
 @pytest.mark.long

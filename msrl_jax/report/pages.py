@@ -135,8 +135,9 @@ def _index(found: Sequence[Row]) -> str:
     parts = [
         "# Results", "",
         "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
-        "[`msrl_jax/recipes`](../msrl_jax/recipes). `msrl-jax train --recipe NAME` trains one, `msrl-jax reproduce NAME`",
-        "trains all of its seeds again and says whether the scores agree with the table.", "", _ABOUT,
+        "[`msrl_jax/recipes`](../msrl_jax/recipes). `msrl-jax train --recipe ppo-cartpole` trains one, and",
+        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md) with the table.",
+        "", _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):
         link = f"[The curves side by side](results/{_file(suite)}.md)"

@@ -39,9 +39,7 @@ def folder(tmp_path, monkeypatch):
     path.mkdir()
     (path / "small.toml").write_text(TOML)
     monkeypatch.setattr(_recipes, "FOLDER", path)
-    _recipes.names.cache_clear()
-    yield path
-    _recipes.names.cache_clear()
+    return path
 
 
 def reproduced(out, **options):
@@ -55,9 +53,7 @@ def first(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_recipes, "FOLDER", path)
         (path / "small.toml").write_text(TOML)
-        _recipes.names.cache_clear()
         found = reproduced(path / "out")
-    _recipes.names.cache_clear()
     return found
 
 
@@ -190,7 +186,6 @@ def test_names_and_patterns(folder, capsys):
         with pytest.raises(ValueError, match=message):
             msrl.recipe(name)
     (folder / "small-two.toml").write_text(TOML.replace("12_000", "13_000"))
-    _recipes.names.cache_clear()
     assert _recipes.matching(["small*", "small"]) == ["small", "small-two"]
     assert cli.main(["reproduce", "large*"]) == 2 and "no recipe is named 'large*'" in capsys.readouterr().err
     assert cli.main(["list", "--recipes", "--json"]) == 0
@@ -212,7 +207,6 @@ def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
 
 
 def test_defaults_name_the_recipe_of_their_environment(folder, capsys):
-    _recipes.names.cache_clear()
     (folder / "small.toml").rename(folder / "ppo-cart.toml")
     options = {"total_steps": 4096, "eval_episodes": 0, "progress": "lines"}
     msrl.train("ppo", "CartPole-v1", **options)

@@ -1,0 +1,90 @@
+"""Pages of results say what the records say, and those in the repository are of the records in it."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl_jax import _recipes, cli
+from msrl_jax._recipes import Recipe, Record
+from msrl_jax.report import pages
+from msrl_jax.report.pages import Row, curve, rows, write_pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+VALUES = {"algo": "ppo", "env": "CartPole-v1", "total_steps": 490_000, "learning_rate": 0.1}
+RECORD = Record(
+    recipe="mine", settings=VALUES, seeds=[0, 1], steps=[100, 200, 300], returns=[[None, 2.0, 4.0], [None, None, 6.0]],
+    last=[4.0, 6.0], best=[7.0, 9.0], best_steps=[300, 300], evaluations=[300], episodes=256, score="return",
+    seconds={"wall": 12.0, "compile": 3.0}, versions={"jax": "1", "gymnax": "2", "msrl-jax": "3"}, commit="abc",
+    hardware={"platform": "cpu", "kind": "cpu", "count": 1, "processor": "A CPU", "cores": 2}, date="2026-01-01",
+)  # fmt: skip
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder of recipes that has one of its own."""
+    folder = tmp_path / "recipes"
+    (folder / "published").mkdir(parents=True)
+    published = (_recipes.FOLDER / "published" / "returns.toml").read_text()
+    (folder / "published" / "returns.toml").write_text(published)
+    (folder / "mine.toml").write_text("# Made up.\n" + "".join(f"{k} = {v!r}\n" for k, v in VALUES.items()))
+    RECORD.write(folder / "mine.json")
+    monkeypatch.setattr(_recipes, "FOLDER", folder)
+    return folder
+
+
+def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, tmp_path):
+    docs = tmp_path / "docs"
+    (docs / "results").mkdir(parents=True)
+    (docs / "results" / "old.md").write_text("gone")
+    names = {path.name for path in write_pages(docs)}
+    assert names == {"results.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
+    assert not (docs / "results" / "old.md").exists()
+    index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
+    cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
+    assert cells in index and "| 12 s, 2 seeds |" in index
+    for part in ("Made up.", "learning_rate=0.1", "Seeds 0 to 1, 2026-01-01, jax 1", "commit abc", "A CPU, 2 cores: wall 12 s"):
+        assert part in algorithm
+    again = {path.name: path.read_text() for path in write_pages(tmp_path / "again")}
+    assert again == {path.name: path.read_text() for path in write_pages(docs)}
+
+
+def test_returns_published_at_other_steps_are_left_out(mine):
+    (row,) = rows()
+    assert row.published
+    (mine / "mine.toml").write_text((mine / "mine.toml").read_text().replace("490000", "400000"))
+    dataclasses.replace(RECORD, settings=VALUES | {"total_steps": 400_000}).write(mine / "mine.json")
+    (row,) = rows()
+    assert not row.published and row.cells()[5] == "-"
+
+
+def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():
+    steps, middle, low, high = curve(RECORD)
+    np.testing.assert_array_equal(steps, [300])
+    np.testing.assert_array_equal([middle[0], low[0], high[0]], [5.0, 4.0, 6.0])
+
+
+def test_suites_are_found_by_the_environment():
+    def suite(env):
+        return Row(Recipe("mine", Path(), "", VALUES | {"env": env}), RECORD, ()).suite
+
+    found = [suite(env) for env in ("Pendulum-v1", "Breakout-MinAtar", "craftax:Craftax-Symbolic-v1", "gymnasium:Hopper-v5")]
+    assert found == ["Classic control", "MinAtar", "Craftax", "Gymnasium"]
+
+
+def test_the_command_writes_pages_without_names(mine, tmp_path, capsys):
+    assert cli.main(["reproduce", "--pages", str(tmp_path / "docs")]) == 0
+    assert "5 files" in capsys.readouterr().out
+    assert cli.main(["reproduce"]) == 2 and "name recipes" in capsys.readouterr().err
+
+
+def test_the_pages_in_the_repository_are_of_its_records(tmp_path):
+    for path in write_pages(tmp_path):
+        kept = DOCS / path.relative_to(tmp_path)
+        assert kept.exists() and (path.suffix == ".svg" or kept.read_text() == path.read_text()), (
+            f"{kept.name} is not of the records; msrl-jax reproduce --pages docs writes it"
+        )
+    made = {path.name for path in (tmp_path / "results").iterdir()}
+    assert {path.name for path in (DOCS / "results").iterdir()} == made
+    assert pages.rows()
