@@ -29,7 +29,7 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    *("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes"), "architecture",
+    "policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes", "architecture",
 )  # fmt: skip
 POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE = (
     f"docs/{title}.md" for title in TITLES
