@@ -8,7 +8,6 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -168,7 +167,3 @@ def record_of(recipe: Recipe) -> Record | None:
         )
     return record
 
-
-def expected(record: Record) -> tuple[float, float]:
-    """The mean over the seeds of the return over the last tenth of training, and seconds of all seeds together."""
-    return math.fsum(record.last) / len(record.last), math.fsum(record.seconds.values())

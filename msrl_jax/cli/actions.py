@@ -311,8 +311,8 @@ def _list_recipes(args: List) -> int:
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         record = _recipes.record_of(recipe)
         if record is not None:
-            reached, wall = _recipes.expected(record)
-            about |= {"return": reached, "seeds": len(record.seeds), "seconds": wall, "cores": record.hardware["cores"]}
+            about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
+            about |= {"seconds": record.seconds["wall"], "cores": record.hardware["cores"]}
         rows.append(about | {"about": recipe.about})
     if args.json:
         print(json.dumps(rows))

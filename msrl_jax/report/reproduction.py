@@ -244,8 +244,10 @@ def reproduce(
       means at 1%, so that in at most 2% of the cases the same scores are said not to agree.
 
     Raises:
-      ValueError: on an unknown name, a folder that holds something else, or a damaged record.
+      ValueError: on an unknown name, a folder that holds something else, or a damaged record; if there are several processes.
     """
+    if jax.process_count() > 1:
+        raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
     found = _recipes.find(name)
     recorded, limit = _recipes.record_of(found), None if time_limit is None else read_seconds("time_limit", time_limit)
     known = range(SEEDS) if recorded is None else recorded.seeds
