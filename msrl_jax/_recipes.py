@@ -59,6 +59,7 @@ class Record:
     Attributes:
       recipe: the name of the recipe.
       settings: its settings at that time.
+      config: all fields of the config, defaults included.
       seeds: the seeds. `[S]`
       steps: the steps of each seed at the points of the curve. `[C]`
       returns: the mean returns of the episodes that ended between two points; None where none did. `[S][C]`
@@ -77,6 +78,7 @@ class Record:
 
     recipe: str
     settings: Mapping[str, Any]
+    config: Mapping[str, Any]
     seeds: Sequence[int]
     steps: Sequence[int]
     returns: Sequence[Sequence[float | None]]
@@ -158,12 +160,16 @@ def record_of(recipe: Recipe) -> Record | None:
     if not path.exists():
         return None
     record = Record.read(path)
-    keys = {**record.settings, **recipe.settings}
-    if changed := [key for key in keys if record.settings.get(key) != recipe.settings.get(key)]:
-        was, now = (str(settings.get(changed[0], "the default")) for settings in (record.settings, recipe.settings))
-        raise RecordError(
-            f"the record of {recipe.name} is of {changed[0]}={was}, and the recipe has {now}: it is of another version of "
-            "this package; write the record anew"
-        )
+    check_same(recipe.name, record.settings, recipe.settings)
     return record
+
+
+def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises RecordError if the settings of a record are not those of its recipe now."""
+    if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
+        key = changed[0]
+        raise RecordError(
+            f"the record of {name} is of {key}={was.get(key, 'the default')}, and the recipe has {now.get(key, 'the default')}: "
+            "it is of another version of this package; write the record anew"
+        )
 

@@ -250,11 +250,14 @@ def reproduce(
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
     found = _recipes.find(name)
     recorded, limit = _recipes.record_of(found), None if time_limit is None else read_seconds("time_limit", time_limit)
+    base = _experiment(found)
+    if recorded is not None:  # whose recipe may leave to the defaults what they no longer are
+        _recipes.check_same(found.name, recorded.config, base.to_json()["config"])
     known = range(SEEDS) if recorded is None else recorded.seeds
     first = check_seed(known[0] if seed is None else seed)
     count = len(known) if seeds is None else whole("seeds", seeds)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
-    ends, base = None if limit is None else time.monotonic() + limit, _experiment(found)
+    ends = None if limit is None else time.monotonic() + limit
     where = resolve_policy(base.usual_policy if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
@@ -303,7 +306,8 @@ def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgent
     parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}
     steps = results[0].history["step"].astype(int).tolist()
     return Record(
-        recipe=found.name, settings=dict(found.settings), seeds=[s for r in results for s in _seeds(r.experiment)], steps=steps,
+        recipe=found.name, settings=dict(found.settings), config=experiment.to_json()["config"], steps=steps,
+        seeds=[s for r in results for s in _seeds(r.experiment)],
         returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
         last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
         evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,

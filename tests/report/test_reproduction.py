@@ -163,6 +163,10 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
     changed.write(file)
     with pytest.raises(_recipes.RecordError, match="record of small is of num_envs=16, and the recipe has 8"):
         reproduced(tmp_path / "x")
+    other = dataclasses.replace(first.record, config=first.record.config | {"discount": 0.5})
+    other.write(file)
+    with pytest.raises(_recipes.RecordError, match="record of small is of discount=0.5, and the recipe has 0.99"):
+        reproduced(tmp_path / "x")
     file.unlink()
     best = first.folder / "seeds-0-4" / "best.npz"
     was = best.read_bytes()
@@ -222,4 +226,5 @@ def test_every_recipe_is_what_the_command_line_reads_and_has_its_record(name):
     assert recipe.about and set(recipe.values) >= {"algo", "env", "total_steps"}
     record = _recipes.record_of(recipe)
     assert record is not None and record.recipe == name and len(record.seeds) >= 3
+    assert record.config == msrl.recipe(name).to_json()["config"]
     assert np.isfinite(scores(record)).all() and scores(record).shape == (2, len(record.seeds))
