@@ -167,9 +167,9 @@ def record_of(recipe: Recipe) -> Record | None:
 def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises RecordError if the settings of a record are not those of its recipe now."""
     if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
-        key = changed[0]
+        before, after = (settings.get(changed[0], "the default") for settings in (was, now))
         raise RecordError(
-            f"the record of {name} is of {key}={was.get(key, 'the default')}, and the recipe has {now.get(key, 'the default')}: "
-            "it is of another version of this package; write the record anew"
+            f"the record of {name} is of {changed[0]}={before}, and the recipe has {after}: it is of another version of this "
+            "package; write the record anew"
         )
 

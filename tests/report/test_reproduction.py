@@ -102,6 +102,7 @@ def test_the_same_again_agrees_and_a_broken_loss_does_not(folder, first, tmp_pat
     assert "seeds 0 to 4: does not agree" in text and json.loads(line)[0]["verdict"] == "does not agree"
 
 
+@pytest.mark.slow
 def test_seeds_in_groups_are_the_same_runs(folder, first, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "memory_of", lambda *args: (2, 1, 1))
     found = reproduced(tmp_path / "groups")
@@ -116,6 +117,7 @@ def test_a_finished_reproduction_is_not_trained_again(first, folder, monkeypatch
     np.testing.assert_array_equal(scores(found.record), scores(first.record))
 
 
+@pytest.mark.slow
 def test_an_interrupted_one_goes_on(folder, first, tmp_path):
     found = reproduced(tmp_path / "out", time_limit=1e-3)
     assert found.verdict == "interrupted" and "the same command goes on" in repr(found)
@@ -165,7 +167,7 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
         reproduced(tmp_path / "x")
     other = dataclasses.replace(first.record, config=first.record.config | {"discount": 0.5})
     other.write(file)
-    with pytest.raises(_recipes.RecordError, match="record of small is of discount=0.5, and the recipe has 0.99"):
+    with pytest.raises(_recipes.RecordError, match="record of small is of discount=0.5, and the recipe has"):
         reproduced(tmp_path / "x")
     file.unlink()
     best = first.folder / "seeds-0-4" / "best.npz"
@@ -210,6 +212,7 @@ def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
     assert "recipe belongs on the command line" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_defaults_name_the_recipe_of_their_environment(folder, capsys):
     (folder / "small.toml").rename(folder / "ppo-cart.toml")
     options = {"total_steps": 4096, "eval_episodes": 0, "progress": "lines"}
