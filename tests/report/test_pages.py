@@ -15,9 +15,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 VALUES = {"algo": "ppo", "env": "CartPole-v1", "total_steps": 490_000, "learning_rate": 0.1}
 RECORD = Record(
     recipe="mine", settings=VALUES, config={}, seeds=[0, 1], steps=[100, 200, 300],
-    returns=[[None, 2.0, 4.0], [None, None, 6.0]], last=[4.0, 6.0], best=[7.0, 9.0], best_steps=[300, 300], evaluations=[300], episodes=256, score="return",
-    seconds={"wall": 12.0, "compile": 3.0}, versions={"jax": "1", "gymnax": "2", "msrl-jax": "3"}, commit="abc",
-    hardware={"platform": "cpu", "kind": "cpu", "count": 1, "processor": "A CPU", "cores": 2}, date="2026-01-01",
+    returns=[[None, 2.0, 4.0], [None, None, 6.0]], last=[4.0, 6.0], best=[7.0, 9.0], best_steps=[300, 300], evaluations=[300],
+    episodes=256, score="return", seconds={"wall": 12.0, "compile": 3.0}, commit="abc", date="2026-01-01",
+    versions={"jax": "1", "gymnax": "2", "msrl-jax": "3"},
+    hardware={"platform": "cpu", "kind": "cpu", "count": 1, "processor": "A CPU", "cores": 2},
 )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
         reproduced(tmp_path / "x")
     other = dataclasses.replace(first.record, config=first.record.config | {"discount": 0.5})
     other.write(file)
-    with pytest.raises(_recipes.RecordError, match="record of small is of discount=0.5, and the recipe has"):
+    with pytest.raises(_recipes.RecordError, match=r"record of small is of discount=0\.5, and the recipe has"):
         reproduced(tmp_path / "x")
     file.unlink()
     best = first.folder / "seeds-0-4" / "best.npz"
