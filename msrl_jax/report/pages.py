@@ -172,13 +172,19 @@ def _suite(suite: str, found: Sequence[Row]) -> str:
 
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
-    returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float)
-    known = last_known(returns.T)  # where no episode ended, the last mean counts
-    first = int(np.argmax(~np.isnan(known).any(axis=1)))
-    rows = np.unique(np.linspace(first, len(known) - 1, min(_POINTS, len(known) - first)).round().astype(int))
-    found = [_mean(known[row].tolist()) for row in rows]
-    low, high = (np.array([getattr(each, name) for each in found]) for name in ("low", "high"))
-    return np.array(record.steps)[rows], np.array([each.value for each in found]), low, high
+    returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float).T
+    groups = np.array_split(np.arange(len(returns)), min(_POINTS, len(returns)))
+    means = np.array([[_known(column) for column in returns[rows].T] for rows in groups])
+    known = last_known(means)  # where no episode ended, the last mean counts
+    found = [(rows[-1], _mean(row.tolist())) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
+    low, high = (np.array([getattr(each, name) for _, each in found]) for name in ("low", "high"))
+    return np.array(record.steps)[[row for row, _ in found]], np.array([each.value for _, each in found]), low, high
+
+
+def _known(values: np.ndarray) -> float:
+    """The mean of what is known; nan if nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else np.nan
 
 
 def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
