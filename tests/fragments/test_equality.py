@@ -126,6 +126,11 @@ def test_arguments_and_results_of_one_shape_may_be_sharded_in_two_ways():
     assert_same_run(142, random_loops.Apart())
 
 
+def test_a_program_on_one_device_takes_no_token_for_a_loop_of_no_steps():
+    """Its body logs, inside of a fragment and another loop."""
+    assert_same_run(1015, random_loops.Scattered())
+
+
 @pytest.mark.slow
 @by_name
 @pytest.mark.parametrize("first", range(100, 1100, 50))

@@ -8,8 +8,8 @@
 - Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
   partial results if the reduction has a second operand. So do the largest and the smallest of floats along a first dimension,
   whose collective on CPUs loses a nan. (Along others it may be lost: most of those are not split, such as that of actions.)
-- Loops of no steps whose body has effects: a program of several devices that has ordered effects and no callback ends the
-  process when JAX writes it to its compilation cache.
+- Loops of no steps whose body has effects, on one device too: a program that has ordered effects and no callback is called
+  without the token that it takes, or, on several devices, ends the process when JAX writes it to its compilation cache.
 """
 
 import operator
@@ -52,9 +52,9 @@ _OPAQUE = frozenset(("pallas_call", "shard_map"))
 def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     """Rewrites a program so that XLA partitions it rightly over a mesh.
 
-    It is `closed` itself if it has none of these operations, or there is only one device.
+    It is `closed` itself if it has none of these operations; on one device, all but loops of no steps stay as they are.
     """
-    if mesh.size == 1:
+    if mesh.size == 1 and not closed.effects:
         return closed
     known: dict[int, Jaxpr] = {}
 
@@ -67,7 +67,11 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
     def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         name = eqn.primitive.name
-        if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
+        if eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
+            yield from inlined_at(eqn, _no_steps(eqn))
+        elif mesh.size == 1:
+            yield replace_jaxprs(eqn, of)
+        elif name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
             yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(xs), **eqn.params))
         elif name == "select_and_scatter_add":
             yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_unsplit(eqn, xs, mesh)), **eqn.params))
@@ -80,8 +84,6 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         elif name == "reduce" and len(eqn.invars) == 2:
             computation = jaxpr_as_fun(eqn.params["jaxpr"])
             yield from inlined_at(eqn, _gathered(lambda a, b: computation(a, b)[0], eqn.params["dimensions"]))
-        elif eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
-            yield from inlined_at(eqn, _no_steps(eqn))
         else:
             yield eqn if name in _OPAQUE else replace_jaxprs(eqn, of)
 

@@ -288,9 +288,8 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
 
 def suited(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
     """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
-    if kernels_matter(placement):
-        return compacted(program)
-    return repaired(program, placement.mesh)
+    program = repaired(program, placement.mesh)
+    return compacted(program) if kernels_matter(placement) else program
 
 
 def body(run: Run) -> Callable[..., Any]:

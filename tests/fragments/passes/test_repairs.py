@@ -134,7 +134,7 @@ def test_jax_cannot_write_a_loop_of_no_steps_with_effects_to_its_cache():
     assert processes.run([sys.executable, "-c", NO_STEPS]).returncode == -signal.SIGSEGV
 
 
-@by_name("policy", [*POLICIES[:1], policies.SingleLearnerCoarse(actors=3, learners=3)])
+@by_name("policy", [policies.GPUOnly(1), policies.GPUOnly(3), policies.SingleLearnerCoarse(actors=3)])
 def test_loops_of_no_steps_have_no_effects(policy):
     """Inside of a loop and a fragment; the program can be written to a cache, and ends without logging anything."""
     log = []
