@@ -321,10 +321,15 @@ def _seeds(experiment: Experiment) -> range:
 
 
 def _commit() -> str:
-    """The commit of this package, if it is in a repository of git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"]
-    try:
+    """The commit of this package, if a repository of git has it; it ends in `+` if the package has changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_recipes.FOLDER.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie in a repository of something else
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py"))
     except (OSError, subprocess.SubprocessError):
         return ""
 
