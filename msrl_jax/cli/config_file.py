@@ -85,7 +85,7 @@ class ConfigFile:
 
 def taken(command: str, argv: Sequence[str]) -> tuple[list[str], ConfigFile, bool]:
     """The arguments without `--config`, `--recipe` and `--print-config`, the file, and whether to print one."""
-    rest, names, prints = list[str](), list[str](), False
+    rest, names, prints, given = list[str](), list[str](), False, dict[str, None]()
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -93,13 +93,15 @@ def taken(command: str, argv: Sequence[str]) -> tuple[list[str], ConfigFile, boo
             value = value if equals else next(words, "")
             if not value or (value.startswith("--") and not equals):
                 raise UsageError(f"{flag} needs a {_NAMES[flag]}")
+            given[flag] = None
             names.append(value if flag == "--config" else str(_recipes.find(value).path))
         elif word in ("--print-config", "--print_config"):
             prints = True
         else:
             rest.append(word)
     if len(names) > 1:
-        raise UsageError(f"--config and --recipe are given {len(names)} times; put the keys of all files into one")
+        fact = f"is given {len(names)} times" if len(given) == 1 else "are both given"
+        raise UsageError(f"{' and '.join(given)} {fact}; put the keys of all files into one")
     return rest, read(names[0]) if names else ConfigFile(), prints
 
 

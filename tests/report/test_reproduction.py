@@ -205,7 +205,7 @@ def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "\nnum_envs = 16\n" in text and "\nhidden_sizes = [16, 16]\n" in text and "recipe" not in text
     assert cli.main(["train", "--recipe", "none"]) == 2 and "no recipe is named 'none'" in capsys.readouterr().err
-    assert cli.main([*words, "--config", "x.toml"]) == 2 and "--config and --recipe are given" in capsys.readouterr().err
+    assert cli.main([*words, "--config", "x.toml"]) == 2 and "--recipe and --config are both given" in capsys.readouterr().err
     assert cli.main(["train", "--recipe"]) == 2 and "--recipe needs a name" in capsys.readouterr().err
     (tmp_path / "x.toml").write_text('recipe = "small"\n')
     assert cli.main(["train", "--config", str(tmp_path / "x.toml")]) == 2
