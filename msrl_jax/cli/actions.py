@@ -34,7 +34,7 @@ from msrl_jax.cli.commands import (
     Reproduce,
     Sweep,
     Train,
-)  # fmt: skip
+)
 from msrl_jax.cli.flags import UsageError
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1

@@ -66,13 +66,18 @@ def estimate(
     def joined(*each: np.ndarray, axis: int = -1) -> Any:
         return statistic(np.concatenate(each, axis=axis), axis=axis)
 
-    value = float(joined(*tasks))
-    if min(map(len, tasks)) < 2:
+    return _bootstrapped(tasks, joined, confidence, seed)
+
+
+def _bootstrapped(samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int) -> Estimate:
+    """A statistic of several samples, `(*samples, axis)`, with an interval for which each is drawn anew by itself."""
+    value = float(statistic(*samples))
+    if min(map(len, samples)) < 2:
         return Estimate(value, math.nan, math.nan)
-    if all(np.ptp(task) == 0 for task in tasks):  # whatever is drawn is the same
+    if all(np.ptp(sample) == 0 for sample in samples):  # whatever is drawn is the same
         return Estimate(value, value, value)
     interval = stats.bootstrap(
-        tasks, joined, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
+        samples, statistic, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
     return Estimate(value, float(interval.low), float(interval.high))
@@ -112,16 +117,7 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
         wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
         return np.mean(wins, axis=0)
 
-    samples = [x for x, _ in pairs] + [y for _, y in pairs]
-    value = float(above(*samples))
-    if min(map(len, samples)) < 2:
-        return Estimate(value, math.nan, math.nan)
-    if all(np.ptp(x) == 0 for x in samples):
-        return Estimate(value, value, value)
-    interval = stats.bootstrap(
-        samples, above, n_resamples=_RESAMPLES, vectorized=True, method="percentile", rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
-    return Estimate(value, float(interval.low), float(interval.high))
+    return _bootstrapped([x for x, _ in pairs] + [y for _, y in pairs], above, 0.95, seed)
 
 
 @dataclasses.dataclass(frozen=True)
