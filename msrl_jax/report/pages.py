@@ -20,7 +20,7 @@ from msrl_jax import _recipes, _suites
 from msrl_jax._recipes import Recipe, Record
 from msrl_jax.experiment.folder import write_text
 from msrl_jax.experiment.history import last_known
-from msrl_jax.report.statistics import Estimate, estimate, mean
+from msrl_jax.report.statistics import Estimate, estimate, mean, probability_of_improvement
 
 _PUBLISHED = Path("published", "returns.toml")
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
@@ -44,6 +44,11 @@ class Row:
     def algo(self) -> str:
         """The name of the algorithm."""
         return str(self.recipe.values["algo"])
+
+    @property
+    def variant(self) -> str:
+        """The algorithm with its options, as the name of the recipe has it: `dqn-c51` of `dqn-c51-cartpole`."""
+        return self.recipe.name.rpartition("-")[0] or self.algo
 
     @property
     def env(self) -> str:
@@ -167,7 +172,32 @@ def _suite(suite: str, found: Sequence[Row]) -> str:
     parts = [f"# Results on {suite}", "", _ABOUT]
     for env, own in _grouped(found, lambda row: row.env):
         parts += ["", f"## {env}", "", f"![{env}]({_file(suite)}-{_file(env)}.svg)", _table(own)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_improvements(found), ""])
+
+
+def _improvements(found: Sequence[Row]) -> list[str]:
+    """A table of every pair of variants that have environments in common at equal steps; nothing if there is none."""
+    scores = {variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
+              for variant, own in _grouped(found, lambda row: row.variant)}  # fmt: skip
+
+    def cell(ours: str, theirs: str) -> str:
+        tasks = [task for task in scores[ours] if task in scores[theirs]] if ours != theirs else []
+        if not tasks:
+            return ""
+        pairs = ([np.array(scores[name][task].record.last) for task in tasks] for name in (ours, theirs))
+        found = probability_of_improvement(*pairs)
+        return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}] ({len(tasks)})"
+
+    cells = [[cell(name, other) for other in scores] for name in scores]
+    if not any(map(any, cells)):
+        return []
+    return [
+        "", "## Which is better", "",
+        "The probability that a run of the algorithm of a row ends training with a higher return than one of that of a column,",
+        "with its interval, over the environments that both have at equal steps (how many).", "",
+        _line(["", *scores]), "|---" * (len(scores) + 1) + "|",
+        *(_line([name, *row]) for name, row in zip(scores, cells, strict=True)),
+    ]  # fmt: skip
 
 
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -66,6 +66,23 @@ def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():
     np.testing.assert_array_equal([middle[0], low[0], high[0]], [5.0, 4.0, 6.0])
 
 
+def test_a_suite_says_which_variant_is_better(mine, tmp_path):
+    """By hand: 4 and 6 against 5 and 5, against 3 and 3; at other steps there is nothing to compare."""
+    others = {"ppo-wide-cartpole": [5.0, 5.0], "dqn-cartpole": [3.0, 3.0], "pqn-cartpole": [9.0, 9.0]}
+    (mine / "mine.toml").rename(mine / "ppo-cartpole.toml")
+    (mine / "mine.json").rename(mine / "ppo-cartpole.json")
+    for name, last in others.items():
+        values = VALUES | {"total_steps": 100_000 if name == "pqn-cartpole" else VALUES["total_steps"]}
+        (mine / f"{name}.toml").write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()))
+        dataclasses.replace(RECORD, recipe=name, settings=values, last=last).write(mine / f"{name}.json")
+    write_pages(tmp_path)
+    lines = (tmp_path / "results" / "classic-control.md").read_text().splitlines()
+    table = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in (x.split("|") for x in lines) if len(cells) == 7}
+    assert list(table) == ["", "---", "dqn", "ppo", "ppo-wide", "pqn"]
+    assert table["ppo"] == ["1.00 [1.00, 1.00] (1)", "", "0.50 [0.00, 1.00] (1)", ""]
+    assert table["pqn"] == [""] * 4
+
+
 def test_suites_are_found_by_the_environment():
     def suite(env):
         return Row(Recipe("mine", Path(), "", VALUES | {"env": env}), RECORD, ()).suite
