@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 
+from msrl_jax.envs.host import processors
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
-
-ROOT = Path(__file__).parents[1]
+from msrl_jax.report.provenance import commit, processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,19 +164,7 @@ def others_seconds(peer: int) -> float | None:
 
 def machine() -> dict[str, Any]:
     """The processor, the number of cores that this process may use, and JAX's device."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": names[0] if names else platform.processor(), "cores": cores, "device": jax.devices()[0].device_kind}
-
-
-def commit() -> str:
-    """The commit of msrl_jax; it ends in `+` if the package has changes."""
-    git = ["git", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changes = subprocess.run([*git, "status", "--porcelain", "msrl_jax"], capture_output=True, text=True).stdout
-    return found + "+" * bool(changes)
+    return {"cpu": processor(), "cores": processors(), "device": jax.devices()[0].device_kind}
 
 
 def our_versions() -> dict[str, str]:

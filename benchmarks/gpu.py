@@ -19,12 +19,13 @@ from typing import Any
 
 import compare_rejax
 import jax
-from comparison import Setting, chosen, commit, compare, machine, our_versions, rewrite
+from comparison import Setting, chosen, compare, machine, our_versions, rewrite
 
 import msrl_jax as msrl
 from msrl_jax import _suites
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.report.bench import calibrated_chunk, program_runner
+from msrl_jax.report.provenance import commit
 
 PPO = compare_rejax.PPO | compare_rejax.OURS
 MINATAR = PPO | {"activation": "relu", "num_envs": 64, "unroll_length": 128}

@@ -6,8 +6,6 @@ import io
 import itertools
 import math
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.crossing import key_impl
+from msrl_jax.report.provenance import commit, processor
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
 
 SEEDS = 10
@@ -312,7 +311,7 @@ def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgent
         last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
         evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,
         score=experiment.rank_by, seconds={name: round(sum(each), 1) for name, each in parts.items()}, versions=versions(),
-        commit=_commit(), hardware=_hardware(results[0].description["devices"]), date=datetime.date.today().isoformat(),
+        commit=commit(), hardware=_hardware(results[0].description["devices"]), date=datetime.date.today().isoformat(),
     )  # fmt: skip
 
 
@@ -320,23 +319,6 @@ def _seeds(experiment: Experiment) -> range:
     return range(experiment.seed, experiment.seed + experiment.seeds)
 
 
-def _commit() -> str:
-    """The commit of this package, if a repository of git has it; it ends in `+` if the package has changes."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(_recipes.FOLDER.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie in a repository of something else
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py"))
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def _hardware(devices: Mapping[str, Any]) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     about = {name: devices[name] for name in ("platform", "kind", "count")}
-    return about | {"processor": names[0] if names else platform.processor(), "cores": processors()}
+    return about | {"processor": processor(), "cores": processors()}

@@ -1,0 +1,29 @@
+"""Where measured numbers come from: the commit of this package, and the processor."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def commit() -> str:
+    """The commit of this package, if a repository of git has it, else nothing; it ends in `+` if the package has changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie in a repository of something else
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py"))
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def processor() -> str:
+    """The name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
