@@ -16,9 +16,9 @@ TQC = {"distribution": "qr", "num_atoms": 10, "num_updates": 8, "hidden_sizes": 
 
 @pytest.mark.parametrize(("name", "options"), [("sac", {}), ("td3", {}), ("sac", TQC)], ids=["sac", "td3", "tqc"])
 def test_the_pendulum_swings_up_on_all_of_five_seeds(name, options):
-    """The mean return of the episodes that end in the last tenth of 50,000 steps, exploration included."""
+    """The mean return of the episodes that end in the last tenth of 20,000 steps, exploration included."""
     single = algorithms.get(name)(**options).build(envs.make("Pendulum-v1"))
-    length = 50_000 // single.steps_per_iteration
+    length = 20_000 // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])
     keys = jnp.stack([jax.random.key(seed) for seed in range(5)])

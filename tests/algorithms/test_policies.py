@@ -155,13 +155,27 @@ def is_slow(algorithm, env, num_devices, policy):
     return (algorithm, env) in SLOW or not (num_devices == 8 or alone)
 
 
-# Algorithms run on any number of devices, their variants on eight: what a number of devices changes is the same for them.
+def places(index, algorithm, env):
+    """Numbers of devices and policies: all of them for PPO.
+
+    Others run on eight devices under all policies, on fewer under one, and variants on eight under three. These take turns, so
+    all algorithms together see every number of devices under every policy.
+    """
+    policies = msrl.policies.names()
+    if (algorithm, env) == CASES[0]:
+        return [(n, policy) for n in (1, 2, 4, 8) for policy in policies]
+    turned = policies[index % len(policies) :] + policies[: index % len(policies)]
+    if "+" in algorithm:
+        return [(8, policy) for policy in turned[:3]]
+    return [*zip((1, 2, 4), turned, strict=False), *((8, policy) for policy in policies)]
+
+
 MATRIX = [
     pytest.param(
         *case, num_devices, policy, id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
         marks=[pytest.mark.slow] if is_slow(*case, num_devices, policy) else [],
     )
-    for case in CASES for num_devices in ((8,) if "+" in case[0] else (1, 2, 4, 8)) for policy in msrl.policies.names()
+    for index, case in enumerate(CASES) for num_devices, policy in places(index, *case)
 ]  # fmt: skip
 
 
@@ -218,18 +232,9 @@ def test_the_same_training_run(algorithm, env, num_devices, policy):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-# A network per worker makes the most of convolutions; `-m slow` runs the rest.
-IMAGES = [
-    pytest.param(
-        algorithm, env,
-        marks=[] if (algorithm, env) == ("a3c", IMAGE) else [pytest.mark.slow],
-    )
-    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "impala+memory", "es", "pqn") for env in (IMAGE, GRID)
-]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "env"), IMAGES)
+@pytest.mark.parametrize("algorithm", ["ppo", "recurrent_ppo", "a2c", "a3c", "impala", "impala+memory", "es", "pqn"])
+@pytest.mark.parametrize("env", [IMAGE, GRID])
 def test_images_and_grids(algorithm, env):
     agent = build(algorithm, env, num_envs=8, unroll_length=24, hidden_sizes=(8,))
     state, outcomes = jax.jit(agent.init)(jax.random.key(0)), []

@@ -15,6 +15,7 @@ from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, counted, r2d2
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.words import objects
 from msrl_jax.envs.masks import observation_type
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide
@@ -115,9 +116,9 @@ def test_the_error_of_a_sequence_is_between_the_mean_and_the_largest():
 def walk(request):
     """An agent, its config, network and buffer, and its iteration, compiled."""
     config = R2D2(**SMALL | OPTIONS[request.param])
-    agent = config.build(RandomWalk())
-    env = RandomWalk()
-    network = recurrent_q_network(env.observation_space, env.action_space, config, dueling=config.dueling)
+    env, ready = RandomWalk(), objects(config)
+    agent = ready.build(env)
+    network = recurrent_q_network(env.observation_space, env.action_space, ready, dueling=config.dueling)
     buffer = sequence_buffer(observation_type(env), action_type(env.action_space), config, network.initial_carry(()))
     return agent, config, network, buffer, counting(agent, TOTAL)
 

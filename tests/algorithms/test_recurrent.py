@@ -13,6 +13,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.algorithms.networks.cores import named_core
 from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.words import objects
 from tests.support.agents import make_still, still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk
@@ -141,7 +142,7 @@ def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
     over = {"gru": "minibatch", "lstm": "batch", "min_gru": "minibatch"}[request.param]
     config = RecurrentPPO(**SMALL, core=request.param, clip_value=0.1, normalize_advantage=over)
-    agent = still(config.build(RandomWalk()))
+    agent = still(objects(config).build(RandomWalk()))
     return config, agent, start(agent, 2)
 
 
