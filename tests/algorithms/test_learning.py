@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def returns(env, total_steps, seeds, name="ppo", **overrides):
     """Mean return of the episodes that ended in each tenth of training. `[seeds, 10]`"""
-    one = algorithms.get(name)(**overrides).build(envs.make(env) if isinstance(env, str) else env)
+    one = algorithms.build(algorithms.get(name)(**overrides), envs.make(env) if isinstance(env, str) else env)
     length = total_steps // one.steps_per_iteration
     agent = counted(one, length)
     train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
