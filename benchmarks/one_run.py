@@ -56,13 +56,15 @@ def draw(runs: dict[Name, History], path: Path) -> None:
         for number, names in enumerate(equal(runs)):
             style = {"color": f"C{number}", "lw": 1.2, "alpha": 0.8}
             for name in names:
-                run, label = runs[name], f"{len(names)} runs, equal bits" if name == names[0] else None
-                left.plot(run["step"], run["episode_return"], label=label, **style)
-                right.plot(run["step"], np.maximum(difference(run["value_loss"], reference["value_loss"]), 1e-9), **style)
-        left.set(title=f"{len(runs)} runs of PPO on CartPole-v1", xlabel="environment steps", ylabel="return")
+                run, label = runs[name], f"{len(names)} runs with equal bits" if name == names[0] else None
+                apart = np.maximum(difference(run["value_loss"], reference["value_loss"]), 1e-9)
+                left.plot(run["step"] / 1000, run["episode_return"], label=label, **style)
+                right.plot(run["step"] / 1000, apart, **style)
+        left.set(title=f"{len(runs)} runs of PPO on CartPole-v1", ylabel="return")
         left.legend(fontsize=8)
-        right.set(title="relative difference of the value loss", xlabel="environment steps", yscale="log", ylim=(1e-9, 10))
+        right.set(title="relative difference of the value loss", yscale="log", ylim=(1e-9, 1e2))
         for panel in (left, right):
+            panel.set(xlabel="thousand environment steps")
             panel.grid(alpha=0.3)
         figure.savefig(path, format="svg", metadata={"Date": None})
 

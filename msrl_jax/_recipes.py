@@ -4,9 +4,11 @@
     recipes/NAME.json    the record: curves and scores of every seed, which `reproduce` wrote
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import tomllib
@@ -17,6 +19,7 @@ from typing import Any
 from msrl_jax._checks import suggestion
 
 FOLDER = Path(__file__).parent / "recipes"
+_ANEW = " (msrl-jax reproduce, with --update)"
 _OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
 
 
@@ -97,7 +100,8 @@ class Record:
     def write(self, path: Path) -> None:
         """Writes the record beside, and renames it."""
         content = dataclasses.asdict(self)
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in (content | {"sum": _sum(content)}).items()]
+        content["sum"] = _sum(content)
+        lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
         os.replace(partial, path)
@@ -109,11 +113,11 @@ class Record:
             content = json.loads(path.read_text("utf-8"))
             wanted = content.pop("sum")
             record = cls(**content)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise RecordError(f"the record {path} is damaged ({reason}); restore the file, or write it anew") from None
+            raise RecordError(f"the record {path} is damaged ({reason}); restore it, or write it anew{_ANEW}") from None
         if wanted != _sum(content):
-            raise RecordError(f"the record {path} is not what was written; restore the file, or write it anew")
+            raise RecordError(f"the record {path} is not what was written; restore it, or write it anew{_ANEW}")
         return record
 
 
@@ -123,7 +127,11 @@ def _sum(content: Mapping[str, Any]) -> str:
 
 def names() -> tuple[str, ...]:
     """The names of all recipes."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+    return tuple(sorted(_files()))
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem.lower(): path for path in FOLDER.glob("*.toml")}
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
@@ -137,21 +145,34 @@ def matching(patterns: Sequence[str]) -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """Reads a recipe; raises ValueError, which suggests the nearest, if the name is unknown."""
-    if not isinstance(name, str) or name.lower() not in names():
+    """Reads a recipe; raises ValueError, which suggests the nearest, if the name is unknown, or if its file is not a recipe."""
+    files = _files()
+    if not isinstance(name, str) or name.lower() not in files:
         near = suggestion(name, names()) if isinstance(name, str) else ""
         raise ValueError(f"no recipe is named {name!r}{near}; choose from {', '.join(names())}")
-    path = FOLDER / f"{name.lower()}.toml"
-    text = path.read_text("utf-8")
-    head = [line.lstrip("# ") for line in text.splitlines()]
-    count = next(i for i, line in enumerate(text.splitlines()) if not line.startswith("#"))
-    return Recipe(name.lower(), path, " ".join(head[:count]), tomllib.loads(text))
+    path = files[name.lower()]
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        values = {key.replace("-", "_"): value for key, value in tomllib.loads(text).items()}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None
+    for key, kind, example in (("algo", str, '"ppo"'), ("env", str, '"CartPole-v1"'), ("total_steps", int, "500_000")):
+        if type(values.get(key)) is not kind:
+            given = repr(values[key]) if key in values else "missing"
+            raise ValueError(f"{key} is {given} in the recipe {path}; write {key} = {example}, or what it is for")
+    lines = text.splitlines()
+    head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return Recipe(name.lower(), path, " ".join(line.lstrip("# ") for line in head), values)
 
 
 def of_pair(algo: str, env: str) -> Recipe | None:
-    """The recipe for an algorithm and an environment, if there is one."""
-    found = (find(name) for name in names() if name.startswith(f"{algo.replace('_', '-')}-"))
-    return next((recipe for recipe in found if (recipe.values["algo"], recipe.values["env"]) == (algo, env)), None)
+    """The recipe for an algorithm and an environment, if there is one; files that are not recipes are passed over."""
+    for name in names():
+        with contextlib.suppress(ValueError):
+            recipe = find(name)
+            if (recipe.values["algo"], recipe.values["env"]) == (algo, env):
+                return recipe
+    return None
 
 
 def record_of(recipe: Recipe) -> Record | None:
@@ -169,7 +190,7 @@ def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Non
     if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
         before, after = (settings.get(changed[0], "the default") for settings in (was, now))
         raise RecordError(
-            f"the record of {name} is of {changed[0]}={before}, and the recipe has {after}: it is of another version of this "
-            "package; write the record anew"
+            f"the record of {name} is of {changed[0]}={before}, and the recipe has {after} now; write the record anew: "
+            f"msrl-jax reproduce {name} --update"
         )
 

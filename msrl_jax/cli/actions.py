@@ -275,12 +275,17 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     from msrl_jax.experiment.hooks import seconds
     from msrl_jax.report import pages, reproduce
 
+    if args.update and not os.access(_recipes.FOLDER, os.W_OK):
+        raise UsageError(f"--update cannot write to {_recipes.FOLDER}; leave it out, and take the record from {args.out}")
+    if args.pages is not None:
+        for name in set(_recipes.names()) - set(names):
+            _recipes.record_of(_recipes.find(name))  # what is damaged is told before anything is trained
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:
         options = _options(args, "names", "update", "pages", "out", "time_limit")
         left = None if ends is None else max(1e-3, ends - time.monotonic())
-        each = reproduce(name, **options, out=args.out / name, time_limit=left)
+        each = reproduce(name, **options, compare=_can_compare(args, name), out=args.out / name, time_limit=left)
         print(each, flush=True)
         found.append(each.summary())
         if each.record is None:
@@ -296,6 +301,18 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     return code
 
 
+def _can_compare(args: Reproduce, name: str) -> bool:
+    """Whether a recipe has a record to compare with. One that is damaged, or of other settings, is no error with `--update`."""
+    recipe = _recipes.find(name)
+    try:
+        return _recipes.record_of(recipe) is not None
+    except _recipes.RecordError as error:
+        if not args.update:
+            raise
+        print(f"the old record is not compared with: {error}", file=sys.stderr)
+        return False
+
+
 def _copy(args: Copy, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms
 
@@ -309,7 +326,11 @@ def _list_recipes(args: List) -> int:
     rows = []
     for recipe in map(_recipes.find, _recipes.names()):
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
-        record = _recipes.record_of(recipe)
+        try:
+            record = _recipes.record_of(recipe)
+        except _recipes.RecordError as error:
+            record = None
+            print(f"warning: {error}", file=sys.stderr)
         if record is not None:
             about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
             about |= {"seconds": record.seconds["wall"], "cores": record.hardware["cores"]}

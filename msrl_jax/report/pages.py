@@ -24,6 +24,7 @@ from msrl_jax.report.statistics import Estimate, estimate, mean, probability_of_
 
 _PUBLISHED = Path("published", "returns.toml")
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
+_MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
 _POINTS = 50  # of a curve in a figure
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
 _ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
@@ -87,9 +88,18 @@ def rows() -> list[Row]:
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Writes the pages and figures of all recipes that have a record, and removes those of others; gives the files."""
+    """Writes the pages and figures of all recipes that have a record, and removes what it wrote before of others.
+
+    Args:
+      folder: where `results.md` and `results/` belong.
+
+    Returns:
+      The files.
+
+    Raises:
+      ValueError: if one of the files exists, and something else wrote it.
+    """
     found, place = rows(), folder / "results"
-    place.mkdir(parents=True, exist_ok=True)
     texts = {folder / "results.md": _index(found)}
     for algo, own in _grouped(found, lambda row: row.algo):
         texts[place / f"{algo}.md"] = _algorithm(algo, own)
@@ -98,11 +108,19 @@ def write_pages(folder: Path) -> list[Path]:
         texts[place / f"{_file(suite)}.md"] = _suite(suite, own)
         for env, each in _grouped(own, lambda row: row.env):
             texts[place / f"{_file(suite)}-{_file(env)}.svg"] = _figure([(row.recipe.name, row) for row in each], each[0])
+    if others := [path for path in texts if path.exists() and not _is_ours(path)]:
+        raise ValueError(f"--pages would overwrite {others[0]}, which it did not write; name another folder, or move the file")
+    place.mkdir(parents=True, exist_ok=True)
     for old in {*place.glob("*.md"), *place.glob("*.svg")} - texts.keys():
-        old.unlink()
+        if _is_ours(old):
+            old.unlink()
     for path, text in texts.items():
-        write_text(path, text)
+        write_text(path, f"{text}{_MARK}\n")
     return list(texts)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and path.read_bytes().rstrip().endswith(_MARK.encode())
 
 
 def _grouped(found: Iterable[Row], key: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from msrl_jax.experiment.arguments import experiment_of, resolve_policy
 from msrl_jax.experiment.callbacks import Progress
 from msrl_jax.experiment.evaluate import make_evaluator
 from msrl_jax.experiment.folder import replacing, versions
+from msrl_jax.experiment.history import last_known
 from msrl_jax.experiment.hooks import seconds as read_seconds
 from msrl_jax.experiment.memory import memory_of
 from msrl_jax.experiment.result import Result
@@ -78,7 +80,8 @@ class BestAgents:
     def begin(self, run: Run) -> None:
         """Reads what an earlier process of the run kept: the same evaluation again would change nothing."""
         assert run.path is not None
-        if (run.path / _BEST).exists():
+        name = f"eval_{run.experiment.rank_by}"
+        if (run.path / _BEST).exists() or any(np.isfinite(row.get(name, math.nan)).any() for row in run.rows):
             self.read(run.path)
 
     def after(self, run: Run) -> None:
@@ -102,7 +105,12 @@ class BestAgents:
             np.savez(file, *self.leaves, scores=self.scores, steps=self.steps)
 
     def read(self, path: Path) -> None:
-        """Reads the file of a run; raises RecordError if it is damaged."""
+        """Reads the file of a run; raises RecordError if it is damaged or missing."""
+        if not (path / _BEST).exists():
+            raise RecordError(
+                f"{path} has no {_BEST}: the file was removed, or something else trained the run; delete the folder, or name "
+                "another one"
+            )
         try:
             with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:
                 self.scores, self.steps = file["scores"], file["steps"]
@@ -120,6 +128,11 @@ class BestAgents:
 
         try:
             key = (jax.vmap(fold) if many else fold)(experiment.key)
+            shapes = [np.shape(x)[many:] for x in self.leaves]
+            wanted = [jax.eval_shape(_data_of, like).shape for like in behavior.taken]
+            if shapes != wanted or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
+                name = f"{_BEST} of the seeds from {experiment.seed} on"
+                raise RecordError(f"{name} is of another agent; delete its folder, and reproduce it again")
             leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
             return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
         finally:
@@ -127,8 +140,11 @@ class BestAgents:
 
 
 def _data(leaf: jax.Array) -> np.ndarray:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return np.asarray(_data_of(leaf))
+
+
+def _data_of(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _leaf(data: np.ndarray, like: Any) -> jax.Array:
@@ -217,6 +233,7 @@ def reproduce(
     seeds: int | None = None,
     seed: int | None = None,
     out: str | os.PathLike | None = None,
+    compare: bool = True,
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     time_limit: float | str | None = None,
@@ -232,7 +249,8 @@ def reproduce(
       seeds: the number of seeds; as many as the record has if None, or 10 without a record.
       seed: the first seed; that of the record if None, or 0.
       out: folder of its runs and of the new record, `NAME.json`; `reproduced/NAME` if None.
-      policy: as in `train`.
+      compare: whether to read the record of the recipe, and compare with it.
+      policy: as in `train`; that of the recipe if None, or the usual one.
       devices: as in `train`.
       time_limit: as in `train`, for all seeds together.
       progress: as in `train`.
@@ -243,26 +261,35 @@ def reproduce(
       means at 1%, so that in at most 2% of the cases the same scores are said not to agree.
 
     Raises:
-      ValueError: on an unknown name, a folder that holds something else, or a damaged record; if there are several processes.
+      ValueError: on an unknown name, a folder that holds something else, or a damaged record; on a recipe that is not one
+        setting with evaluations; if there are several processes, or if no episode of a seed ended.
     """
     if jax.process_count() > 1:
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
     found = _recipes.find(name)
-    recorded, limit = _recipes.record_of(found), None if time_limit is None else read_seconds("time_limit", time_limit)
+    recorded = _recipes.record_of(found) if compare else None
+    limit = None if time_limit is None else read_seconds("time_limit", time_limit)
     base = _experiment(found)
+    if base.has_members:
+        raise ValueError(f"{found.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them")
+    if found.values.get("eval_episodes") == 0:
+        raise ValueError(f"eval_episodes is 0 in {found.path}, and the best agent is chosen by evaluations; leave it out")
     if recorded is not None:  # whose recipe may leave to the defaults what they no longer are
         _recipes.check_same(found.name, recorded.config, base.to_json()["config"])
     known = range(SEEDS) if recorded is None else recorded.seeds
     first = check_seed(known[0] if seed is None else seed)
     count = len(known) if seeds is None else whole("seeds", seeds)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
+    target = path / f"{found.name}.json"
+    if target.exists():
+        Record.read(target)  # what is no record would be lost
     ends = None if limit is None else time.monotonic() + limit
-    where = resolve_policy(base.usual_policy if policy is None else policy)
+    where = resolve_policy(found.values.get("policy", base.usual_policy) if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
-    for numbers in _groups(base, where, devices, first, count):
+    for numbers in _groups(base, where, devices, range(first, first + count), path):
         experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
         hook = BestAgents()
         result = train(
@@ -277,28 +304,51 @@ def reproduce(
         results.append(result)
         agents.append(hook)
     record = _record(found, results, agents)
-    record.write(path / f"{found.name}.json")
+    record.write(target)
     return Reproduction(found.name, record, recorded, "", path)
 
 
 def _groups(
-    base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, first: int, count: int
+    base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, seeds: range, path: Path
 ) -> list[range]:
-    """The seeds, in groups of about equal size that memory holds side by side; one by one if the host simulates."""
+    """The seeds, in groups of about equal size that memory holds side by side; one by one if the host simulates.
+
+    Groups that have a folder stay as they are, although memory may have become less since.
+    """
     try:
         at_once = 1 if is_on_host(base.environment) else memory_of(base, policy, devices)[0]
     finally:
         release(base.behavior.agent.env)
-    number = math.ceil(count / at_once)
-    bounds = [first + round(i * count / number) for i in range(number + 1)]
-    return [range(low, high) for low, high in itertools.pairwise(bounds)]
+    parts = [re.fullmatch(r"seeds-(\d+)-(\d+)", folder.name) for folder in path.glob("seeds-*-*")]
+    begun = sorted((int(match[1]), int(match[2]) + 1) for match in parts if match)
+    groups, at = list[range](), seeds.start
+    while at < seeds.stop:
+        if known := [end for start, end in begun if start == at < end <= seeds.stop]:
+            groups.append(range(at, known[-1]))
+        else:
+            stop = next((start for start, end in begun if at < start < end <= seeds.stop), seeds.stop)
+            number = math.ceil((stop - at) / at_once)
+            bounds = [at + round(i * (stop - at) / number) for i in range(number + 1)]
+            groups += [range(low, high) for low, high in itertools.pairwise(bounds)]
+        at = groups[-1].stop
+    return groups
 
 
 def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents]) -> Record:
     """The record of the runs of a recipe."""
-    experiment, score = results[0].experiment, f"episode_{results[0].experiment.rank_by}"
+    experiment = results[0].experiment
+    names = [f"episode_{experiment.rank_by}", f"eval_{experiment.rank_by}"]  # agents that learn from data have no episodes
+    for result in results:
+        if not any(name in result.history for name in names):
+            raise RecordError(f"the history of {result.folder} is lost; delete the folder, and reproduce it again")
+    score = next(name for name in names if name in results[0].history)
     curves = np.concatenate([np.reshape(r.history[score], (len(r.history["step"]), -1)) for r in results], axis=1).T
+    seeds = [s for r in results for s in _seeds(r.experiment)]
     last = np.concatenate([np.atleast_1d(r.final(score)) for r in results])
+    last = np.where(np.isnan(last), [last_known(curve)[-1] for curve in curves], last)  # if none ended in the last tenth
+    if np.isnan(last).any():
+        seed = seeds[int(np.argmax(np.isnan(last)))]
+        raise ValueError(f"{found.name} has no score: seed {seed} ended no episode with a {experiment.rank_by}; train longer")
     best = np.concatenate([each.play(r.experiment, EPISODES) for r, each in zip(results, agents, strict=True)])
     evaluated = np.isfinite(np.reshape(results[0].history["eval_return"], (curves.shape[1], -1))[:, 0]).tolist()
     parts = {"wall": [r.wall_seconds for r in results], "compile": [r.compile_seconds for r in results]}
@@ -306,7 +356,7 @@ def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgent
     steps = results[0].history["step"].astype(int).tolist()
     return Record(
         recipe=found.name, settings=dict(found.settings), config=experiment.to_json()["config"], steps=steps,
-        seeds=[s for r in results for s in _seeds(r.experiment)],
+        seeds=seeds,
         returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
         last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
         evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,

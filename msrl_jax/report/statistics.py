@@ -17,6 +17,8 @@ Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
 
 FALSE_ALARM = 0.01  # probability with which `agreement` finds a difference where there is none
 _RESAMPLES = 2_000
+_PERMUTATIONS, _BATCH = 20_000, 1_000  # of them at a time
+_SAME = 1e-6  # relative difference of means that are the same
 _TRIMMED = 0.25  # part of the scores that an interquartile mean leaves out at each end
 
 
@@ -59,8 +61,9 @@ def estimate(
       The estimate. Without an interval if a task has fewer than two scores.
 
     Raises:
-      ValueError: if there are no tasks, or no scores of one, or if a score is not finite.
+      ValueError: if there are no tasks, or no scores of one, or if a score is not finite, or on a confidence that is none.
     """
+    _check_share("confidence", confidence)
     tasks = _checked(scores)
 
     def joined(*each: np.ndarray, axis: int = -1) -> Any:
@@ -110,7 +113,10 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
     Raises:
       ValueError: if there are not equally many tasks, and as in `estimate`.
     """
-    pairs = list(zip(_checked(ours), _checked(theirs), strict=True))
+    ours, theirs = _checked(ours), _checked(theirs)
+    if len(ours) != len(theirs):
+        raise ValueError(f"there are {len(ours)} tasks of ours and {len(theirs)} of theirs; give the scores of the same tasks")
+    pairs = list(zip(ours, theirs, strict=True))
 
     def above(*each: np.ndarray, axis: int = -1) -> Any:
         halves = zip(each[: len(pairs)], each[len(pairs) :], strict=True)
@@ -125,7 +131,8 @@ class Agreement:
     """Whether the means of two sets of scores agree.
 
     Attributes:
-      verdict: "agrees", "does not agree", or "too few" if no difference could have been found.
+      verdict: "agrees", "does not agree", or "too few" if no difference could have been found. Means that differ by less
+        than a millionth agree.
       difference: the mean of the first ones without that of the second ones.
       probability: that a difference as large comes from chance alone, by a permutation test.
     """
@@ -150,18 +157,30 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
     Raises:
       ValueError: if there are no scores, or if one is not finite.
     """
+    _check_share("false_alarm", false_alarm)
     x, y = _checked([ours, theirs])
     difference = float(x.mean() - y.mean())
-    if 2 / math.comb(len(x) + len(y), len(x)) > false_alarm:
+    if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # of last bits, such as those of another processor
+        difference = 0.0
+    least = max(2 / math.comb(len(x) + len(y), len(x)), 2 / (_PERMUTATIONS + 1))  # probability that the test can give
+    if least > false_alarm:
         return Agreement("too few", difference, math.nan)
+    if difference == 0:
+        return Agreement("agrees", 0.0, 1.0)
 
     def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
     found = stats.permutation_test(
-        (x, y), apart, vectorized=True, n_resamples=20_000, alternative="two-sided", rng=np.random.default_rng(seed)
-    )
+        (x, y), apart, vectorized=True, n_resamples=_PERMUTATIONS, batch=_BATCH, alternative="two-sided",
+        rng=np.random.default_rng(seed),
+    )  # fmt: skip
     return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name}={value!r} is not between 0 and 1; give a probability, such as 0.01 or 0.95")
 
 
 def _checked(scores: Scores) -> list[np.ndarray]:

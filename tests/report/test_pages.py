@@ -38,10 +38,11 @@ def mine(tmp_path, monkeypatch):
 def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, tmp_path):
     docs = tmp_path / "docs"
     (docs / "results").mkdir(parents=True)
-    (docs / "results" / "old.md").write_text("gone")
+    (docs / "results" / "thesis.md").write_text("stays")
+    (docs / "results" / "old.md").write_text(f"gone {pages._MARK}")
     names = {path.name for path in write_pages(docs)}
     assert names == {"results.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
-    assert not (docs / "results" / "old.md").exists()
+    assert not (docs / "results" / "old.md").exists() and (docs / "results" / "thesis.md").read_text() == "stays"
     index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
     cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
     assert cells in index and "| 12 s, 2 seeds |" in index
@@ -49,6 +50,14 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
         assert part in algorithm
     again = {path.name: path.read_text() for path in write_pages(tmp_path / "again")}
     assert again == {path.name: path.read_text() for path in write_pages(docs)}
+
+
+def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text("mine")
+    assert cli.main(["reproduce", "--pages", str(tmp_path / "docs")]) == 2
+    assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["results.md"]
 
 
 def test_returns_published_at_other_steps_are_left_out(mine):

@@ -1,6 +1,7 @@
 """Recipes are what the command line reads; a reproduction agrees with its record, or says that it does not."""
 
 import dataclasses
+import functools
 import json
 import signal
 import sys
@@ -178,6 +179,91 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
             reproduced(first.folder)
     finally:
         best.write_bytes(was)
+
+
+def test_update_writes_a_damaged_record_anew(folder, first, capsys):
+    (folder / "small.json").write_text("[]")
+    command = ["reproduce", "small", "--seeds", "5", "--out", str(first.folder.parent), "--update", "--progress", "none"]
+    first.folder.rename(first.folder.parent / "small")
+    try:
+        assert cli.main(command) == 0
+    finally:
+        (first.folder.parent / "small").rename(first.folder)
+    told = capsys.readouterr()
+    assert "not compared with: the record" in told.err and "no record" in told.out
+    np.testing.assert_array_equal(scores(_recipes.Record.read(folder / "small.json")), scores(first.record))
+
+
+def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
+    begun, calls = reproduction.train, []
+
+    def interrupt(chunk):
+        calls.append(chunk)
+        if len(calls) == 20:
+            signal.raise_signal(signal.SIGINT)
+
+    def train(*args, callbacks, **options):
+        return begun(*args, callbacks=[*callbacks, interrupt], **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reproduction, "train", train)
+        assert reproduced(tmp_path, seeds=2).verdict == "interrupted"
+    (tmp_path / "seeds-0-1" / "best.npz").unlink()
+    with pytest.raises(_recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
+        reproduced(tmp_path, seeds=2)
+
+
+def test_a_reproduction_overwrites_nothing_else(folder, tmp_path):
+    (tmp_path / "small.json").write_text("my own data")
+    with pytest.raises(_recipes.RecordError, match="damaged"):
+        reproduced(tmp_path)
+    assert (tmp_path / "small.json").read_text() == "my own data"
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        (TOML, "", "algo is missing in the recipe .*small.toml; write algo ="),
+        (TOML, "# only a comment", "algo is missing"),
+        ('"ppo"', '"ppo', "small.toml cannot be read: .*line 3"),
+        ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
+        ('env = "CartPole-v1"\n', "", "env is missing"),
+        ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
+        ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
+        ("eval_episodes = 4", 'policy = "Nowhere"', "Nowhere"),
+    ],
+)
+def test_a_bad_recipe_is_one_sentence_and_stops_no_other(folder, first, tmp_path, was, now, message):
+    (folder / "small.toml").write_text(TOML.replace(was, now))
+    (folder / "ppo-other.toml").write_text(TOML)
+    with pytest.raises(ValueError, match=message):
+        reproduced(tmp_path)
+    assert list(tmp_path.iterdir()) in ([], [folder])
+    (folder / "ppo-other.toml").rename(folder / "ppo-zoo.toml")
+    if "missing" in message or "read" in message or "total" in message:
+        assert _recipes.of_pair("ppo", "CartPole-v1").name == "ppo-zoo"
+
+
+def test_keys_and_names_may_be_written_as_flags_and_in_capitals(folder):
+    text = "\ufeff" + TOML.replace("num_envs", "num-envs").replace("total_steps", "total-steps")
+    (folder / "PPO-Small.toml").write_text(text)
+    assert msrl.recipe("ppo-small") == SMALL and "ppo-small" in _recipes.names()
+
+
+def test_seeds_that_end_no_episode_are_named(folder, tmp_path):
+    text = TOML.replace("12_000", "512").replace('"CartPole-v1"', '"Pendulum-v1"')
+    (folder / "small.toml").write_text(text)
+    with pytest.raises(ValueError, match="small has no score: seed 0 ended no episode with a return; train longer"):
+        reproduced(tmp_path, seeds=2)
+
+
+def test_groups_that_were_begun_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "memory_of", lambda *args: (4, 1, 1))
+    groups = functools.partial(reproduction._groups, SMALL, msrl.policies.GPUOnly(), None)
+    assert groups(range(10), tmp_path) == [range(3), range(3, 7), range(7, 10)]
+    (tmp_path / "seeds-2-6").mkdir()
+    assert groups(range(10), tmp_path) == [range(2), range(2, 7), range(7, 10)]
+    assert groups(range(3, 5), tmp_path) == [range(3, 5)]
 
 
 def test_other_versions_and_hardware_are_named(folder, first):

@@ -92,6 +92,26 @@ def test_a_difference_is_found_where_there_are_enough_seeds():
     assert found.difference == pytest.approx(x.mean() - y.mean())
     few = agreement(x[:3], y[:3])
     assert few.verdict == "too few" and math.isnan(few.probability)
+    assert agreement(x, y, false_alarm=1e-6).verdict == "too few"  # no test of so many permutations could tell
+
+
+def test_means_that_differ_by_rounding_agree():
+    assert agreement(np.full(5, 0.1), np.full(5, 0.1 + 1e-16)) == statistics.Agreement("agrees", 0.0, 1.0)
+    assert agreement(np.full(5, 500.0), np.full(5, 500.0 - 1e-4)).verdict == "agrees"
+    assert agreement(np.full(5, 500.0), np.full(5, 499.0)).verdict == "does not agree"
+
+
+@pytest.mark.parametrize("share", [0, 1, 2, 95, -0.1, math.nan])
+def test_probabilities_that_are_none_are_refused(share):
+    with pytest.raises(ValueError, match=r"false_alarm=.* is not between 0 and 1"):
+        agreement(np.ones(5), np.ones(5), false_alarm=share)
+    with pytest.raises(ValueError, match=r"confidence=.* is not between 0 and 1"):
+        estimate([np.ones(5)], confidence=share)
+
+
+def test_other_tasks_are_refused():
+    with pytest.raises(ValueError, match="there are 1 tasks of ours and 2 of theirs"):
+        statistics.probability_of_improvement([np.ones(3)], [np.ones(3), np.ones(3)])
 
 
 @pytest.mark.parametrize(
