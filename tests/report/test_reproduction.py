@@ -15,6 +15,7 @@ from msrl_jax import _recipes, cli
 from msrl_jax.report import reproduction
 from tests.cli.test_config_file import experiment_of
 from tests.support import processes
+from tests.support.transitions import noise
 
 TOML = """# Small, for tests.
 # Two lines.
@@ -255,6 +256,17 @@ def test_seeds_that_end_no_episode_are_named(folder, tmp_path):
     (folder / "small.toml").write_text(text)
     with pytest.raises(ValueError, match="small has no score: seed 0 ended no episode with a return; train longer"):
         reproduced(tmp_path, seeds=2)
+
+
+@pytest.mark.long
+def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp_path):
+    msrl.data.save(noise(msrl.envs.make("CartPole-v1")), tmp_path / "data.npz")
+    text = f"""algo = "bc"\nenv = "CartPole-v1"\ntotal_steps = 200\ndata = "{tmp_path / "data.npz"}"\nhidden_sizes = [8]\n"""
+    (folder / "small.toml").write_text(text)
+    record = reproduced(tmp_path / "out", seeds=2).record
+    known = np.array(record.returns, float)
+    known = known[:, ~np.isnan(known[0])]
+    assert known.shape == (2, len(record.evaluations)) and np.isfinite(scores(record)).all()
 
 
 def test_groups_that_were_begun_stay(tmp_path, monkeypatch):
