@@ -257,7 +257,7 @@ def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
     want, (second, *later) = plain_update(config, state, rollout, num_updates=1)
     assert min(later) < 0.9 * second
     stopped = dataclasses.replace(config, target_kl=float(second + min(later)) / 2)
-    after, _ = jax.jit(still(stopped.build(RandomWalk())).iteration)(state)
+    after, _ = jax.jit(still(objects(stopped).build(RandomWalk())).iteration)(state)
     assert after.opt_state[1].count - state.opt_state[1].count == 1
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), after.params, want)
 
