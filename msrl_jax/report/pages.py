@@ -30,7 +30,7 @@ _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published"
 _ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
 of 256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
 bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)). *Published* are returns of others at equal
-steps. Curves are means over the seeds with the same intervals."""
+steps, with their wall time on their hardware where they give it. Curves are means over the seeds with the same intervals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,8 @@ def _mean(scores: Sequence[float]) -> Estimate:
 
 def _published(row: dict[str, Any]) -> str:
     spread = f" ± {row['spread']:g}" if "spread" in row else ""
-    return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {row['score']}, {row['about']}"
+    time = f", {row['minutes']:g} min a seed" if "minutes" in row else ""
+    return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {row['score']}, {row['about']}{time}"
 
 
 def _table(found: Sequence[Row], prefix: str = "") -> str:
