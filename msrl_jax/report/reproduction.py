@@ -37,7 +37,7 @@ from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.report.provenance import commit, processor
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
 
-SEEDS = 10
+SEEDS, _MOST_SEEDS = 10, 10_000
 EPISODES = 256  # of the score of the best agent
 _CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations between which the best one is chosen
 _BEST = "best.npz"
@@ -131,12 +131,18 @@ class BestAgents:
             shapes = [np.shape(x)[many:] for x in self.leaves]
             wanted = [jax.eval_shape(_data_of, like).shape for like in behavior.taken]
             if shapes != wanted or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
-                name = f"{_BEST} of the seeds from {experiment.seed} on"
-                raise RecordError(f"{name} is of another agent; delete its folder, and reproduce it again")
+                raise _unusable(experiment, "is of another agent")
+            if any(np.isnan(x).any() for x in self.leaves if np.issubdtype(x.dtype, np.floating)):
+                raise _unusable(experiment, "has nan")
             leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
             return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
         finally:
             release(evaluator.env)
+
+
+def _unusable(experiment: Experiment, fact: str) -> RecordError:
+    name = f"{_BEST} of the seeds from {experiment.seed} on"
+    return RecordError(f"{name} {fact}; delete its folder, and reproduce it again")
 
 
 def _data(leaf: jax.Array) -> np.ndarray:
@@ -277,8 +283,8 @@ def reproduce(
     if recorded is not None:  # whose recipe may leave to the defaults what they no longer are
         _recipes.check_same(found.name, recorded.config, base.to_json()["config"])
     known = range(SEEDS) if recorded is None else recorded.seeds
-    first = check_seed(known[0] if seed is None else seed)
-    count = len(known) if seeds is None else whole("seeds", seeds)
+    count = len(known) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
+    first = check_seed(known[0] if seed is None else seed, count)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
     if target.exists():

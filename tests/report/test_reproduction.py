@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import signal
 import sys
@@ -178,8 +179,27 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
         best.write_bytes(was[:50])
         with pytest.raises(_recipes.RecordError, match=r"best.npz is damaged .* delete .*seeds-0-4"):
             reproduced(first.folder)
+        with np.load(io.BytesIO(was)) as file:
+            found = dict(file)
+        with best.open("wb") as damaged:
+            np.savez(damaged, **{name: x * np.nan if x.dtype == np.float32 else x for name, x in found.items()})
+        with pytest.raises(_recipes.RecordError, match=r"best.npz of the seeds from 0 on .*; delete its folder"):
+            reproduced(first.folder)
     finally:
         best.write_bytes(was)
+
+
+@pytest.mark.parametrize(("given", "message"), [({"seeds": 10**9}, "at most 10000"), ({"seed": 2**32 - 3}, "32 bits")])
+def test_seeds_that_cannot_be_trained_are_refused(folder, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        reproduced(tmp_path, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo-cartpole", "a2c-acrobot", "dqn-cartpole"])
+def test_recipes_agree_with_their_records(name, tmp_path):
+    found = msrl.reproduce(name, out=tmp_path, progress=False)
+    assert found.verdict == "agrees", found
 
 
 def test_update_writes_a_damaged_record_anew(folder, first, capsys):
