@@ -20,8 +20,9 @@ from typing import Any
 
 import jax
 
+import msrl_jax as msrl
 from msrl_jax.envs.host import processors
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit, processor
 
@@ -110,7 +111,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
     load = os.getloadavg()[0]
     config = setting.config | setting.only_ours
     experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
-    program = experiment.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
+    program = experiment.compile(msrl.policies.get("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     flops = sum(f.flops * f.calls for f in program.explain().fragments if f.depth == 0)

@@ -23,7 +23,7 @@ from comparison import Setting, chosen, compare, machine, our_versions, rewrite
 
 import msrl_jax as msrl
 from msrl_jax import _suites
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report.bench import calibrated_chunk, program_runner
 from msrl_jax.report.provenance import commit
 
@@ -98,7 +98,7 @@ def missing(row: Row) -> str | None:
 def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] | None = None) -> dict[str, Any]:
     """Measures a row: steps per second, time to compile, memory, launches, and the least time that the plan predicts."""
     experiment, device = row.experiment, jax.devices()[0]
-    program = experiment.compile(resolve_policy("GPUOnly"), [device])
+    program = experiment.compile(msrl.policies.get("GPUOnly"), [device])
     chunk = calibrated_chunk(experiment, program)
     runner = program_runner(experiment, program, chunk)
     runs = [runner.run(seconds) for _ in range(repeats)]

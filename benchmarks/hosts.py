@@ -21,7 +21,7 @@ import numpy as np
 from comparison import Peer, Setting
 
 import msrl_jax as msrl
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit
 
@@ -55,7 +55,7 @@ class Simulating:
 def training(setting: Setting, policy: str) -> Callable[[float], float]:
     """A runner of training, compiled."""
     experiment = make_experiment(setting.algo, setting.env, overrides=setting.config)
-    program = experiment.compile(resolve_policy(policy), jax.devices()[:1])
+    program = experiment.compile(msrl.policies.get(policy), jax.devices()[:1])
     return program_runner(experiment, program, calibrated_chunk(experiment, program))
 
 

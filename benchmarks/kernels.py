@@ -34,7 +34,11 @@ from msrl_jax.fragments.plan.topologies import gpu_topology
 HERE = Path(__file__).parent
 ITERATIONS = 7  # of a program; a number that no inner loop has
 MEMBERS = [compare_rejax.ppo("CartPole-v1", 4, 128, seeds=2048)]  # too many to time them on a CPU
-PEERS = {"rejax": compare_rejax.SETTINGS + MEMBERS, "purejaxrl": compare_purejaxrl.SETTINGS, "jaxmarl": compare_jaxmarl.settings()}
+PEERS = {
+    "rejax": compare_rejax.SETTINGS + MEMBERS,
+    "purejaxrl": compare_purejaxrl.SETTINGS,
+    "jaxmarl": compare_jaxmarl.settings(),
+}
 
 
 def per_iteration(found: Sequence[Launches], length: int) -> int:

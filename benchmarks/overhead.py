@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+import msrl_jax as msrl
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.guard import Guard
 from msrl_jax.experiment.hooks import Checkpoints
 from msrl_jax.experiment.run import Pace, Run
@@ -23,7 +24,7 @@ KINDS = ("neither", "checkpoint", "guard")
 
 def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> dict:
     """The shares of the rate that checkpoints and the guard take, and the time that training waits for a checkpoint."""
-    experiment, where = make_experiment(algo, env, total_steps=10**15), resolve_policy(policy)
+    experiment, where = make_experiment(algo, env, total_steps=10**15), msrl.policies.get(policy)
     program = experiment.compile(where)
     about, pace = {"rollbacks": [], "eval_every": None, "registers": program.registers}, Pace(10**7, fixed=False)
     run = Run(experiment, where, None, None, about, program, experiment.start(program), pace, (), time.perf_counter())

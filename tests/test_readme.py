@@ -23,7 +23,6 @@ from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.cli import program
 from msrl_jax.envs import registry
 from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.arguments import resolve_policy
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
@@ -368,12 +367,15 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
     assert returns[0] < 40 and np.mean(returns[-len(returns) // 10 :]) > 400
 
     own = msrl.experiment.Experiment(algorithm=namespace["ActorCritic"]())
-    plan = str(own.compile(msrl.policies.SingleLearnerCoarse()).explain())
+    explained = own.compile(msrl.policies.SingleLearnerCoarse()).explain()
+    plan = str(explained)
     printed = [" ".join(line.split()) for line in plan.splitlines()]
     (excerpt,) = blocks(ALGORITHMS, "Reading the plan", "text")
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
+    drawn, now = (set(re.findall(r'data-[^>]*', svg)) for svg in ((ROOT / "docs/plan.svg").read_text(), explained.svg()))
+    assert drawn == now
 
     arguments = ["--algo", "actor_critic:ActorCritic", "--learning-rate", "1e-3,1e-2", "--num-envs", "8", "--out", "run"]
     assert cli.main(["train", *arguments, "--total-steps", "512", "--eval-episodes", "1", "--progress", "none"]) == 0
@@ -506,7 +508,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     assert config.get("learning_rate") == rates.get(given)
     assert "--recipe" in arguments or all(f"--{field.replace('_', '-')}" in arguments for field in config)
     named = getattr(args, "policy", None) or ()
-    for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
+    for policy in map(msrl.policies.get, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 

@@ -170,6 +170,9 @@ def _check_declaration(cls: type) -> None:
     where = f"the config {cls.__name__}"
     if not callable(getattr(cls, "build", None)):
         raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
+    if parents := [base.__name__ for base in cls.__mro__[1:] if base in ALGORITHMS.values()]:
+        fact = f"{where} inherits from the config {parents[0]}, and configs are not subclassed"
+        raise TypeError(f"{fact}; list its fields, and pass those of {parents[0]} on: {parents[0]}(name=self.name).build(env)")
     if "__post_init__" in vars(cls):
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
     for name, kind in typing.get_type_hints(cls).items():
@@ -222,6 +225,9 @@ def _check_fields(self: Any) -> None:
         if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
             value = value.item()
             object.__setattr__(self, f.name, value)
+        if isinstance(value, tuple) and any(isinstance(n, np.integer) for n in value):
+            value = tuple(int(n) if isinstance(n, np.integer) else n for n in value)
+            object.__setattr__(self, f.name, value)
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
@@ -232,6 +238,9 @@ def _check_fields(self: Any) -> None:
             remedy = f"{remedy}, or a schedule, such as 'linear:0.1'"
         if remedy:
             raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
+        if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):
+            # Of NumPy, which computes with few bits, or a fraction, which JSON does not have.
+            object.__setattr__(self, f.name, int(value) if isinstance(value, numbers.Integral) else float(value))
 
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:

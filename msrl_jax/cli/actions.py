@@ -87,13 +87,14 @@ def _folder(place: str, algo: str, *parts: str | None) -> Path:
 
 def check(args: Train, config: dict[str, Any]) -> None:
     """Raises the error of `train` for what is wrong whatever the environment, the data and the devices are."""
-    from msrl_jax.experiment.arguments import experiment_of, resolve_policy
+    from msrl_jax import policies
+    from msrl_jax.experiment.arguments import experiment_of
 
     if not args.resume:  # else the folder has what is not given
         names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
         experiment_of(**{name: getattr(args, name) for name in names}, overrides=config)
     if args.policy is not None:
-        resolve_policy(args.policy)
+        policies.get(args.policy)
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
@@ -232,27 +233,46 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
     if args.envs_per_device is not None and not args.devices:
         raise UsageError("--envs-per-device needs --devices")
+    if args.out is not None:
+        _check_picture(args.out, max(1, len(args.devices)) * (1 + len(args.beside)))
     if args.devices:
         from msrl_jax.fragments.plan.topologies import cpus_of
 
         use_cpu_devices(max(1, *map(cpus_of, args.devices)))
-    from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+    from msrl_jax import policies
+    from msrl_jax.experiment.arguments import make_experiment
+    from msrl_jax.experiment.folder import write_text
+    from msrl_jax.fragments.plan.picture import page_of
     from msrl_jax.report.scaling import format_table, plans
 
     common = {"seeds": args.seeds, "env_params": args.env_params}
-    rows = []
-    if args.devices:
-        rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
+    names, rows = (args.policy, *args.beside), []
+    for name in names if args.devices else ():
+        rows += plans(args.algo, args.env, name, args.devices, args.envs_per_device, **common, **config)
+    experiment = make_experiment(args.algo, args.env, overrides=config, **common)
+    placed = [policies.get(name or experiment.usual_policy) for name in names] if not rows else []
+    found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
+    if args.out is not None:
+        page = found[0].svg() if args.out.suffix == ".svg" else page_of(found, f"{args.algo} on {args.env}")
+        write_text(args.out, page)
     if len(rows) > 1:
         _show(args, [row.to_dict() for row in rows], format_table(rows))
         return 0
-    experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-    policy = resolve_policy(args.policy or experiment.usual_policy)
-    plan = rows[0].plan if rows else experiment.compile(policy).explain()
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
-    _show(args, plan.to_dict() | {"parameters": parts}, "\n".join([str(plan), "", *lines]))
+    data = [plan.to_dict() | {"parameters": parts} for plan in found]
+    _show(args, data if len(data) > 1 else data[0], "\n\n".join([*map(str, found), "\n".join(lines)]))
     return 0
+
+
+def _check_picture(out: Path, number: int) -> None:
+    """Raises UsageError if a picture of so many plans cannot be written."""
+    if out.suffix not in (".html", ".svg"):
+        raise UsageError(f"--out {out}: name a page, such as plan.html, or a picture, such as plan.svg")
+    if out.suffix == ".svg" and number > 1:
+        raise UsageError(f"--out {out}: a picture has one plan, and there are {number}; name a page, such as {out.stem}.html")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
 
 
 def _bench(args: Bench, config: dict[str, Any]) -> int:

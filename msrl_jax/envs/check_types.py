@@ -1,10 +1,13 @@
 """Checks of types, from shapes alone: of results of environments, keys and actions. Messages name the place and the remedy."""
 
-from collections.abc import Mapping
+import os
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
@@ -13,6 +16,10 @@ from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.metrics import check_declared
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)  # fmt: skip
 _NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # no complex numbers, and no keys
 
 
@@ -33,11 +40,11 @@ def check_types(env: Any, several: bool = False) -> None:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
     )
-    state, obs = emitted(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")))
+    state, obs = emitted(lambda key: _called(env.reset, f"{name}.reset", "state, obs", key))
     compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{each}")
 
     def step(key, state, action):
-        return strong(returned(env.step(key, state, action), f"{name}.step", "state, obs, reward, terminated, truncated"))
+        return _called(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
 
     next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, emitted(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
@@ -141,6 +148,40 @@ def check_space(space: Any, where: str) -> None:
         raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
     elif 0 in space.shape:
         raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")
+
+
+def line_of_user(error: BaseException) -> str | None:
+    """The line of an environment's own code that raised an error, `FILE:LINE (function), SOURCE`; None if there is none."""
+    installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
+    if not frames or frames[-1].filename.startswith(ours):
+        return None
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}), `{frames[-1].line}`"
+
+
+def in_short(error: BaseException) -> str:
+    """The first sentence of an error, and what to do if it is that values were asked for while a program is traced."""
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not isinstance(error, _NEEDS_VALUES):
+        return text
+    return (
+        f"{text} Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond in place of "
+        "if, and jax.numpy in place of NumPy and Python's numbers"
+    )
+
+
+def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> tuple:
+    """What a method of an environment returns, traced; raises TypeError if it needs values, or returns what is no array."""
+    try:
+        result = returned(method(*given), where, parts)
+    except _NEEDS_VALUES as error:
+        line = line_of_user(error)
+        raise TypeError(f"{where} fails{f' at {line}' if line else ''}: {in_short(error)}") from error
+    for name, part in zip(parts.split(", "), result, strict=True):
+        for path, leaf in jax.tree.leaves_with_path(part):
+            if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
+                raise TypeError(f"{name}{keystr(path)} of {where} is {leaf!r}; return numbers or arrays of them")
+    return strong(result)
 
 
 def returned(result: Any, where: str, parts: str) -> tuple:

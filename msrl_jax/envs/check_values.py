@@ -1,8 +1,6 @@
 """`check`: tries an environment out, and says in words where it breaks the protocol."""
 
 import dataclasses
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from jax.tree_util import keystr
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
+from msrl_jax.envs.check_types import in_short, line_of_user
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.privileged import with_privileged
@@ -76,9 +75,9 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
         env = with_privileged(env)
         venv = vectorize(env, num_envs)
     except Exception as error:
-        if (line := _line_of_user(error)) is None and not isinstance(error, TypeError | ValueError):
+        if (line := line_of_user(error)) is None and not isinstance(error, TypeError | ValueError):
             raise
-        return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {_in_short(error)}",), ())
+        return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {in_short(error)}",), ())
     key = jax.random.key(seed)
     first, played = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
     again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # another function, so traced again
@@ -86,27 +85,6 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     random = list(_same(name, (first, played), again))
     problems += random or [*_alone(name, played), *_split(venv, key)]  # these compare two programs
     return Report(name, steps * num_envs, int(played["ended"].sum()), tuple(problems), tuple(_notes(env, name, first, played)))
-
-
-def _line_of_user(error: BaseException) -> str | None:
-    """The line of an environment's own code that raised an error, `FILE:LINE (function), SOURCE`; None if there is none."""
-    installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
-    if not frames or frames[-1].filename.startswith(ours):
-        return None
-    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}), `{frames[-1].line}`"
-
-
-def _in_short(error: BaseException) -> str:
-    """The first sentence of an error, and what to do if it is that values were asked for while a program is traced."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    traced = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-    if not isinstance(error, (*traced, jax.errors.NonConcreteBooleanIndexError)):
-        return text
-    return (
-        f"{text} Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond in place of "
-        "if, and jax.numpy in place of NumPy and Python's numbers"
-    )
 
 
 def _act(venv: Any, key: jax.Array, obs: PyTree) -> PyTree:

@@ -10,24 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax import algorithms, data, policies
+from msrl_jax import algorithms, data
 from msrl_jax._checks import check_seed, is_several, whole
-from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.pbt import GivenPBT, read
 from msrl_jax.experiment.spec import Experiment, Settings, check_settings, difference
-from msrl_jax.fragments.placement import DistributionPolicy
-
-
-def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
-    """Looks up a distribution policy: `NAME` or `MODULE:CLASS`, with `:param=value,...` behind it; or a policy."""
-    if not isinstance(policy, str):
-        return policies.get(policy)
-    name, params = parse_spec(policy, prefixes=True)
-    return policies.get(name, **params)
 
 
 def make_experiment(*given: Any, **arguments: Any) -> Experiment:

@@ -76,7 +76,7 @@ class Callbacks:
         """Calls all functions; ends the run if one of them, in any process, returned True."""
         each = run.experiment.steps_per_iteration
         tick = Tick(
-            run.step, run.iteration, run.iterations * each, dict(run.rows[-1]), lambda: processes.to_hosts(run.state()),
+            run.step, run.iteration, run.iterations * each, _read_only(run.rows[-1]), lambda: processes.to_hosts(run.state()),
             run.experiment.behavior.agent.unit, run.resumed_from * each, lambda values: self._set_env_params(run, values),
         )  # fmt: skip
         with processes.together("a callback"):
@@ -117,6 +117,14 @@ class Callbacks:
         run.run_state = replace_sources(run.run_state, replaced)
         if run.finding is None:
             run.changed_at = run.iteration
+
+
+def _read_only(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics whose arrays are views that nobody can write to: the history of the run has them."""
+    views = {name: value.view() for name, value in row.items() if isinstance(value, np.ndarray)}
+    for view in views.values():
+        view.setflags(write=False)
+    return {**row, **views}
 
 
 def _answer(function: Callback, tick: Tick) -> bool:

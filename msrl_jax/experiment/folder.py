@@ -74,6 +74,8 @@ def to_json(value: Any) -> Any:
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
+    if isinstance(value, np.floating):  # an item of a long one is long, too
+        value = float(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return to_json(value.tolist())
     if isinstance(value, float):

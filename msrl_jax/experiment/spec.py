@@ -34,6 +34,8 @@ from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 
+_MOST_SEEDS = 2**20  # of one program
+
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
@@ -88,7 +90,7 @@ class Experiment:
             kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
         object.__setattr__(self, "env_params", self.env_params or None)
-        object.__setattr__(self, "seeds", whole("seeds", self.seeds))
+        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=_MOST_SEEDS))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
         check_settings(self.algorithm, self.settings, self.seeds)
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
@@ -140,7 +142,7 @@ class Experiment:
         check_env(self.algorithm, env)
         if self.rank_by not in (known := ["return", *metrics_of(env)]):
             near = suggestion(self.rank_by, known) if isinstance(self.rank_by, str) else ""
-            raise ValueError(f"rank_by={self.rank_by!r}{near}: {env_name(env)} reports {', '.join(known)}")
+            raise ValueError(f"rank_by={self.rank_by!r}{near}: use what {env_name(env)} reports: {', '.join(known)}")
         if self.has_members and is_on_host(env):
             fields = ", ".join(f"{name}={list(x)}" for name, x in self.settings.items())
             given = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields

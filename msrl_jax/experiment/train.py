@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compiling, _recipes
+from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
-from msrl_jax.experiment.arguments import as_asked, find_folder, opened, resolve_policy
+from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
@@ -153,7 +153,7 @@ def train(
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy
-            where = resolve_policy(usual if policy is None else policy)
+            where = policies.get(usual if policy is None else policy)
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
@@ -162,7 +162,7 @@ def train(
         if progress is not False and processes.is_first():
             tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
             if tuned is not None and isinstance(algo, str | None) and tuned.fields:
-                print(f"these are defaults; settings for this environment: --recipe {tuned.name}", file=sys.stderr)
+                print(f"these are defaults; settings for this environment: the recipe {tuned.name}", file=sys.stderr)
             if policy is None and simulated:
                 print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
@@ -190,7 +190,7 @@ def train(
         _begin(run, saved)
         try:
             loop(run, hooks)
-        except Exception as error:  # such as that of a callback: what was done so far is kept
+        except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
             for problem in [] if processes.is_loss(error) else finish(run, hooks):
                 text = f"the run ends with an error, and could not be saved: {problem}"
                 warnings.warn(text, folder.SaveWarning, stacklevel=2)

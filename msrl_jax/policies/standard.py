@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from msrl_jax import _checks
 from msrl_jax._checks import suggestion
+from msrl_jax._spec import parse_spec
 from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import (
     ACTING,
@@ -266,7 +268,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
 
     Args:
       policy: a name in `POLICIES` (case is ignored); `MODULE:CLASS` of one of your own, whose module is also looked for in the
-        working directory; or a policy, which is returned unchanged.
+        working directory; either with `:key=value,...` behind it; or a policy, which is returned unchanged.
       **parameters: the policy's parameters, such as `learners=2`.
 
     Returns:
@@ -278,17 +280,23 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     """
     if not isinstance(policy, str):
         if not isinstance(policy, DistributionPolicy) or isinstance(policy, type):
-            raise TypeError(f"{policy!r} is no distribution policy: it needs a method layout(devices, sizes)")
+            call = f"make one, {getattr(policy, '__name__', '')}()"
+            remedy = call if isinstance(policy, type) else "it needs a method layout(devices, sizes)"
+            raise TypeError(f"{policy!r} is no distribution policy: {remedy}")
         if parameters:
             raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
         return policy
-    module, colon, rest = policy.partition(":")
-    if colon and module.lower() in map(str.lower, POLICIES):
-        raise ValueError(f"cannot read {rest!r} in {policy!r}; write {module}:key=value,key=value")
+    name, given = parse_spec(policy, prefixes=True)
+    parameters = given | parameters
+    first, colon, rest = name.partition(":")
+    if first.endswith(".py"):
+        raise ValueError(f"policy {policy!r} is a file; name its class: {Path(first).stem}:CLASS")
+    if colon and first.lower() in map(str.lower, POLICIES):
+        raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
-        cls: Any = _checks.imported("policy", policy, "a class with a method layout(devices, sizes)")
+        cls: Any = _checks.imported("policy", name, "a class with a method layout(devices, sizes)")
     else:
-        cls = _checks.find("policy", POLICIES, policy)
+        cls = _checks.find("policy", POLICIES, name)
     fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:

@@ -13,13 +13,14 @@ import jax
 from msrl_jax import algorithms
 from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.folder import describe_devices
 from msrl_jax.experiment.history import first_non_finite
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.policies import get as get_policy
 from msrl_jax.policies.base import spec
 
 _CHUNK_SECONDS = 0.25  # hides the host's work between chunks, and is short enough for slow settings
@@ -244,7 +245,7 @@ def bench(
     given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
-        (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
+        (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), get_policy(policy))
         for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
     for experiment, policy in grid:

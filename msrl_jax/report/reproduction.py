@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _recipes
+from msrl_jax import _recipes, policies
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._recipes import Recipe, Record, RecordError
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.host import processors
-from msrl_jax.experiment.arguments import experiment_of, resolve_policy
+from msrl_jax.experiment.arguments import experiment_of
 from msrl_jax.experiment.callbacks import Progress
 from msrl_jax.experiment.evaluate import make_evaluator
 from msrl_jax.experiment.folder import replacing, versions
@@ -290,7 +290,7 @@ def reproduce(
     if target.exists():
         Record.read(target)  # what is no record would be lost
     ends = None if limit is None else time.monotonic() + limit
-    where = resolve_policy(found.values.get("policy", base.usual_policy) if policy is None else policy)
+    where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
     results, agents = list[Result](), list[BestAgents]()

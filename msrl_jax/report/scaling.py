@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msrl_jax import policies
 from msrl_jax._checks import whole
 from msrl_jax._terminal import table
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
-from msrl_jax.fragments.plan.plan import Plan, size
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.fragments.plan.plan import Plan
+from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.plan.topologies import plan_devices
 from msrl_jax.fragments.runtime.memory import planning_for
 from msrl_jax.policies.base import spec
@@ -67,7 +69,7 @@ def plans(
         with planning_for(there):
             experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
             text = experiment.usual_policy if policy is None else policy
-            placed = resolve_policy(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
+            placed = policies.get(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
             plan = experiment.compile(placed, there).explain()
         num_envs = getattr(experiment.algorithm, "num_envs", None)
         found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan))

@@ -30,7 +30,7 @@ from msrl_jax.experiment.result import Result, of_members
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.plan.plan import size
+from msrl_jax.fragments.plan.text import size
 from msrl_jax.search.space import Stage, Trial
 
 SWEEP = "sweep.json"

@@ -18,6 +18,8 @@ from msrl_jax.algorithms.schedules import is_adaptive, is_path, is_ramp
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
 from msrl_jax.experiment.history import in_words
 
+_MOST_TRIALS = 2**20  # all are known at once
+
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]  # how the trials of a sweep are chosen
 
 
@@ -162,7 +164,7 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
         raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
     if method == "optuna" and importlib.util.find_spec("optuna") is None:
         raise ImportError('method="optuna" needs the package optuna: pip install optuna (or \'msrl-jax[optuna]\')')
-    return None if num is None else whole("num", num)
+    return None if num is None else whole("num", num, most=_MOST_TRIALS)
 
 
 @dataclasses.dataclass(frozen=True)

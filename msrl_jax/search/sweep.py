@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _compiling, algorithms
+from msrl_jax import _compiling, algorithms, policies
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, hooks, processes
-from msrl_jax.experiment.arguments import resolve_policy
 from msrl_jax.experiment.callbacks import Progress, choose_display
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.spec import Experiment, plain_fields
@@ -125,7 +124,7 @@ def sweep(
         algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds,
         rank_by=rank_by, guard="ignore",
     )  # fmt: skip
-    distribution = resolve_policy(base.usual_policy if policy is None else policy)
+    distribution = policies.get(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax import policies
 from msrl_jax._checks import as_path, check_seed, whole, writing
 from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
@@ -38,7 +39,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.experiment import hooks
 from msrl_jax.experiment.agents import fold_keys
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.callbacks import Callback, Tick
 from msrl_jax.experiment.folder import RunFolderError, locked, read_json, to_json, write_json
 from msrl_jax.experiment.guard import DivergedError
@@ -315,7 +316,7 @@ def compete(
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
     if policy is not None:
-        resolve_policy(policy)
+        policies.get(policy)
     new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
     agent = new.behavior.agent
     if not agent.ranked or agent.unit == "updates":

@@ -1,6 +1,7 @@
 """Configs: checked before anything compiles with a remedy, documented, pytrees whose leaves are the tunable numbers."""
 
 import dataclasses
+import fractions
 import math
 
 import jax
@@ -212,6 +213,20 @@ def test_scalars_of_numpy_and_jax_are_numbers():
         assert PPO(discount=one) == PPO(discount=0.5) and not hasattr(PPO(discount=np.array(0.5)).discount, "shape")
     with pytest.raises(ValueError, match=r"or give the list to msrl\.train"):
         PPO(learning_rate=[1e-3, 1e-4])
+
+
+def test_numbers_of_few_bits_and_fractions_become_those_of_python():
+    half = fractions.Fraction(1, 2)
+    given = PPO(unroll_length=np.uint8(128), hidden_sizes=(np.int64(8),), discount=half, num_envs=jnp.int32(4))
+    assert given == PPO(unroll_length=128, hidden_sizes=(8,), discount=0.5, num_envs=4)
+    kinds = [type(x) for x in (given.unroll_length, *given.hidden_sizes, given.discount, given.num_envs)]
+    assert kinds == [int, int, float, int]
+    assert type(PPO(learning_rate=np.longdouble("0.001")).learning_rate) is float and type(PPO(discount=1).discount) is int
+
+
+def test_a_config_is_not_subclassed():
+    with pytest.raises(TypeError, match=r"Own inherits from the config PPO, .*; list its fields, and pass those of PPO"):
+        config("own")(type("Own", (PPO,), {}))
 
 
 def test_minibatches_must_divide_the_unroll():

@@ -117,6 +117,9 @@ MISTAKES = [
     (["train", "extra"], "unexpected argument 'extra'"),
     (["evaluate", "no/such/run"], "there is no folder no/such/run"),
     (["explain", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
+    (["explain", "--out", "plan.png"], "name a page, such as plan.html"),
+    (["explain", "--beside", "Central", "--out", "plan.svg"], "there are 2; name a page, such as plan.html"),
+    (["explain", "--out", "nowhere/plan.svg"], "there is no folder"),
     (["bench", "--repeats", "0"], "repeats=0"),
     (["bench", "--seconds", "nan"], "seconds=nan"),
     (["bench", "--num-envs"], "--num-envs has no value"),
@@ -167,6 +170,14 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
         assert main(arguments) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= columns and any(line.startswith("  learn") for line in lines)
+
+
+def test_explain_draws_plans_side_by_side(capsys, tmp_path):
+    out = tmp_path / "plans.html"
+    policies = ["--policy", "GPUOnly:num_devices=1", "--beside", "SingleLearnerCoarse:learners=1,actors=1", "--json"]
+    assert main(["explain", *TINY, *policies, "--out", str(out)]) == 0
+    plans = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert out.read_text().count("<figure>") == len(plans) == 2 and all(plan["policy"] in out.read_text() for plan in plans)
 
 
 def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):

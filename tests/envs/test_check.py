@@ -161,7 +161,17 @@ class Branching(Walk):
 def test_a_line_that_cannot_be_traced_is_named_with_a_remedy():
     (problem,) = envs.check(Branching()).problems
     line = f"{__file__}:{Branching.step.__code__.co_firstlineno + 1} (step), `if action == 0:`"
-    assert f"Branching fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
+    assert f"Branching.step fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
+
+
+def test_what_is_no_array_is_named():
+    class Words(Walk):
+        def step(self, key, state, action):
+            state, obs, _, *ends = super().step(key, state, action)
+            return state, obs, "1", *ends
+
+    with pytest.raises(TypeError, match=r"reward of Words\.step is '1'; return numbers or arrays of them"):
+        envs.vectorize(Words(), 2)
 
 
 def test_a_class_in_place_of_an_environment_is_refused():

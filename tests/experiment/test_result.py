@@ -8,7 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.experiment import Result
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from tests.support.training_envs import Lottery
 
 
@@ -100,7 +100,7 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert_same_state(loaded.registers, jax.device_get(stale.registers))
 
     setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, overrides=tiny)
-    program = setup.compile(resolve_policy(stale.description["policy"]), jax.devices()[:2])
+    program = setup.compile(msrl.policies.get(stale.description["policy"]), jax.devices()[:2])
     original, _ = program.run(msrl.Delayed(stale.run_state, stale.registers), 1)
     resumed, metrics = program.run(msrl.Delayed(loaded.run_state, loaded.registers), 1)
     assert_same_state(resumed, original)

@@ -7,7 +7,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import codecs
 from msrl_jax._checks import as_path
-from msrl_jax.experiment.arguments import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.callbacks import check_callbacks
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 
@@ -23,13 +23,13 @@ SPECS = [
 
 @pytest.mark.parametrize(("spec", "policy"), SPECS)
 def test_codecs_are_written_as_words_calls_and_dictionaries(spec, policy):
-    assert resolve_policy(spec) == policy == resolve_policy(base.spec(policy))
+    assert msrl.policies.get(spec) == policy == msrl.policies.get(base.spec(policy))
 
 
 @pytest.mark.parametrize("text", ["learners=1+1", "learners=[", "trajectory_codec={**x}"])
 def test_an_unreadable_value_is_refused(text):
     with pytest.raises(ValueError, match="cannot read"):
-        resolve_policy(f"SingleLearnerCoarse:{text}")
+        msrl.policies.get(f"SingleLearnerCoarse:{text}")
 
 
 @pytest.mark.parametrize("name", [None, 3, ["ppo"]])

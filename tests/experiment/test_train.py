@@ -2,6 +2,7 @@ import dataclasses
 import json
 import re
 import signal
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +83,11 @@ def test_evaluations_happen_when_due_and_at_the_end(tiny, one_device):
     assert run.history["eval_return"][-1] == run.evaluation.mean_return
 
 
-@pytest.mark.parametrize(("name", "value"), [("total_steps", "100"), ("total_steps", 99.5), ("chunk", True), ("seed", 2**32)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("total_steps", "100"), ("total_steps", 99.5), ("chunk", True), ("seed", 2**32), ("seeds", 10**9)]
+)
 def test_an_invalid_number_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"{name}={value!r}: (use an integer of at least 1|a seed has 32 bits)"):
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: (use an integer of at (least 1|most)|a seed has 32 bits)"):
         msrl.train(**{name: value})
 
 
@@ -108,6 +111,27 @@ def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_
             "ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=[lambda tick, true=true: true],
             eval_episodes=0, progress=False, **tiny,
         ).status == "stopped"  # fmt: skip
+
+
+def test_a_callback_changes_no_history(tiny, one_device):
+    def change(tick):
+        tick.metrics["value_loss"][...] = 7
+
+    with pytest.raises(ValueError, match="read-only"):
+        msrl.train(
+            "ppo", ENV, total_steps=128, seeds=2, chunk=1, devices=one_device, callbacks=[change], eval_episodes=0,
+            progress=False, **tiny,
+        )  # fmt: skip
+
+
+def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
+    options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
+    with pytest.raises(SystemExit):
+        msrl.train(
+            "ppo", ENV, total_steps=256, out=tmp_path / "run", callbacks=[lambda tick: tick.step == 128 and sys.exit(3)],
+            **options, **tiny,
+        )  # fmt: skip
+    assert msrl.Result.load(tmp_path / "run").history["step"][-1] == 128
 
 
 def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):

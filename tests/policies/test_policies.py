@@ -159,3 +159,13 @@ def test_unknown_policies_and_parameters_suggest_the_nearest():
         msrl.policies.get("SingleLearnerCoarse", learner=2)
     with pytest.raises(TypeError, match="no distribution policy"):
         msrl.policies.get(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"no distribution policy: make one, GPUOnly\(\)"):
+        msrl.policies.get(msrl.policies.GPUOnly)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'mine\.py' is a file; name its class: mine:CLASS"):
+        msrl.policies.get("mine.py")
+
+
+def test_parameters_are_given_as_text_or_by_keyword():
+    wanted = msrl.policies.SingleLearnerCoarse(learners=2, staleness=1)
+    assert msrl.policies.get("singlelearnercoarse:learners=2,staleness=1") == wanted
+    assert msrl.policies.get("SingleLearnerCoarse:learners=4,staleness=1", learners=2) == wanted

@@ -335,7 +335,7 @@ def test_defaults_name_the_recipe_of_their_environment(folder, capsys):
     (folder / "small.toml").rename(folder / "ppo-cart.toml")
     options = {"total_steps": 4096, "eval_episodes": 0, "progress": "lines"}
     msrl.train("ppo", "CartPole-v1", **options)
-    assert capsys.readouterr().err.startswith("these are defaults; settings for this environment: --recipe ppo-cart\n")
+    assert capsys.readouterr().err.startswith("these are defaults; settings for this environment: the recipe ppo-cart\n")
     msrl.train("ppo", "CartPole-v1", learning_rate=1e-3, **options)
     assert "--recipe" not in capsys.readouterr().err
 

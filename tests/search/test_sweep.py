@@ -71,6 +71,7 @@ MISTAKES = [
     ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
     ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
     ({"learning_rate": "log:1e-4:1e-2", "method": "sobol"}, "needs num="),
+    ({"learning_rate": "log:1e-4:1e-2", "num": 10**9}, "num=1000000000: use an integer of at most"),
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
     ({"learning_rate": []}, "there are no values"),
     ({"activation": envs.uniform(0, 1)}, "it is no number"),

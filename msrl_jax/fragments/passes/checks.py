@@ -24,6 +24,8 @@ from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layou
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     """The devices as a tuple, if each is a device and appears once."""
+    if isinstance(devices, np.ndarray):  # such as those of a mesh
+        devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:

@@ -16,7 +16,8 @@ from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, 
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
 from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
-from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
+from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan
+from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.runtime.memory import lacking_memory
 
 # With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.

@@ -1,15 +1,13 @@
 """The plan of a compiled training loop: plain data that prints as a text table."""
 
 import dataclasses
-import functools
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msrl_jax._terminal import paragraph, table
 from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
 from msrl_jax.fragments.plan.kernels import Launches
+from msrl_jax.fragments.plan.picture import svg_of
+from msrl_jax.fragments.plan.text import table_of
 
 
 @dataclass(frozen=True)
@@ -157,141 +155,12 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as tables that fit the terminal; arrays of one subtree that cross alike share a row."""
-        return _table(self)
+        return table_of(self)
 
+    def svg(self) -> str:
+        """The plan as a picture, an `<svg>` element: placements as lanes, programs as boxes, what crosses as arrows."""
+        return svg_of(self)
 
-def size(nbytes: int) -> str:
-    """A readable number of bytes, such as `1.5 KiB`."""
-    return _readable(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
-
-
-def _count(number: int) -> str:
-    return _readable(number, 1000, ("", "k", "M", "G", "T"))
-
-
-def _readable(number: int, step: int, units: Sequence[str]) -> str:
-    most = len(units) - 1
-    power = next((k for k in range(most) if number / step**k < step), most)
-    return f"{number / step**power:.{min(power, 1)}f}{units[power]}"
-
-
-def _shorten(name: str, most: int = 40) -> str:
-    parts = name.split("+")
-    return name if len(name) <= most else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
-
-
-_columns = functools.partial(table, indent=2)
-
-# Groups: the root with its first step and attributes; then keys and indices, such as those of parameters; then the rest.
-_PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
-
-
-def _subtree(path: str) -> str:
-    """The subtree that an array is reported with: `state.params` for `state.params['layer']['bias']`."""
-    match = _PATH.fullmatch(path)
-    return match[1] + match[3] if match else path
-
-
-def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
-    """One row for the arrays of a subtree with equal dtype, source, destination, times and codec."""
-    together: dict[tuple[Any, ...], list[Crossing]] = {}
-    for c in crossings:
-        key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
-        together.setdefault(key, []).append(c)
-    rows = []
-    for (subtree, *_), leaves in together.items():
-        c = leaves[0]
-        alone = len(leaves) == 1
-        rows.append(
-            [
-                c.value if alone else f"{subtree} ({len(leaves)} leaves)",
-                f"{c.dtype}{list(c.shape)}" if alone else c.dtype,
-                c.source, c.destination, size(sum(x.nbytes for x in leaves)), str(c.times),
-                c.codec or "-", size(sum(x.unpacked_bytes for x in leaves)),
-            ]
-        )  # fmt: skip
-    return rows
-
-
-def _some(devices: Sequence[str]) -> str:
-    """The names of devices, of the first and the last one if they are many."""
-    return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
-
-
-def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
-    counts = [f"{number:,} @ {name}" for name, number in plan.launches.items() if number]
-    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.least_seconds.items()]
-    predicted = f"; predicted, at least {', '.join(least)}" if least else ""
-    head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
-    rows = [
-        (title[p.name], x.fragment or "-", " x ".join(map(str, x.trips)) or "-", str(p.runs * x.times), str(x.kernels),
-         str(x.library_calls), str(x.copies), str(x.collectives), size(x.nbytes))
-        for p in plan.programs for x in p.launches
-    ]  # fmt: skip
-    first = 1 if len(plan.programs) == 1 else 0
-    table = _columns(head[first:], [row[first:] for row in rows])
-    return ["", *paragraph(f"launches of each device ({', '.join(counts)} per iteration{predicted})", "", "  "), *table]
-
-
-def _table(plan: Plan) -> str:
-    where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
-    where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
-    how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
-    stale = f", staleness {plan.staleness}" if plan.staleness else ""
-    lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
-    lines += _columns(
-        ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
-        [
-            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls))
-            for f in plan.fragments
-        ],
-    )
-    title = {p.name: _shorten(p.name) for p in plan.programs}
-    lines += ["", "programs (memory on each device)"]
-    lines += _columns(
-        ("name", "placement", "runs/iteration", "arguments", "results", "temporary", "reused"),
-        [
-            (title[p.name], p.placement, str(p.runs), size(p.argument_bytes), size(p.output_bytes), size(p.temporary_bytes),
-             size(p.donated_bytes))
-            for p in plan.programs
-        ],
-    )  # fmt: skip
-    for p in plan.programs:
-        if title[p.name] != p.name:
-            lines += paragraph(f"{title[p.name]}: {', '.join(p.name.split('+'))}", "  ", "    ")
-    packed = any(c.codec for c in plan.crossings)
-    unpacked = f", {size(plan.unpacked_bytes_crossing)} unpacked" if packed else ""
-    lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
-    head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
-    shown = len(head) if packed else head.index("codec")
-    rows = [row[:shown] for row in _crossing_rows(plan.crossings)]
-    lines += _columns(head[:shown], rows) if rows else ["  nothing"]
-    found = [(p, c) for p in plan.programs for c in p.collectives]
-    unclear = [p for p in plan.programs if not p.collectives_known]
-    lines += ["", "collectives inside programs"]
-    lines += _columns(
-        ("program", "kind", "bytes", "times/iteration", "source"),
-        [
-            (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
-            for p, c in found
-        ],
-    ) if found else ["  none"] if not unclear else []  # fmt: skip
-    lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
-    if any(plan.launches.values()):
-        lines += _launch_lines(plan, title)
-    if plan.host_calls:
-        lines += ["", "called by the host"]
-        lines += _columns(
-            ("name", "calls/iteration", "results"), [(c.name, str(c.calls), size(c.result_bytes)) for c in plan.host_calls]
-        )
-    if plan.loops:
-        lines += ["", "loops driven by the host"]
-        lines += _columns(
-            ("over", "length", "programs/iteration", "transfers/iteration"),
-            [("+".join(p.fragments), str(p.length), str(p.programs), str(p.transfers)) for p in plan.loops],
-        )
-    if plan.warnings:
-        lines += ["", "warnings"]
-        for warning in plan.warnings:
-            lines += paragraph(warning, "  - ", "    ")
-    return "\n".join(lines)
+    def _repr_html_(self) -> str:
+        """The picture, for notebooks."""
+        return svg_of(self)

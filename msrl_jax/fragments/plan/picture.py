@@ -1,0 +1,270 @@
+"""A plan as a picture: SVG, by itself in a notebook or on a page that needs nothing else.
+
+Placements are lanes. Programs are boxes in the order in which the host dispatches them, with their fragments, and the
+collectives that XLA put into them; dashed frames are the loops that the host drives. Arrows are what crosses per iteration.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any, TypeAlias
+
+from msrl_jax.fragments.plan.text import alike, count, size
+
+Plan: TypeAlias = Any  # those of `plan.py`, which imports this module
+ProgramPlan: TypeAlias = Any
+LoopPlan: TypeAlias = Any
+_LANE, _GAP, _MARGIN, _LINE = 290, 36, 20, 17  # pixels
+_LETTER = 6.1  # the mean width of a letter, in pixels
+_ROLES = ("actor", "env", "learner", "server", "buffer")  # each has a colour; all others have one
+_STYLE = """
+.msrl-plan { font: 11px system-ui, sans-serif; max-width: 100%; height: auto }
+.msrl-plan .paper, .msrl-plan .box { fill: #ffffff } .msrl-plan .lane { fill: #f1f3f6 } .msrl-plan text { fill: #1b1f24 }
+.msrl-plan .box { stroke: #c5cad3 } .msrl-plan .loop { fill: none; stroke: #59616d; stroke-dasharray: 5 4 }
+.msrl-plan .dim { fill: #59616d } .msrl-plan .right { text-anchor: end } .msrl-plan .mid { text-anchor: middle }
+.msrl-plan .strong { font-weight: 600 } .msrl-plan .title { font-size: 14px; font-weight: 600 }
+.msrl-plan .arrow { stroke: #0b62c4; stroke-width: 1.4 } .msrl-plan .head { fill: #0b62c4 }
+.msrl-plan .actor { fill: #2f7ed8 } .msrl-plan .env { fill: #2a9d6f } .msrl-plan .learner { fill: #d0661f }
+.msrl-plan .server { fill: #8a4fc7 } .msrl-plan .buffer { fill: #b08900 } .msrl-plan .role { fill: #7b8494 }
+@media (prefers-color-scheme: dark) {
+  .msrl-plan .paper, .msrl-plan .box { fill: #14171b } .msrl-plan .lane { fill: #1e2329 } .msrl-plan text { fill: #e6e9ee }
+  .msrl-plan .box { stroke: #444c57 } .msrl-plan .dim { fill: #a0a8b4 } .msrl-plan .loop { stroke: #a0a8b4 }
+  .msrl-plan .arrow { stroke: #6cb2ff } .msrl-plan .head { fill: #6cb2ff }
+}
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }} body {{ font: 14px system-ui, sans-serif; margin: 1.5rem }}
+main {{ display: flex; flex-wrap: wrap; gap: 2rem; align-items: flex-start }} figure {{ margin: 0; max-width: 100% }}
+pre {{ overflow-x: auto; font-size: 12px }}
+</style></head><body><h1>{title}</h1><main>
+{figures}
+</main></body></html>
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A line in the box of a program: what is at its left and right end, and how far it is indented."""
+
+    left: str
+    right: str
+    depth: int = 0
+    role: str | None = None  # of a fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """A box in a lane: a program, or what has none of its own."""
+
+    placement: str
+    title: str
+    right: str
+    rows: tuple[_Row, ...]
+    top: int
+    name: str = ""  # of the program
+
+    @property
+    def height(self) -> int:
+        return _LINE * (len(self.rows) + 1) + 12
+
+
+def svg_of(plan: Plan) -> str:
+    """Draws a plan.
+
+    Args:
+      plan: the plan of a program, `program.explain()`.
+
+    Returns:
+      An `<svg>` element. Names that are too long for their place are cut, and whole in a tooltip.
+    """
+    lanes = {name: _MARGIN + k * (_LANE + _GAP) for k, name in enumerate(plan.placements)}
+    width = max(2 * _MARGIN + len(lanes) * (_LANE + _GAP) - _GAP, 620)
+    stale = f", parameters {plan.staleness} iterations old" if plan.staleness else ""
+    how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
+    parts = [_text(_MARGIN, 28, plan.policy, width - 2 * _MARGIN - 300, "title"), _text(_MARGIN, 46, how + stale, width, "dim")]
+    heads = {name: _about(plan, name) for name in lanes}
+    top = 60
+    first = top + 14 + _LINE * (1 + max(map(len, heads.values()), default=0))
+    boxes = _boxes(plan, first)
+    bottom = max((box.top + box.height for box in boxes), default=first) + 14
+    for name, x in lanes.items():
+        lane = [_rect(x, top, _LANE, bottom - top, "lane"), _text(x + 10, top + 20, name, _LANE - 20, "strong")]
+        lane += [_text(x + 10, top + 20 + _LINE * (k + 1), line, _LANE - 20, "dim") for k, line in enumerate(heads[name])]
+        parts.append(_group("placement", name, lane))
+    parts += _loops(plan, boxes, lanes)
+    parts += [part for box in boxes for part in _box(box, lanes[box.placement])]
+    arrows, bottom = _arrows(plan, lanes, bottom, width)
+    notes = [("called by the host", f"{c.name}, {c.calls} times, {size(c.result_bytes)}") for c in plan.host_calls]
+    notes += [("idle", _some(plan.idle))] * bool(plan.idle)
+    parts += [*_legend(plan, width), *arrows]
+    for k, (word, text) in enumerate(notes):
+        parts.append(_text(_MARGIN, bottom + _LINE * (k + 1), f"{word}: {text}", width - 2 * _MARGIN, "dim"))
+    bottom += _LINE * (len(notes) + 1)
+    return (
+        f'<svg class="msrl-plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" '
+        f'height="{bottom}" role="img"><title>{escape(plan.policy)}: {escape(how)}</title><style>{_STYLE}</style>'
+        f"{_rect(0, 0, width, bottom, 'paper')}{''.join(parts)}</svg>"
+    )
+
+
+def page_of(plans: Sequence[Plan], title: str) -> str:
+    """A page with plans side by side, each followed by its text; it needs no other file and no network."""
+    figures = [
+        f"<figure>{svg_of(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
+        "</figcaption></figure>"
+        for plan in plans
+    ]
+    return _PAGE.format(title=escape(title), figures="\n".join(figures))
+
+
+def _legend(plan: Plan, width: int) -> list[str]:
+    """The colours of roles, at the upper right."""
+    parts, x = list[str](), width - _MARGIN
+    for role in sorted({f.role for f in plan.fragments}, reverse=True):
+        parts.append(_text(x, 28, role, 100, "dim right"))
+        x -= int(len(role) * _LETTER) + 12
+        parts.append(f'<circle class="{role if role in _ROLES else "role"}" cx="{x}" cy="24" r="4"/>')
+        x -= 18
+    return parts
+
+
+def _about(plan: Plan, name: str) -> list[str]:
+    """What is said of a placement."""
+    traffic = {"arrive": plan.bytes_arriving[name], "in collectives": plan.bytes_of_collectives[name]}
+    lines = [_some(plan.placements[name]), f"{size(plan.memory[name])} of memory on each"]
+    if any(traffic.values()):
+        lines.append(", ".join(f"{size(nbytes)} {word}" for word, nbytes in traffic.items() if nbytes))
+    if plan.launches[name]:
+        least = plan.least_seconds.get(name)
+        predicted = f", at least {least * 1e3:.3g} ms (predicted)" if least else ""
+        lines.append(f"{plan.launches[name]:,} launches{predicted}")
+    return lines
+
+
+def _some(devices: Sequence[str]) -> str:
+    return ", ".join(devices) if len(devices) <= 3 else f"{devices[0]} to {devices[-1]} ({len(devices)} devices)"
+
+
+def _boxes(plan: Plan, top: int) -> list[_Box]:
+    """The programs one below another, in the order in which they run; then fragments whose parts are programs of their own."""
+    boxes, known, loop = list[_Box](), set[int](), None
+    for program in plan.programs:
+        before, loop = loop, _loop_of(plan, program.name)
+        top += _LINE * (loop is not None and loop is not before)  # for the words of the frame
+        inside = list(_inside(plan, program))
+        known |= set(inside)
+        lines = _rows(plan, inside)
+        lines += [_Row(f"{c.kind} {size(c.nbytes)}", f"{program.runs * c.times:,}x") for c in program.collectives]
+        title = program.name if len(program.name.split("+")) == 1 else f"{len(program.name.split('+'))} fragments"
+        right = "once" if program.runs == 1 else f"{program.runs:,}x"
+        boxes.append(_Box(program.placement, title, right, tuple(lines), top, program.name))
+        top += boxes[-1].height + 12
+    for placement in plan.placements:
+        rest = [k for k, f in enumerate(plan.fragments) if k not in known and f.placement == placement]
+        called = [k for k in rest if plan.fragments[k].name in {call.name for call in plan.host_calls}]
+        for title, own in (("called by the host", called), ("in several programs", [k for k in rest if k not in called])):
+            if own:
+                boxes.append(_Box(placement, title, "", tuple(_rows(plan, own)), top))
+                top += boxes[-1].height + 12
+    return boxes
+
+
+def _inside(plan: Plan, program: ProgramPlan) -> Iterable[int]:
+    """The places of the fragments of a program, and of those that are nested in them."""
+    names, depth = set(program.name.split("+")), None
+    for k, fragment in enumerate(plan.fragments):
+        if depth is not None and fragment.depth > depth:
+            yield k
+            continue
+        is_own = fragment.name in names and fragment.placement == program.placement
+        depth = fragment.depth if is_own else None
+        if is_own:
+            yield k
+
+
+def _rows(plan: Plan, places: Sequence[int]) -> list[_Row]:
+    found = [plan.fragments[k] for k in places]
+    least = min((f.depth for f in found), default=0)
+    costs = [f"{f.calls:,}x" + f" {count(f.flops)} FLOPs" * bool(f.flops) for f in found]
+    return [_Row(f.name, cost, f.depth - least, f.role) for f, cost in zip(found, costs, strict=True)]
+
+
+def _loop_of(plan: Plan, program: str) -> LoopPlan | None:
+    """The loop that the host drives over a program."""
+    names = set(program.split("+"))
+    return next((loop for loop in plan.loops if names <= set(loop.fragments)), None)
+
+
+def _box(box: _Box, x: int) -> list[str]:
+    left, width = x + 12, _LANE - 24
+    parts = [_rect(left, box.top, width, box.height, "box")]
+    parts.append(_text(left + 10, box.top + _LINE, box.title, width - 70, "strong", whole=box.name))
+    if box.right:
+        parts.append(_text(left + width - 10, box.top + _LINE, box.right, 60, "dim right"))
+    for k, row in enumerate(box.rows):
+        y = box.top + _LINE * (k + 2)
+        indent = left + 10 + 12 * row.depth
+        line = [_text(left + width - 10, y, row.right, width / 2, "dim right")]
+        space = left + width - 20 - len(row.right) * _LETTER - indent - 10
+        if row.role is None:
+            parts += [*line, _text(indent, y, row.left, space, "dim")]
+        else:
+            kind, tip = row.role if row.role in _ROLES else "role", escape(row.role)
+            mark = f'<circle class="{kind}" cx="{indent + 3}" cy="{y - 4}" r="4"><title>{tip}</title></circle>'
+            parts.append(_group("fragment", row.left, [mark, *line, _text(indent + 12, y, row.left, space - 12)]))
+    return [_group("program", box.name, parts)] if box.name else parts
+
+
+def _loops(plan: Plan, boxes: Sequence[_Box], lanes: dict[str, int]) -> list[str]:
+    """A dashed frame around the programs of each loop that the host drives."""
+    parts = []
+    for loop in plan.loops:
+        if own := [box for box in boxes if box.name and _loop_of(plan, box.name) is loop]:
+            left, right = min(lanes[box.placement] for box in own) + 5, max(lanes[box.placement] for box in own) + _LANE - 5
+            top, bottom = min(box.top for box in own) - _LINE, max(box.top + box.height for box in own) + 5
+            frame = [_rect(left, top, right - left, bottom - top, "loop")]
+            frame.append(_text(left + 8, top + 12, f"a loop that the host drives, {loop.length:,} times", right - left, "dim"))
+            parts.append(_group("loop", "+".join(loop.fragments), frame))
+    return parts
+
+
+def _arrows(plan: Plan, lanes: dict[str, int], top: int, width: int) -> tuple[list[str], int]:
+    """Arrows from lane to lane, and where they end."""
+    what = f"crossing placements: {size(plan.bytes_crossing)} per iteration" if plan.crossings else "nothing crosses placements"
+    parts, y = [_text(_MARGIN, top + 18, what, width - 2 * _MARGIN, "strong")], top + 26
+    for name, leaves in alike(plan.crossings):
+        c, middle = leaves[0], _LANE // 2
+        start, end = lanes[c.source] + middle, lanes[c.destination] + middle
+        y, step = y + 30, 7 if start < end else -7
+        packed = f", {c.codec} of {size(sum(x.unpacked_bytes for x in leaves))}" if c.codec else ""
+        label = f"{name}  {size(sum(x.nbytes for x in leaves))}{packed}, {c.times:,}x"
+        arrow = [
+            f'<line class="arrow" x1="{start}" y1="{y}" x2="{end - step}" y2="{y}"/>',
+            f'<path class="head" d="M{end} {y}l{-step} -4v8z"/>',
+            _text((start + end) // 2, y - 6, label, abs(end - start) + 2 * middle - 20, "mid", whole=f"{label}; {c.dtype}"),
+        ]
+        parts.append(_group("crossing", name, arrow, source=c.source, destination=c.destination))
+    return parts, y + 12
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    corner = 0 if kind == "paper" else 6
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="{corner}"/>'
+
+
+def _text(x: float, y: float, text: str, space: float, kind: str = "", whole: str = "") -> str:
+    """A line of text, cut in the middle if it is wider than the space; the tooltip has it whole."""
+    most = max(int(space / (_LETTER * (1.3 if kind == "title" else 1))), 4)
+    shown = text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
+    whole = whole or text
+    tip = f"<title>{escape(whole)}</title>" if whole != shown else ""
+    return f'<text x="{x}" y="{y}"{f" class={chr(34)}{kind}{chr(34)}" if kind else ""}>{escape(shown)}{tip}</text>'
+
+
+def _group(kind: str, name: str, parts: Iterable[str], **about: str) -> str:
+    """What belongs to a thing of the plan, with the name that it has there."""
+    data = "".join(f' data-{key}="{escape(value)}"' for key, value in {kind: name, **about}.items())
+    return f"<g{data}>{''.join(parts)}</g>"
