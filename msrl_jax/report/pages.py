@@ -7,7 +7,6 @@
 """
 
 import dataclasses
-import io
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +18,12 @@ import numpy as np
 from msrl_jax import _recipes, _suites
 from msrl_jax._recipes import Recipe, Record
 from msrl_jax.experiment.folder import write_text
-from msrl_jax.experiment.history import last_known
+from msrl_jax.report.curves import draw, figure_of, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, mean, probability_of_improvement
 
 _PUBLISHED = Path("published", "returns.toml")
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
-_POINTS = 50  # of a curve in a figure
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
 _ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
 of 256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
@@ -222,38 +220,16 @@ def _improvements(found: Sequence[Row]) -> list[str]:
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
     returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float).T
-    groups = np.array_split(np.arange(len(returns)), min(_POINTS, len(returns)))
-    means = np.array([[_known(column) for column in returns[rows].T] for rows in groups])
-    known = last_known(means)  # where no episode ended, the last mean counts
-    found = [(rows[-1], _mean(row.tolist())) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
-    low, high = (np.array([getattr(each, name) for _, each in found]) for name in ("low", "high"))
-    return np.array(record.steps)[[row for row, _ in found]], np.array([each.value for _, each in found]), low, high
-
-
-def _known(values: np.ndarray) -> float:
-    """The mean of what is known; nan if nothing is."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else np.nan
+    return mean_curve(record.steps, returns)
 
 
 def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
     """A figure as SVG: the same text from the same records."""
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9}):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-        panel = figure.subplots()
+    with styled():
+        figure, (panel,) = figure_of(1)
         for number, (label, row) in enumerate(curves):
-            steps, middle, low, high = curve(row.record)
-            panel.plot(steps, middle, color=f"C{number}", label=f"{label} ({len(row.record.seeds)} seeds)", lw=1.4)
-            panel.fill_between(steps, low, high, color=f"C{number}", alpha=0.2, lw=0)
+            draw(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
         for row in about.published if len(curves) == 1 else ():
             panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row['about']})")
         panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+        return svg_of(figure)

@@ -1,0 +1,76 @@
+"""Curves of several seeds: their mean and its interval, and figures of them as SVG."""
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from msrl_jax.experiment.history import last_known
+from msrl_jax.report.statistics import estimate, mean
+
+_POINTS = 50  # of a curve in a figure
+
+
+def mean_curve(
+    steps: Sequence[int] | np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The mean over seeds, in about 50 groups of points.
+
+    Args:
+      steps: steps of each point, `[C]`.
+      values: values `[C, S]`, nan where nothing is known; the last one that is known counts.
+
+    Returns:
+      Steps, the mean over the seeds, and the ends of its 95% interval, nan with one seed. `[N]` each
+    """
+    groups = np.array_split(np.arange(len(values)), min(_POINTS, max(len(values), 1)))
+    means = np.array([[_known(column) for column in values[rows].T] for rows in groups])
+    known = last_known(means)  # where no episode ended, the last mean counts
+    found = [(rows[-1], estimate([row], mean)) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
+    low, high = (np.array([getattr(each, name) for _, each in found]) for name in ("low", "high"))
+    return np.asarray(steps)[[row for row, _ in found]], np.array([each.value for _, each in found]), low, high
+
+
+def _known(values: np.ndarray) -> float:
+    """The mean of what is known; nan if nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else np.nan
+
+
+def styled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which figures are drawn alike everywhere."""
+    import matplotlib  # a slow import
+
+    return matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9})
+
+
+def figure_of(panels: int) -> tuple[Any, Sequence[Any]]:
+    """A figure of some panels one below another, and the panels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 0.6 + 2.6 * panels), layout="constrained")
+    return figure, figure.subplots(panels, squeeze=False)[:, 0]
+
+
+def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
+    """Draws a curve and its interval, in the colour of its number."""
+    panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4)
+    panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=0)
+
+
+def svg_of(figure: Any) -> str:
+    """A figure as SVG: the same text from the same data."""
+    for panel in figure.axes:
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def inline(svg: str) -> str:
+    """An SVG file as an element of a page."""
+    return re.sub(r"^.*?(?=<svg)", "", svg, flags=re.DOTALL)
