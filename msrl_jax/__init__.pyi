@@ -26,6 +26,7 @@ from msrl_jax.fragments import plan_devices as plan_devices
 from msrl_jax.report import Reproduction as Reproduction
 from msrl_jax.report import recipe as recipe
 from msrl_jax.report import reproduce as reproduce
+from msrl_jax.report import runs_page as runs_page
 from msrl_jax.search import Leaderboard as Leaderboard
 from msrl_jax.search import SweepResult as SweepResult
 from msrl_jax.search import compete as compete

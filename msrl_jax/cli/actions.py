@@ -31,6 +31,7 @@ from msrl_jax.cli.commands import (
     List,
     Record,
     Replay,
+    Report,
     Reproduce,
     Sweep,
     Train,
@@ -275,6 +276,14 @@ def _check_picture(out: Path, number: int) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
 
 
+def _report(args: Report, config: dict[str, Any]) -> int:
+    from msrl_jax import report
+
+    page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title)
+    _show(args, {"page": str(page)}, page)
+    return 0
+
+
 def _bench(args: Bench, config: dict[str, Any]) -> int:
     from msrl_jax.report import bench as report
 
@@ -428,6 +437,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "report": (Report, _report),
     "reproduce": (Reproduce, _reproduce),
     "copy": (Copy, _copy),
     "list": (List, _list_names),

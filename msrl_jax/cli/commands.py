@@ -222,6 +222,16 @@ class Bench(Command):
 
 
 @command
+class Report(Command):
+    """Write a page about runs: curves, what they differ in, times, and how to repeat each."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
+    out: Path = option(Path("report.html"), "the page, one file that loads nothing.")
+    metrics: tuple[str, ...] = option((), "columns of the histories to draw; returns if not given.")
+    title: str | None = option(None, "its title.")
+
+
+@command
 class Reproduce(Command):
     """Train recipes on several seeds, and say whether their scores agree with the recorded ones."""
 

@@ -1,4 +1,6 @@
-"""Reports: what recipes reach (`reproduce`), how fast algorithms train (`bench`), how plans scale with devices (`scaling`)."""
+"""Reports: pages about runs (`runs_page`), what recipes reach (`reproduce`), how fast algorithms train (`bench`), how plans
+scale with devices (`scaling`).
+"""
 
 from msrl_jax.report import bench as bench
 from msrl_jax.report import scaling as scaling
@@ -6,3 +8,4 @@ from msrl_jax.report import statistics as statistics
 from msrl_jax.report.reproduction import Reproduction as Reproduction
 from msrl_jax.report.reproduction import recipe as recipe
 from msrl_jax.report.reproduction import reproduce as reproduce
+from msrl_jax.report.runs_page import runs_page as runs_page

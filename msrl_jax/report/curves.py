@@ -47,7 +47,7 @@ def styled() -> contextlib.AbstractContextManager[Any]:
     return matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9})
 
 
-def figure_of(panels: int) -> tuple[Any, Sequence[Any]]:
+def figure_of(panels: int) -> tuple[Any, Any]:
     """A figure of some panels one below another, and the panels."""
     from matplotlib.figure import Figure
 

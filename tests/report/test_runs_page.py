@@ -1,0 +1,119 @@
+"""A page about runs says what they are, differ in and took; it is one file that loads nothing."""
+
+import dataclasses
+import html.parser
+
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.cli import main
+from msrl_jax.report.curves import mean_curve
+from msrl_jax.report.statistics import estimate, mean
+
+TINY = {
+    "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "total_steps": 6 * 64,
+    "chunk": 1, "eval_episodes": 2, "eval_every": 128, "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a run of three seeds."""
+    path = tmp_path_factory.mktemp("runs") / "a<b"
+    msrl.train("ppo", "CartPole-v1:max_steps_in_episode=30", seeds=3, out=path, **TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return msrl.Result.load(folder)
+
+
+class Reader(html.parser.HTMLParser):
+    """The rows of all tables, the titles, and what is loaded."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.titles, self.loads, self.inside = [], [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag
+        self.loads += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+        self.loads += [tag] * (tag in ("script", "link", "iframe", "img"))
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self.inside in ("h1", "h2", "h3"):
+            self.titles.append(data.strip())
+
+
+def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_path):
+    other = dataclasses.replace(run, experiment=run.experiment.replaced(algorithm=msrl.algorithms.PPO(**{
+        **{f.name: getattr(run.config, f.name) for f in dataclasses.fields(run.config)}, "learning_rate": 1e-4,
+    })), folder=None)  # fmt: skip
+    page = msrl.runs_page({"first": folder, "second": other}, tmp_path / "page.html", title="a & b")
+    text = page.read_text()
+    found = Reader(text)
+    assert found.titles[0] == "a & b" and not found.loads
+    assert ["learning_rate", "0.003", "0.0001"] in found.rows  # what they differ in; the rest is told once
+    assert ["num_envs", "8"] in found.rows and ["learning_rate", "0.003"] not in found.rows
+    (first,) = [row for row in found.rows if row[:2] == ["first", "ppo"]]
+    assert first[4:7] == ["0 to 2", "384", "finished"] and first[7] == str(estimate([run.final("episode_return")], mean))
+    (times,) = [row for row in found.rows if row[0] == "first" and row[1].endswith(" s")]
+    wall, *parts = (float(cell.removesuffix(" s").replace(",", "")) for cell in times[1:-1])
+    assert abs(wall - run.wall_seconds) < 0.06 and abs(wall - sum(parts)) < 0.5
+    assert text.count("FillBetweenPolyCollection") >= 4  # the returns and evaluations of two runs, with their intervals
+    assert "run.toml</summary>" in text and "training return" in text
+
+
+def test_names_are_those_of_folders_and_are_escaped(folder, run, tmp_path):
+    text = msrl.runs_page([folder, dataclasses.replace(run, folder=None)], tmp_path / "page.html").read_text()
+    assert "a&lt;b" in text and "a<b" not in text and "seed 0" in text
+    assert "All settings are equal." in text
+
+
+def test_a_curve_is_the_mean_over_seeds_with_its_interval():
+    steps, nan = np.arange(1, 7) * 10, np.nan
+    values = np.array([[1, 3], [2, nan], [3, 5], [4, 4], [nan, nan], [6, 8]])
+    at, middle, low, high = mean_curve(steps, values)
+    np.testing.assert_array_equal(at, steps)
+    np.testing.assert_allclose(middle, [2, 2.5, 4, 4, 4, 7])  # the last value that is known counts
+    assert (low <= middle).all() and (middle <= high).all() and low[0] >= 1 and high[0] <= 3
+    long = np.arange(500.0)[:, None]
+    at, middle, _, _ = mean_curve(np.arange(500), long)
+    assert len(at) == 50 and at[-1] == 499
+    np.testing.assert_allclose(middle, long.reshape(50, 10).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{folder}", "{folder}"], "two runs are named"),
+        (["{folder}", "--metrics", "loss"], "no run has the metric 'loss'; they have approx_kl"),
+        (["{folder}", "--out", "page.pdf"], "name a file in a folder that exists"),
+        (["{folder}", "--out", "nowhere/page.html"], "name a file in a folder that exists"),
+        (["nothing"], "there is no folder nothing"),
+        ([], "there is no run to write about"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *(word.format(folder=folder) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_command_line_writes_it(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), "--metrics", "value_loss", "entropy"]) == 0
+    assert capsys.readouterr().out.strip() == "report.html" and "value loss" in (tmp_path / "report.html").read_text()
