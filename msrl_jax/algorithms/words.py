@@ -169,11 +169,11 @@ def _optimizer_remedy(optimizer: Any) -> str | None:
 
 def _wrong_parameter(name: str, text: str) -> str | None:
     """What to use in place of the parameters of a named optimizer."""
-    known = _parameters(NAMED[name])
+    known, form = _parameters(NAMED[name]), f"{name}:parameter=value,parameter=value"
     try:
-        given = read_values(text, wrong=f"{name}:parameter=value,parameter=value")
+        given = read_values(text, wrong=form)
     except ValueError as error:
-        return str(error)
+        return form if str(error) == form else f"{form}; {error}"
     for key, value in given.items():
         if key not in known:
             return f"parameters that {name} of optax has{_checks.suggestion(key, known)}: {', '.join(known)}"
