@@ -219,7 +219,8 @@ def _read_seal(path: Path) -> dict[str, Any]:
         seal = json.loads((path / SEAL).read_text())
         sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {SEAL} cannot be read ({type(error).__name__}: {error})") from error
+        fact = f"{SEAL} cannot be read ({type(error).__name__}: {error})"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {fact}") from error
     if not sound:
         raise CheckpointError(f"the checkpoint {path} is damaged: {SEAL} is not what was written")
     return seal
