@@ -23,7 +23,7 @@ from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.summary import describe, plot_history, plot_lineage, saved, summarize
+from msrl_jax.experiment.summary import card, describe, plot_history, plot_lineage, saved, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,6 +165,9 @@ class Result:
 
     def __repr__(self) -> str:
         return describe(self)
+
+    def _repr_html_(self) -> str:
+        return card(self)
 
     def member(self, member: int | None = None) -> int:
         """The number of a member: from 0 to `members - 1`, or None for the best one.

@@ -1,5 +1,7 @@
 """What a run says of itself: its summary as plain data and as text, and its figures."""
 
+import html
+import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -85,6 +87,17 @@ def describe(result: Result) -> str:
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
+
+
+def card(result: Result) -> str:
+    """A run as HTML, for notebooks: its curve and its text."""
+    names = [f"episode_{result.experiment.rank_by}", "episode_return", "validation_loss"]
+    known = [name for name in names if name in result.history and not np.isnan(result.history[name]).all()]
+    stream = io.StringIO()
+    if known:
+        plot_history(result, known[:1]).savefig(stream, format="svg")
+    _, tag, picture = stream.getvalue().partition("<svg")
+    return f'<div style="max-width: 36rem">{tag}{picture}</div><pre>{html.escape(describe(result))}</pre>'
 
 
 def _of_episodes(column: str, prefix: str) -> str:

@@ -1,4 +1,6 @@
 import csv
+import dataclasses
+import html
 import json
 
 import jax
@@ -171,6 +173,13 @@ def test_members_round_trip(members, tmp_path):
         last = list(csv.DictReader(file))[-1]
     assert float(last["entropy/2"]) == members.history["entropy"][-1, 2]
     assert float(last["entropy"]) == pytest.approx(members.history["entropy"][-1].mean())
+
+
+def test_a_notebook_shows_the_curve_and_the_text(trained):
+    shown = trained._repr_html_()
+    assert shown.count("<svg") == 1 and f"<pre>{html.escape(repr(trained))}</pre>" in shown
+    empty = dataclasses.replace(trained, history={})
+    assert "<svg" not in empty._repr_html_() and "<pre>Result: " in empty._repr_html_()
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):
