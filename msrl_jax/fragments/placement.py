@@ -76,7 +76,7 @@ class Placement:
           ValueError: if there is no device.
         """
         if not len(devices):
-            raise ValueError(f"placement {name!r} has no device; give it at least one")
+            raise ValueError(f"placement {name!r} has no device; its policy needs more devices than it was given")
         devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
         mesh = Mesh(np.asarray(devices, dtype=object), ("devices",))

@@ -87,7 +87,8 @@ def test_without_evaluations_the_last_episodes_of_training_count(tiny, tmp_path)
 def test_unknown_metrics_are_refused_before_anything_compiles(options, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
     plain = "env" in options
-    message = ": CartPole-v1 reports return" if plain else " (did you mean 'highest'?): Measured reports return, place, cro"
+    near, name = ("", "CartPole-v1") if plain else (" (did you mean 'highest'?)", "Measured")
+    message = f"{near}: use what {name} reports: return" + ", place, cro" * (not plain)
     with pytest.raises(ValueError, match=re.escape(f"rank_by='higest'{message}")):
         msrl.train("ppo", **{"env": Measured(), "total_steps": 4096, "rank_by": "higest", **options})
     if plain:
