@@ -238,8 +238,8 @@ def test_the_same_training_run(algorithm, env, num_devices, policy):
 def test_images_and_grids(algorithm, env):
     agent = build(algorithm, env, num_envs=8, unroll_length=24, hidden_sizes=(8,))
     state, outcomes = jax.jit(agent.init)(jax.random.key(0)), []
-    # With two learners each: a gradient of a convolution's bias is a sum of thousands of terms that cancel, which rounds to other
-    # bits, up to 3e-5 after Adam, if it is added up over another number of devices.
+    # With two learners each: a gradient of a convolution's bias is a sum of thousands of terms that cancel, which rounds to
+    # other bits, up to 3e-5 after Adam, if it is added up over another number of devices.
     for policy in (msrl.policies.GPUOnly(2), msrl.policies.SingleLearnerCoarse(2, learners=2)):
         program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:4])
         outcomes.append(program.run(state, 2, chunk=1))

@@ -205,7 +205,7 @@ def test_a_sweep_ranks_by_a_metric(tiny, one_device, tmp_path):
     np.testing.assert_allclose(evaluation.metrics["highest"].mean(-1)[:2], result.trials[0].scores)
     loaded = msrl.SweepResult.load(tmp_path / "sweep")
     assert loaded.best == result.best and "highest" in repr(result)
-    with pytest.raises(ValueError, match=r"rank_by='higest' \(did you mean 'highest'\?\): use what .* reports: return, place, cross"):
+    with pytest.raises(ValueError, match=r"rank_by='higest' \(did you mean 'highest'\?\): use what .*: return, place, cross"):
         msrl.sweep("ppo", Measured(), num=2, learning_rate=[1e-4, 1e-2], rank_by="higest", **tiny)
 
 
