@@ -194,8 +194,11 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    (paragraph,) = (p for p in PAGES[ALGORITHMS].split("\n\n") if "`msrl.algorithms.returns`" in p)
-    assert set(re.findall(r"`(\w+)`", paragraph)) == set(functions)
+    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.algorithms.")]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", "\n".join(tables), re.MULTILINE))
+    assert {name: re.split("[,;] ", row) for name, row in rows.items()} == {
+        name: list(inspect.signature(function).parameters) for name, function in functions.items()
+    }
     for name, function in functions.items():
         arguments, _, results = inspect.getdoc(function).partition("\nReturns:")
         entries = dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|^\w|\Z)", arguments, re.MULTILINE | re.DOTALL))
