@@ -28,6 +28,7 @@ from msrl_jax.cli.commands import (
     Copy,
     Evaluate,
     Explain,
+    Export,
     List,
     Record,
     Replay,
@@ -276,6 +277,15 @@ def _check_picture(out: Path, number: int) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
 
 
+def _export(args: Export, config: dict[str, Any]) -> int:
+    from msrl_jax.experiment import Result
+
+    options = _options(args, "run", "file", "checkpoint")
+    file = Result.load(args.run, checkpoint=args.checkpoint).export(args.file, **options)
+    _show(args, {"file": str(file)}, file)
+    return 0
+
+
 def _report(args: Report, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
@@ -437,6 +447,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "export": (Export, _export),
     "report": (Report, _report),
     "reproduce": (Reproduce, _reproduce),
     "copy": (Copy, _copy),

@@ -222,6 +222,20 @@ class Bench(Command):
 
 
 @command
+class Export(Command):
+    """Write the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
+
+    run: tyro.conf.Positional[Path] = option(doc="folder of a run.")
+    file: tyro.conf.Positional[Path] = option(doc="the file: policy.jaxexport or policy.onnx")
+    member: int | None = option(None, "number of the member, in a run of several; the best one if not given.")
+    checkpoint: Literal["newest", "best"] | int = option(
+        "newest", "newest, best, or the iterations after which it was written."
+    )
+    sample: bool = option(False, "sample actions, by the data of a key; the most probable ones if not given.")
+    batch: int | None = option(None, "observations per call; any number if not given.")
+
+
+@command
 class Report(Command):
     """Write a page about runs: curves, what they differ in, times, and how to repeat each."""
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import check_seed
+from msrl_jax._checks import as_path, check_seed
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import store
+from msrl_jax.experiment import export, store
 from msrl_jax.experiment.agents import UNRANKED, map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.experiment.history import last_mean
@@ -378,6 +378,38 @@ class Result:
         if self.experiment.pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         return saved(plot_lineage(self), path)
+
+    def export(
+        self, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
+    ) -> Path:
+        """Writes the policy to one file that acts without this package, with all that `act` does: normalization, legal actions,
+        scaling, memory.
+
+        The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` of an
+        observation of several arrays; `action_mask`) to `action`. An agent with a memory takes `memory_0`, ... too, which are
+        zeros at the start of an episode, and returns them for the next step. The file says which run it is of, and its inputs
+        and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
+
+        Args:
+          path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
+            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`.
+          sample: whether actions are sampled, by the data `[2]` uint32 of a key, `key`; the most probable ones if not. Only for
+            `.jaxexport`.
+          member: number of the member; the best one if None.
+          batch: number of observations per call; None for any, which a network of one's own may not allow.
+
+        Returns:
+          The file.
+
+        Raises:
+          ValueError: if the suffix is another one, there is no such folder or member, or the format cannot express the policy.
+        """
+        number = self.member(member)
+        about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
+        steps = int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0
+        about |= {"run": self.folder, "member": number, **self.settings[number], "steps": steps, "sample": sample}
+        policy = export.policy_of(self.behavior, self._of_member(number), sample)
+        return export.write(policy, as_path("path", path), about, batch)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

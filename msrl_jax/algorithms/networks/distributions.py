@@ -147,7 +147,7 @@ def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: ja
 
 def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:
     """Actions of a batch `[E]`: drawn with one key for the batch, or the most probable ones if `key` is None."""
-    return policy.mode() if key is None else policy.sample(jax.random.split(key, len(jax.tree.leaves(policy)[0])))
+    return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[0]))
 
 
 def _invert(logits: jax.Array, uniform: jax.Array) -> jax.Array:

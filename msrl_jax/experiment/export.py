@@ -1,0 +1,135 @@
+"""A trained policy as one file that acts without this package: a `jax.export` program, or an ONNX model."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
+from msrl_jax.envs import MaskedObservation
+from msrl_jax.experiment.evaluate import Behavior
+from msrl_jax.experiment.folder import replacing, to_json
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy as a function of named arrays, `inputs -> outputs`, with its parameters as constants.
+
+    Attributes:
+      run: maps arrays by name to arrays by name; the function to export.
+      inputs: shapes of one observation, one memory and a key, and dtypes; all but the key have a leading dimension `B`.
+    """
+
+    run: Callable[..., dict[str, jax.Array]]
+    inputs: Mapping[str, jax.ShapeDtypeStruct]
+
+    def batched(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """The inputs for a number of observations, which may be a symbolic dimension."""
+        one = self.inputs.items()
+        return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
+
+
+def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
+    """The policy of one member's state."""
+    leaves = [np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in behavior.take(state)]
+    observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
+    if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
+        raise ValueError("the memory of this agent does not begin with zeros, so a caller could not start an episode")
+    memories = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(carried)]
+    inputs = _names_of(observed) | {f"memory_{i}": x for i, x in enumerate(memories)}
+    count = len(jax.tree.leaves(observed))
+
+    def run(**arrays: jax.Array) -> dict[str, jax.Array]:
+        key = jax.random.wrap_key_data(arrays.pop("key"), impl="threefry2x32") if sample else None
+        ordered = [arrays[name] for name in inputs]
+        obs = jax.tree.unflatten(jax.tree.structure(observed), ordered[:count])
+        carry = jax.tree.unflatten(jax.tree.structure(carried), ordered[count:])
+        state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
+        action, carry = behavior.act_with_carry(state, obs, carry, key)
+        return {"action": action} | {f"next_memory_{i}": x for i, x in enumerate(jax.tree.leaves(carry))}
+
+    return Policy(run, inputs | ({"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}))
+
+
+def _names_of(observed: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of an observation: `obs`, `obs_PATH` of a pytree, and `action_mask`."""
+    if isinstance(observed, MaskedObservation):
+        return _names_of(observed.obs) | {"action_mask": observed.action_mask}
+    paths = jax.tree_util.tree_leaves_with_path(observed)
+    return {"_".join(["obs", *filter(None, [jax.tree_util.keystr(path, simple=True, separator="_")])]): x for path, x in paths}
+
+
+def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | None) -> Path:
+    """Writes a policy to a file, in the format of its suffix; see `Result.export`."""
+    if path.suffix not in _FORMATS:
+        raise ValueError(f"the file {path}: name one that ends in {' or '.join(_FORMATS)}")
+    if path.suffix == ".onnx" and "key" in policy.inputs:
+        raise ValueError("ONNX has no random numbers that a key decides; export a policy that samples as .jaxexport")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"the file {path}: there is no folder {path.absolute().parent}; make it first")
+    size: Any = jax.export.symbolic_shape("B")[0] if batch is None else whole("batch", batch)
+    inputs = policy.batched(size)
+    try:
+        outputs = jax.eval_shape(policy.run, **inputs)
+    except Exception as error:
+        if batch is not None:
+            raise
+        raise ValueError(
+            f"the policy cannot be traced for any number of observations ({_first_line(error)}); give one, such as batch=1"
+        ) from error
+    text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
+    content = _FORMATS[path.suffix](policy, inputs, list(outputs), text)
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+    return path
+
+
+def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+    def run(**arrays: jax.Array) -> dict[str, jax.Array]:
+        return policy.run(**arrays)
+
+    run.__name__ = about  # the only text that the format has room for
+    return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
+
+
+def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+    closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
+    # What no action needs, such as keys of the state, has no counterpart there.
+    needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
+    kept = jnp.cumsum
+    try:
+        import jax2onnx
+        import onnx
+
+        model = jax2onnx.to_onnx(
+            lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),
+            output_names=outputs,
+        )  # fmt: skip
+        onnx.checker.check_model(model, full_check=True)
+    except ImportError as error:
+        raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error
+    except Exception as error:
+        raise ValueError(f"jax2onnx cannot express this policy ({_first_line(error)}); export it as .jaxexport") from error
+    finally:
+        jnp.cumsum = kept  # which jax2onnx replaces for the whole process
+    model.doc_string = about
+    return model.SerializeToString()
+
+
+_FORMATS = {".jaxexport": _jaxexport, ".onnx": _onnx}
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for name, x in arrays.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
