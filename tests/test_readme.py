@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes", "architecture",
+    "showing",
 )  # fmt: skip
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE = (
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING = (
     f"docs/{title}.md" for title in TITLES
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
@@ -66,6 +67,8 @@ RUN_HERE = (
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
     (RUNS, "A run as a value"),
+    (SHOWING, "A video"),
+    (SHOWING, "The policy as a file"),
     (RECIPES, TOP),
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
@@ -247,6 +250,14 @@ def test_a_run_as_a_value(run_sections):
     assert [result.description["seed"] for result in namespace["results"]] == [0, 1]
     described = namespace["results"][0].description
     assert Experiment.from_json(described).difference(namespace["first"]) is None
+
+
+@pytest.mark.long
+def test_showing(run_sections):
+    _, output = run_sections(SHOWING, "A video", "The policy as a file", steps=None)
+    video, inputs, action = output.splitlines()
+    assert video.startswith("Video(ppo on DeepSea-bsuite; episode 0: return ") and Path("sea.gif").exists()
+    assert inputs == "{'obs': 'float32[B, 4]'}" and action in ("[0]", "[1]")
 
 
 @pytest.mark.long

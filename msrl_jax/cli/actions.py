@@ -36,6 +36,7 @@ from msrl_jax.cli.commands import (
     Reproduce,
     Sweep,
     Train,
+    Video,
 )
 from msrl_jax.cli.flags import UsageError
 
@@ -103,9 +104,10 @@ def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import experiment
     from msrl_jax.experiment import processes
 
+    _can_draw()
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
     out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
-    options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed", "recipe")
+    options = _options(args, "out", "tensorboard", "wandb", "video_every", "processes", "distributed", "recipe")
     # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
     options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
     with contextlib.ExitStack() as stack:
@@ -119,6 +121,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             about = {name: getattr(args, name) for name in names}
             wandb = experiment.WandB(project=args.wandb, name=out.name, id=number, resume="allow", config=about | config)
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
+        if args.video_every is not None:
+            loggers.append(experiment.Filming(args.video_every))
         result = experiment.train(**options, out=out, callbacks=loggers, **config)
     if first:
         print(result)
@@ -275,6 +279,23 @@ def _check_picture(out: Path, number: int) -> None:
         raise UsageError(f"--out {out}: a picture has one plan, and there are {number}; name a page, such as {out.stem}.html")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
+
+
+def _can_draw() -> None:
+    """Lets MuJoCo draw where there are no windows."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
+
+def _video(args: Video, config: dict[str, Any]) -> int:
+    _can_draw()
+    from msrl_jax.experiment import Result
+
+    options = _options(args, "run", "out", "checkpoint")
+    made = Result.load(args.run, checkpoint=args.checkpoint).video(args.out, **options)
+    about = {"file": str(args.out), "returns": list(made.returns), "lengths": [len(x) - 1 for x in made.episodes]}
+    _show(args, about, f"{made}\n{args.out}")
+    return 0
 
 
 def _export(args: Export, config: dict[str, Any]) -> int:
@@ -447,6 +468,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "video": (Video, _video),
     "export": (Export, _export),
     "report": (Report, _report),
     "reproduce": (Reproduce, _reproduce),

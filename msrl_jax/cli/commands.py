@@ -85,6 +85,7 @@ class Train(What):
     chunk: int | None = option(None, "iterations between updates of the display; they grow to about a second if not given.")
     eval_episodes: int = option(32, "episodes per greedy evaluation; 0 never evaluates.")
     eval_every: int | None = option(None, "environment steps between evaluations; one at the end if not given.")
+    video_every: int | None = option(None, "steps between films of an episode, videos/STEPS.gif in the folder of the run.")
     checkpoint_every: str | None = option(None, "steps between checkpoints, or time such as 10m; about a minute if not given.")
     keep_checkpoints: int = option(2, "number of checkpoints to keep, besides the best one.")
     time_limit: str | None = option(
@@ -218,6 +219,19 @@ class Bench(Command):
     seconds: float = option(1.0, "approximate length of a timed run.")
     against: Literal["jit"] | None = option(
         None, "compare with the same iteration in a plain jax.jit(jax.lax.scan(...)); the timed runs alternate."
+    )
+
+
+@command
+class Video(Again):
+    """Show what a trained agent does: a film of greedy episodes."""
+
+    out: Path = option(Path("video.gif"), "the file: .gif, .mp4 or .html")
+    episodes: int = option(1, "number of episodes, one after another.")
+    max_steps: int = option(1000, "steps after which an episode is cut.")
+    fps: float | None = option(None, "pictures per second; those of the environment if not given.")
+    checkpoint: Literal["newest", "best"] | int = option(
+        "newest", "newest, best, or the iterations after which it was written."
     )
 
 

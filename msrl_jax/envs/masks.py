@@ -42,6 +42,7 @@ class _Masked(Wrapper):
 
     env: Any
     report = of_env("report")
+    render = of_env("render")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
         state, obs = self.env.reset(key)

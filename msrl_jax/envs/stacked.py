@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.metrics import metrics_of
@@ -130,6 +130,8 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
 
 class StackedAgents:
     """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
+
+    render = of_env("render")
 
     def __init__(self, env: DictEnvironment, observation_space: spaces.Space, action_space: spaces.Space):
         """Stacks an environment whose agents get these spaces."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +159,13 @@ class Vectorized(WithoutStatistics, Wrapper):
         zero = jnp.zeros_like(spares.starts)
         metrics["repeated_starts"] = Mean(jnp.sum(spares.repeats), jnp.sum(spares.starts))
         return state._replace(spares=spares._replace(starts=zero, repeats=zero)), metrics
+
+
+def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
+    """The states of the environments after a step, before any reset, of copies that `Vectorized` or `VectorizedAgents` makes.
+    `[E, ...]`"""
+    keys = jax.vmap(lambda key: _keys(key)[1])(state.key)
+    return strong(jax.vmap(env.env.step)(keys, state.env_state, action)[0])
 
 
 def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

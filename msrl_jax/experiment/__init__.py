@@ -18,3 +18,5 @@ from msrl_jax.experiment.run import Run as Run
 from msrl_jax.experiment.spec import Experiment as Experiment
 from msrl_jax.experiment.store import ResumeWarning as ResumeWarning
 from msrl_jax.experiment.train import train as train
+from msrl_jax.experiment.video import Filming as Filming
+from msrl_jax.experiment.video import Video as Video

@@ -25,7 +25,7 @@ class Policy:
 
     Attributes:
       run: maps arrays by name to arrays by name; the function to export.
-      inputs: shapes of one observation, one memory and a key, and dtypes; all but the key have a leading dimension `B`.
+      inputs: shapes of one observation, one memory and a key, and dtypes; in `run` all but the key have a dimension `B` before.
     """
 
     run: Callable[..., dict[str, jax.Array]]
@@ -43,20 +43,25 @@ def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("the memory of this agent does not begin with zeros, so a caller could not start an episode")
-    memories = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(carried)]
-    inputs = _names_of(observed) | {f"memory_{i}": x for i, x in enumerate(memories)}
-    count = len(jax.tree.leaves(observed))
+    observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
+    memories = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
-        key = jax.random.wrap_key_data(arrays.pop("key"), impl="threefry2x32") if sample else None
-        ordered = [arrays[name] for name in inputs]
-        obs = jax.tree.unflatten(jax.tree.structure(observed), ordered[:count])
-        carry = jax.tree.unflatten(jax.tree.structure(carried), ordered[count:])
+        key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
+        obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
+        size = jax.tree.leaves(obs)[0].shape[0]
+        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in memories.items()]
+        # A barrier, lest operations on parameters alone be done when this is compiled, and be rounded otherwise.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
-        action, carry = behavior.act_with_carry(state, obs, carry, key)
-        return {"action": action} | {f"next_memory_{i}": x for i, x in enumerate(jax.tree.leaves(carry))}
+        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
+        after = zip(memories, held, jax.tree.leaves(carry), strict=True)
+        return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
 
-    return Policy(run, inputs | ({"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}))
+    given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
+    whole_policy = Policy(run, observations | memories | given)
+    # The memory of a critic stays as it is.
+    changes = jax.eval_shape(run, **whole_policy.batched(1))
+    return Policy(run, observations | {n: x for n, x in memories.items() if f"next_{n}" in changes} | given)
 
 
 def _names_of(observed: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -117,7 +122,9 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
     except ImportError as error:
         raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error
     except Exception as error:
-        raise ValueError(f"jax2onnx cannot express this policy ({_first_line(error)}); export it as .jaxexport") from error
+        hint = "" if all(isinstance(n, int) for x in inputs.values() for n in x.shape) else "give batch=1, say, or "
+        what = f"jax2onnx cannot express this policy ({_first_line(error)})"
+        raise ValueError(f"{what}; {hint}export it as .jaxexport") from error
     finally:
         jnp.cumsum = kept  # which jax2onnx replaces for the whole process
     model.doc_string = about

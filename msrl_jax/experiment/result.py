@@ -24,6 +24,7 @@ from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.summary import card, describe, plot_history, plot_lineage, saved, summarize
+from msrl_jax.experiment.video import Video, check_file, film
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -345,6 +346,47 @@ class Result:
             return evaluator(self._of_member(member), jax.random.key(check_seed(seed)))
         finally:
             release(evaluator.env)
+
+    def video(
+        self,
+        path: str | os.PathLike | None = None,
+        *,
+        episodes: int = 1,
+        seed: int = 0,
+        member: int | None = None,
+        max_steps: int = 1000,
+        fps: float | None = None,
+        env_params: GivenParams | None = None,
+    ) -> Video:
+        """Plays greedy episodes, and draws them: states are recorded on the device, and drawn afterwards.
+
+        An environment of one's own is drawn by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without
+        one, images that the agent sees are shown.
+
+        Args:
+          path: a file that ends in `.gif`, `.mp4` or `.html`; None writes none.
+          episodes: number of episodes, one after another.
+          seed: seed of the environments' randomness.
+          member: number of the member that plays; the best one if None.
+          max_steps: steps after which an episode is cut.
+          fps: pictures per second; those of the environment if None.
+          env_params: as in `evaluate`.
+
+        Returns:
+          The video; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: if a number is out of range, nothing draws the environment, or the file cannot be written.
+        """
+        file = None if path is None else as_path("path", path)
+        if file is not None:
+            check_file(file)
+        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
+        title = f"{self.experiment.name} on {self.experiment.env_name}"
+        made = film(behavior, self._of_member(member), episodes, check_seed(seed), max_steps, fps, title)
+        if file is not None:
+            made.save(file)
+        return made
 
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.

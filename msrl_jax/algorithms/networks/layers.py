@@ -218,7 +218,7 @@ class Torso(nn.Module):
                 x = flatten(x)
             x = _CONVOLUTIONS[self.kind](x, activation, large)
             x = x.reshape(*x.shape[: x.ndim - len(self.observation_space.shape)], -1)
-            x = unflatten(x, len(obs)) if is_unroll else x
+            x = unflatten(x, obs.shape[0]) if is_unroll else x
         else:
             x = spaces.flatten(self.observation_space, obs)
         if action is not None:

@@ -1,11 +1,13 @@
 """Environments of Brax (https://github.com/google/brax; Freeman et al. 2021, arXiv 2106.13281)."""
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
@@ -92,6 +94,22 @@ class BraxEnvironment:
             state, rewards = jax.lax.scan(once, state, length=self.action_repeat)
             reward = jnp.sum(rewards)
         return state, _observed(state), reward, state.done.astype(bool), jnp.asarray(False)
+
+    @functools.cached_property
+    def _camera(self) -> common.Camera:
+        return common.Camera(self.env.mj_model if hasattr(self.env, "mj_model") else self.env.sys.mj_model, self.name)
+
+    @property
+    def render_fps(self) -> float:
+        """Pictures per second of simulated time."""
+        return 1 / (self.env.dt * self.action_repeat)
+
+    def render(self, state: Any) -> np.ndarray:
+        """A picture by MuJoCo."""
+        if hasattr(state, "pipeline_state"):
+            return self._camera(state.pipeline_state.q, state.pipeline_state.qd)
+        data = state.data
+        return self._camera(data.qpos, data.qvel, data.mocap_pos, data.mocap_quat)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
         """The metrics of the last step, such as the terms of the reward."""

@@ -138,6 +138,44 @@ def fit(what: str, value: Any, default: Any) -> Any:
     return converted
 
 
+_PIXELS = 480  # of the longer side of a figure
+
+
+def image_of(figure: Any) -> np.ndarray:
+    """The picture of a figure of Matplotlib. `[H, W, 3]` uint8"""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.set_dpi(_PIXELS / max(figure.get_size_inches()))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
+
+
+class Camera:
+    """Draws states of MuJoCo: its positions, velocities, and moving frames."""
+
+    def __init__(self, model: Any, name: str):
+        import mujoco
+
+        self._mujoco, self._model, self._data = mujoco, model, mujoco.MjData(model)
+        try:
+            self._renderer = mujoco.Renderer(model, height=240, width=320)
+        except Exception as error:
+            raise RuntimeError(
+                f"MuJoCo cannot draw {name} ({error}); without a display, start Python with MUJOCO_GL=egl or MUJOCO_GL=osmesa"
+            ) from error
+
+    def __call__(  # noqa: D102
+        self, qpos: Any, qvel: Any, mocap_pos: Any = None, mocap_quat: Any = None
+    ) -> np.ndarray:
+        self._data.qpos, self._data.qvel = qpos, qvel
+        if mocap_pos is not None:
+            self._data.mocap_pos, self._data.mocap_quat = mocap_pos, mocap_quat
+        self._mujoco.mj_forward(self._model, self._data)
+        self._renderer.update_scene(self._data, camera=0 if self._model.ncam else -1)
+        return self._renderer.render()
+
+
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values that are scalar numbers, with names that metrics may have: `reward/upright` is `reward_upright`."""
     return {re.sub(r"\W", "_", name): x for name, x in values.items() if jnp.ndim(x) == 0}

@@ -1,6 +1,7 @@
 """Environments of Craftax (https://github.com/MichaelTMatthews/Craftax; Matthews et al. 2024, arXiv 2402.16801)."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -60,6 +61,18 @@ class CraftaxEnvironment:
         terminated = jnp.bool_(self.env.is_terminal(state, endless))
         truncated = (state.timestep >= self.params.max_timesteps) & ~terminated
         return strong(state), strong(obs), jnp.float32(reward), terminated, truncated
+
+    render_fps = 8.0
+
+    @functools.cached_property
+    def _draw(self) -> Any:
+        world = "craftax.craftax_classic" if "Classic" in self.name else "craftax.craftax"
+        size = common.load(f"{world}.constants").BLOCK_PIXEL_SIZE_IMG
+        return jax.jit(common.load(f"{world}.renderer").make_craftax_pixel_renderer(size))
+
+    def render(self, state: Any) -> np.ndarray:
+        """What a player of the game sees."""
+        return np.asarray(self._draw(state)).clip(0, 255).astype(np.uint8)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
         """Which achievements were made so far."""

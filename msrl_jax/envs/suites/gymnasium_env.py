@@ -116,6 +116,34 @@ class GymnasiumEnvironment:
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
 
+    def film(self, act: Callable[[Any], np.ndarray], seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
+        """Plays an episode in this process by `act`, which maps an observation to an action.
+
+        Returns:
+          The pictures `[H, W, 3]` uint8, how many of them a second has, and the return.
+        """
+        try:
+            env = self.factory(render_mode="rgb_array")  # type: ignore[call-arg]
+        except TypeError as error:
+            raise ValueError(
+                f"{self.name} cannot be drawn ({error}); its factory must take render_mode, as gymnasium.make does"
+            ) from None
+        try:
+            obs, _ = env.reset(seed=seed)
+            pictures, total, over = [env.render()], 0.0, False
+            while not over and len(pictures) <= max_steps:
+                action = act(obs)
+                discrete = isinstance(self.action_space, spaces.Discrete)
+                obs, reward, terminated, truncated, _ = env.step(int(action) if discrete else action)
+                pictures.append(env.render())
+                total, over = total + float(reward), terminated or truncated
+            return [np.asarray(x) for x in pictures], float(env.metadata.get("render_fps", 30)), total
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ValueError(f"{self.name} cannot be drawn: {error}") from error
+        finally:
+            env.close()
+
+
 def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
     """Takes random actions until the first episode ends, or for a while; raises ValueError if a step lacks a metric."""
     env.reset(seed=0)

@@ -29,6 +29,7 @@ _KNOWN = {  # methods that may be left out, by the names that their definitions 
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
 
+_CLASSIC = ("Acrobot-v1", "CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0")  # drawn by Gymnasium
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
@@ -66,6 +67,30 @@ class GymnaxEnvironment:
         env = copy.copy(self)  # the spaces of parameters that are traced are not known
         env.params = dataclasses.replace(self.params, **params)
         return env
+
+    @property
+    def render_fps(self) -> float:
+        """Pictures per second, more of continuous motion."""
+        return 30.0 if self.env.name in _CLASSIC else 10.0
+
+    def render(self, state: PyTree) -> np.ndarray:
+        """A picture by gymnax's visualizer."""
+        if self.env.name in _CLASSIC:
+            try:
+                return common.load("gymnax.visualize.vis_gym").render_gym_frame(self.env.name, state, self.params)
+            except ImportError as error:
+                raise ValueError(f"{self.name} is drawn by pygame: pip install 'msrl-jax[video]'") from error
+        import matplotlib.pyplot as plt
+
+        visualizer = common.load("gymnax.visualize").Visualizer(self.env, self.params, [state])
+        try:
+            visualizer.init()
+            visualizer.update(0)
+            return common.image_of(visualizer.fig)
+        except AttributeError:
+            raise ValueError(f"gymnax cannot draw {self.name}") from None
+        finally:
+            plt.close(visualizer.fig)
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""

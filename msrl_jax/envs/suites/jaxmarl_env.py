@@ -205,6 +205,21 @@ class JaxMARLEnvironment:
         flags = jnp.broadcast_to(terminated, (len(self.agents),))
         return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
 
+    render_fps = 10.0
+
+    def render(self, state: PyTree) -> np.ndarray:
+        """A picture of a particle environment, by JaxMARL's visualizer."""
+        if not hasattr(state, "p_pos"):
+            raise ValueError(f"{self.name} cannot be drawn here; JaxMARL's visualizer of particle environments is called only")
+        import matplotlib.pyplot as plt
+
+        with common.quiet():
+            visualizer = common.load("jaxmarl.environments.mpe.mpe_visualizer").MPEVisualizer(self.env, [state])
+        try:
+            return common.image_of(visualizer.fig)
+        finally:
+            plt.close(visualizer.fig)
+
     def _report(self, state: PyTree) -> dict[str, jax.Array]:
         assert self.suite.success is not None
         return {"success": self.suite.success(self.env, state)}

@@ -1,8 +1,10 @@
 """Environments of Jumanji (https://github.com/instadeepai/jumanji; Bonnet et al. 2023, arXiv 2306.09884)."""
 
+import copy
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -92,6 +94,15 @@ class _Adapter:
     @functools.cached_property
     def _extras(self) -> tuple[str, ...]:
         return tuple(common.scalars(emitted(self.env.reset)[1].extras or {}))
+
+    render_fps = 5.0
+
+    def render(self, state: JumanjiState) -> np.ndarray:
+        """A picture by the suite's viewer."""
+        viewer = copy.copy(self.env._viewer)
+        viewer._display = common.image_of  # what it is with render_mode="rgb_array"
+        with common.quiet(), warnings.catch_warnings(action="ignore"):  # there is no window to show it in
+            return viewer.render(state.env_state)
 
     def report(self, state: JumanjiState) -> dict[str, jax.Array]:
         """What the suite reported last."""

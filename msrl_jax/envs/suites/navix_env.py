@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
@@ -53,6 +54,12 @@ class NavixEnvironment:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
         after = strong(self.env.step(state, jnp.asarray(action, jnp.int32)))
         return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
+
+    render_fps = 8.0
+
+    def render(self, state: PyTree) -> np.ndarray:
+        """The grid."""
+        return np.asarray(common.load("navix.observations").rgb(state.state), np.uint8)
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
         """Whether the last step was rewarded."""

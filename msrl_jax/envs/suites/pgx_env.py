@@ -1,5 +1,6 @@
 """Pgx's games of two players (https://github.com/sotetsuk/pgx; Koyamada et al. 2023, arXiv 2303.17503)."""
 
+import io
 from typing import Any
 
 import jax
@@ -50,6 +51,19 @@ class PgxGame:
         """Plays the action of the player to move, of the actions `[2]`."""
         state = self.game.step(state, action[state.current_player], key)
         return state, self._observe(state), state.rewards, jnp.full(2, state.terminated), state.truncated
+
+    render_fps = 2.0
+
+    def render(self, state: PyTree) -> np.ndarray:
+        """The board."""
+        try:
+            import resvg_py
+        except ImportError as error:
+            raise ValueError(f"resvg-py, which draws {self.name}, is not installed: pip install 'msrl-jax[video]'") from error
+        from PIL import Image
+
+        picture = Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=state.to_svg(color_theme="light"), width=400))))
+        return np.asarray(picture.convert("RGB"))
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
         """Who got a reward above 0 at the end of the game; nobody in a draw."""

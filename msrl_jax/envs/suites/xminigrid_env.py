@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, strong
@@ -83,6 +84,13 @@ class XMiniGridEnvironment:
         terminated = after.last() & (after.discount == 0)
         state = XMiniGridState(after.state, after.reward > 0)
         return state, after.observation, after.reward, terminated, after.last() & ~terminated
+
+    render_fps = 8.0
+
+    def render(self, state: XMiniGridState) -> np.ndarray:
+        """The grid, and what of it the agent sees."""
+        draw = common.load("xminigrid.rendering.rgb_render").render
+        return np.asarray(draw(np.asarray(state.env_state.grid), state.env_state.agent, self.params.view_size), np.uint8)
 
     def report(self, state: XMiniGridState) -> dict[str, jax.Array]:
         """Whether the last step reached the goal."""
