@@ -30,6 +30,7 @@ from msrl_jax.cli.commands import (
     Explain,
     Export,
     List,
+    Plot,
     Record,
     Replay,
     Report,
@@ -310,8 +311,18 @@ def _export(args: Export, config: dict[str, Any]) -> int:
 def _report(args: Report, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
-    page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title)
+    page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title, plans=args.plans)
     _show(args, {"page": str(page)}, page)
+    return 0
+
+
+def _plot(args: Plot, config: dict[str, Any]) -> int:
+    from msrl_jax import report
+
+    if args.out.suffix not in (".pdf", ".svg", ".png") or not args.out.absolute().parent.is_dir():
+        raise UsageError(f"--out {args.out}: name a .pdf, .svg or .png in a folder that exists")
+    report.plot_runs(args.runs, args.out, metrics=args.metrics, x=args.x)
+    _show(args, {"figure": str(args.out)}, args.out)
     return 0
 
 
@@ -471,6 +482,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "video": (Video, _video),
     "export": (Export, _export),
     "report": (Report, _report),
+    "plot": (Plot, _plot),
     "reproduce": (Reproduce, _reproduce),
     "copy": (Copy, _copy),
     "list": (List, _list_names),

@@ -257,6 +257,17 @@ class Report(Command):
     out: Path = option(Path("report.html"), "the page, one file that loads nothing.")
     metrics: tuple[str, ...] = option((), "columns of the histories to draw; returns if not given.")
     title: str | None = option(None, "its title.")
+    plans: bool = option(False, "draw the plan of each run; it needs as many devices as the run had (--cpu-devices).")
+
+
+@command
+class Plot(Command):
+    """Draw the curves of runs with their intervals over seeds, as a figure for a paper."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
+    out: Path = option(Path("curves.pdf"), "the figure: .pdf, .svg or .png")
+    metrics: tuple[str, ...] = option((), "columns of the histories to draw; returns if not given.")
+    x: Literal["steps", "time"] = option("steps", "draw against steps, or against seconds of training.")
 
 
 @command

@@ -1,5 +1,5 @@
 """The command line: `train | sweep | compete | evaluate | record | replay | explain | bench | video | export |
-report | reproduce | copy | list | check-env`.
+report | plot | reproduce | copy | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.

@@ -64,7 +64,7 @@ def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
     return Policy(run, observations | {n: x for n, x in memories.items() if f"next_{n}" in changes} | given)
 
 
-def _names_of(observed: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _names_of(observed: Any) -> dict[str, Any]:
     """The arrays of an observation: `obs`, `obs_PATH` of a pytree, and `action_mask`."""
     if isinstance(observed, MaskedObservation):
         return _names_of(observed.obs) | {"action_mask": observed.action_mask}
@@ -111,8 +111,8 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
     needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
     kept = jnp.cumsum
     try:
-        import jax2onnx
-        import onnx
+        import jax2onnx  # type: ignore[import-not-found]
+        import onnx  # type: ignore[import-not-found]
 
         model = jax2onnx.to_onnx(
             lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),

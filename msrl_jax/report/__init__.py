@@ -1,5 +1,5 @@
-"""Reports: pages about runs (`runs_page`), what recipes reach (`reproduce`), how fast algorithms train (`bench`), how plans
-scale with devices (`scaling`).
+"""Reports: pages and figures of runs (`runs_page`, `plot_runs`), what recipes reach (`reproduce`), how fast algorithms train
+(`bench`), how plans scale with devices (`scaling`).
 """
 
 from msrl_jax.report import bench as bench
@@ -8,4 +8,5 @@ from msrl_jax.report import statistics as statistics
 from msrl_jax.report.reproduction import Reproduction as Reproduction
 from msrl_jax.report.reproduction import recipe as recipe
 from msrl_jax.report.reproduction import reproduce as reproduce
+from msrl_jax.report.runs_figure import plot_runs as plot_runs
 from msrl_jax.report.runs_page import runs_page as runs_page

@@ -61,13 +61,19 @@ def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any,
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=0)
 
 
-def svg_of(figure: Any) -> str:
-    """A figure as SVG: the same text from the same data."""
+def finished(figure: Any) -> Any:
+    """The figure, with grids and legends."""
     for panel in figure.axes:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
+    return figure
+
+
+def svg_of(figure: Any) -> str:
+    """A figure as SVG: the same text from the same data."""
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+    with styled():
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
 
 

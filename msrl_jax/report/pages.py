@@ -18,7 +18,7 @@ import numpy as np
 from msrl_jax import _recipes, _suites
 from msrl_jax._recipes import Recipe, Record
 from msrl_jax.experiment.folder import write_text
-from msrl_jax.report.curves import draw, figure_of, mean_curve, styled, svg_of
+from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, mean, probability_of_improvement
 
 _PUBLISHED = Path("published", "returns.toml")
@@ -232,4 +232,4 @@ def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
         for row in about.published if len(curves) == 1 else ():
             panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row['about']})")
         panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)
-        return svg_of(figure)
+        return svg_of(finished(figure))

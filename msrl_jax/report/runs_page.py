@@ -1,21 +1,24 @@
 """A page about one or several runs: curves, what they differ in, times, and how to repeat each; it needs no other file."""
 
+import base64
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from msrl_jax import policies
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, write_text
-from msrl_jax.experiment.history import in_words
-from msrl_jax.report.curves import draw, figure_of, inline, mean_curve, styled, svg_of
+from msrl_jax.experiment.video import FILMS
+from msrl_jax.report.curves import inline, svg_of
+from msrl_jax.report.runs_figure import curves_of, named, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
 
-_MOST_CURVES = 10  # of settings of one run; more are one curve
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886 }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 72rem }
@@ -41,6 +44,7 @@ def runs_page(
     *,
     metrics: Sequence[str] = (),
     title: str | None = None,
+    plans: bool = False,
 ) -> Path:
     """Writes a page about runs: their curves with 95% intervals over seeds, what they differ in, times, how to repeat each.
 
@@ -49,6 +53,7 @@ def runs_page(
       path: the page, such as `"runs.html"`. It is one file, which loads nothing.
       metrics: columns of the history to draw; those of returns and of `rank_by` if empty.
       title: its title; algorithms and environments if None.
+      plans: whether to draw the plan of each run, on as many of the devices here as it had.
 
     Returns:
       The page's path.
@@ -60,54 +65,17 @@ def runs_page(
     target = as_path("path", path)
     if target.suffix != ".html" or not target.absolute().parent.is_dir():
         raise ValueError(f"the page {target}: name a file in a folder that exists, such as report.html")
-    if metrics and isinstance(metrics, str):
-        raise ValueError(f"metrics={metrics!r}: give a list of columns, [{metrics!r}]")
-    found = _named(runs)
-    shown = list(metrics) or _usual(found.values())
-    for name in shown:
-        if not any(name in run.history for run in found.values()):
-            known = sorted({column for run in found.values() for column in run.history})
-            raise ValueError(f"no run has the metric {name!r}; they have {', '.join(known)}")
-    title = title or ", ".join(dict.fromkeys(_what(run).partition(", seed")[0] for run in found.values()))
+    found = named(runs)
+    shown = shown_of(found, metrics)
+    title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in found.values()))
     sections = [
-        ("", _overview(found)), ("Curves", f'<div class="curves">{inline(_curves(found, shown))}</div>' if shown else ""),
+        ("", _overview(found)), ("Curves", _curves(found, shown)),
         ("Settings", _settings(found)), ("Time", _times(found)), ("Each run", _each(found)),
+        ("Plans", "\n".join(_plan(name, run) for name, run in found.items()) if plans else ""),
     ]  # fmt: skip
     body = "\n".join(f"<h2>{name}</h2>\n{text}" if name else text for name, text in sections if text)
     write_text(target, _PAGE.format(title=escape(title), style=_STYLE, body=body))
     return target
-
-
-def _named(runs: Any) -> dict[str, Result]:
-    """The runs by name: that of a mapping, of the folder (its path, if folders have one name), or what was trained."""
-    names = list(map(str, runs)) if isinstance(runs, Mapping) else []
-    given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Result | str | os.PathLike) else runs
-    results = [run if isinstance(run, Result) else Result.load(run) for run in given]
-    if not results:
-        raise ValueError("there is no run to write about; give a result or the folder of a run")
-    if not names:
-        folders = [run.folder for run in results if run.folder is not None]
-        alike = len({folder.name for folder in folders}) < len(folders)
-        names = [_what(run) if run.folder is None else str(run.folder) if alike else run.folder.name for run in results]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two runs are named {twice[0]!r}; name each once, or give a mapping with a name for each")
-    return dict(zip(names, results, strict=True))
-
-
-def _what(run: Result) -> str:
-    about = run.experiment
-    return f"{about.name} on {about.env_name}, seed {about.seed}"
-
-
-def _usual(runs: Any) -> list[str]:
-    """The columns that tell how good agents are."""
-    scores = dict.fromkeys(["return", *(run.experiment.rank_by for run in runs)])
-    wanted = [f"{kind}_{score}" for score in scores for kind in ("episode", "eval")]
-    return [name for name in [*wanted, "validation_loss"] if any(_is_known(run.history.get(name)) for run in runs)]
-
-
-def _is_known(column: Any) -> bool:
-    return column is not None and not np.isnan(column).all()
 
 
 def _overview(found: Mapping[str, Result]) -> str:
@@ -130,33 +98,7 @@ def _mean(values: np.ndarray) -> Any:
 
 
 def _curves(found: Mapping[str, Result], metrics: Sequence[str]) -> str:
-    """A panel for each metric, with a curve for each run, or for each of its settings over their seeds."""
-    with styled():
-        figure, panels = figure_of(len(metrics))
-        for panel, metric in zip(panels, metrics, strict=True):
-            number = 0
-            for name, run in found.items():
-                for label, members in _groups(run):
-                    column = run.history.get(metric)
-                    if column is None or not _is_known(column):
-                        continue
-                    values = np.reshape(column, (len(column), -1))[:, members]
-                    known = ~np.isnan(values).all(1)  # evaluations are few
-                    curve = mean_curve(run.history["step"][known], values[known])
-                    draw(panel, ", ".join(filter(None, [name, label])), number, *curve)
-                    number += 1
-            panel.set(ylabel=metric.replace("_", " "))
-        panels[-1].set(xlabel=" or ".join(dict.fromkeys(run.behavior.agent.unit for run in found.values())))
-        return svg_of(figure)
-
-
-def _groups(run: Result) -> list[tuple[str, list[int]]]:
-    """The members of each setting of a run, with its words."""
-    groups: dict[str, list[int]] = {}
-    for member, setting in enumerate(run.settings):
-        groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-    several = 1 < len(groups) <= _MOST_CURVES and run.experiment.pbt is None
-    return list(groups.items()) if several else [("", list(range(run.members)))]
+    return f'<div class="curves">{inline(svg_of(curves_of(found, metrics)))}</div>' if metrics else ""
 
 
 def _settings(found: Mapping[str, Result]) -> str:
@@ -194,10 +136,30 @@ def _times(found: Mapping[str, Result]) -> str:
     return _table(["run", "wall", *_PARTS.values(), ""], rows, plain=False)
 
 
+def _plan(name: str, run: Result) -> str:
+    """The picture of the plan of a run."""
+    count, here = run.description["devices"]["count"], jax.devices()
+    if len(here) < count:
+        raise ValueError(f"the run {name} had {count} devices, and here are {len(here)}, so its plan cannot be drawn")
+    plan = run.experiment.compile(policies.get(run.description["policy"]), here[:count]).explain()
+    return f"<h3>{escape(name)}</h3><figure>{plan.svg()}</figure>"
+
+
+def _film(folder: Path) -> str:
+    """The last film that a run made of itself."""
+    films = sorted((int(p.stem), p) for p in (folder / FILMS).glob("*.gif") if p.stem.isdigit())
+    if not films:
+        return ""
+    step, file = films[-1]
+    picture = base64.b64encode(file.read_bytes()).decode()
+    return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>after {step:,} steps</figcaption></figure>'
+
+
 def _each(found: Mapping[str, Result]) -> str:
     parts = []
     for name, run in found.items():
         parts.append(f"<h3>{escape(name)}</h3><pre>{escape(str(run))}</pre>")
+        parts.append("" if run.folder is None else _film(run.folder))
         if run.folder is not None and (file := run.folder / REPEAT).exists():
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
             parts.append(f"<details><summary>{REPEAT}</summary><pre>{escape(file.read_text('utf-8'))}</pre></details>")

@@ -128,6 +128,7 @@ def test_what_cannot_be_shown_is_said():
     for env, message in (
         (Wrong(), r"Wrong\.render returned uint8\[4, 10\]; return an image, uint8\[H, W, 3\]"),
         (Growing(), r"Growing\.render returned images \[4, 1, 3\] and \[4, \d+, 3\]; return one size"),
+        (msrl.envs.make("DeepSea-bsuite"), "gymnax cannot draw DeepSea-bsuite; it draws Acrobot-v1, "),
         (RockPaperScissors(), "RockPaperScissors cannot be drawn; give it a method render"),
     ):
         with pytest.raises(ValueError, match=message):

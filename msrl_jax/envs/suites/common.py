@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import os
 import re
 import sys
 import warnings
@@ -151,13 +152,20 @@ def image_of(figure: Any) -> np.ndarray:
     return np.array(canvas.buffer_rgba())[..., :3]
 
 
+def no_windows() -> None:
+    """Has pygame, which draws for Gymnasium, open neither a window nor a sound card, unless the user says where."""
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
 class Camera:
     """Draws states of MuJoCo: its positions, velocities, and moving frames."""
 
     def __init__(self, model: Any, name: str):
         import mujoco
 
-        self._mujoco, self._model, self._data = mujoco, model, mujoco.MjData(model)
+        self._mujoco, self._model = mujoco, model
+        self._data = mujoco.MjData(model)  # type: ignore[attr-defined]
         try:
             self._renderer = mujoco.Renderer(model, height=240, width=320)
         except Exception as error:

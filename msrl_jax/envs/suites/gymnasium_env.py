@@ -122,6 +122,7 @@ class GymnasiumEnvironment:
         Returns:
           The pictures `[H, W, 3]` uint8, how many of them a second has, and the return.
         """
+        common.no_windows()
         try:
             env = self.factory(render_mode="rgb_array")  # type: ignore[call-arg]
         except TypeError as error:

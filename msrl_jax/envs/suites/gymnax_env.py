@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,10 @@ _KNOWN = {  # methods that may be left out, by the names that their definitions 
 }
 
 _CLASSIC = ("Acrobot-v1", "CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0")  # drawn by Gymnasium
+_DRAWN = (
+    "Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "Seaquest-MinAtar", "SpaceInvaders-MinAtar", "Pong-misc",
+    "Catch-bsuite", "PointRobot-misc", "MetaMaze-misc", "FourRooms-misc",
+)  # fmt: skip
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
@@ -73,13 +78,30 @@ class GymnaxEnvironment:
         """Pictures per second, more of continuous motion."""
         return 30.0 if self.env.name in _CLASSIC else 10.0
 
+    @functools.cached_property
+    def _screen(self) -> Any:
+        import gymnasium
+
+        common.no_windows()
+        try:
+            screen = gymnasium.make(self.env.name, render_mode="rgb_array").unwrapped
+            screen.reset()
+            screen.render()
+        except ImportError as error:
+            raise ValueError(f"pygame, which draws {self.name}, is not installed: pip install 'msrl-jax[video]'") from error
+        return screen
+
     def render(self, state: PyTree) -> np.ndarray:
         """A picture by gymnax's visualizer."""
         if self.env.name in _CLASSIC:
-            try:
-                return common.load("gymnax.visualize.vis_gym").render_gym_frame(self.env.name, state, self.params)
-            except ImportError as error:
-                raise ValueError(f"{self.name} is drawn by pygame: pip install 'msrl-jax[video]'") from error
+            vis_gym = common.load("gymnax.visualize.vis_gym")
+            vis_gym.set_gym_params(self._screen, self.env.name, self.params)
+            self._screen.state = vis_gym.get_gym_state(state, self.env.name)
+            if hasattr(state, "last_u"):
+                self._screen.last_u = np.asarray(state.last_u, np.float64)
+            return self._screen.render()
+        if self.env.name not in _DRAWN:
+            raise ValueError(f"gymnax cannot draw {self.name}; it draws {', '.join((*_CLASSIC, *_DRAWN))}")
         import matplotlib.pyplot as plt
 
         visualizer = common.load("gymnax.visualize").Visualizer(self.env, self.params, [state])
@@ -87,8 +109,6 @@ class GymnaxEnvironment:
             visualizer.init()
             visualizer.update(0)
             return common.image_of(visualizer.fig)
-        except AttributeError:
-            raise ValueError(f"gymnax cannot draw {self.name}") from None
         finally:
             plt.close(visualizer.fig)
 
