@@ -29,11 +29,12 @@ ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes", "architecture",
-    "showing",
+    "showing", "index", "first_hour", "in_brief",
 )  # fmt: skip
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING = (
-    f"docs/{title}.md" for title in TITLES
-)
+(
+    POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX,
+    FIRST_HOUR, IN_BRIEF,
+) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOP = "top"
@@ -47,6 +48,12 @@ RUN_HERE = (
     (README, TOP),
     (README, "From Python"),
     (README, "A loop of your own"),
+    (INDEX, TOP),
+    (FIRST_HOUR, "Train"),
+    (FIRST_HOUR, "Look"),
+    (FIRST_HOUR, "Change the policy"),
+    (FIRST_HOUR, "Your own environment"),
+    (IN_BRIEF, "A loop of your own"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
     (ALGORITHMS, "Networks of your own"),
@@ -227,7 +234,7 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     """In a process in which JAX has not started, as the pages' readers have it."""
     asking = [code for section in RUN_HERE for code in blocks(*section, "python") if DEVICES in code]
     starts = [code[: code.index(DEVICES) + len(DEVICES)] for code in asking]
-    assert len(starts) == 2
+    assert len(starts) == 3
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     command = [sys.executable, "-c", "\n".join([*starts, "print(len(jax.devices()))"])]
@@ -326,6 +333,7 @@ def test_from_python(run_sections, tmp_path):
 
 @pytest.mark.long
 def test_a_loop_of_ones_own(run_sections):
+    assert blocks(README, "A loop of your own", "python") == blocks(IN_BRIEF, "A loop of your own", "python")
     (namespace,), output = run_sections(README, "A loop of your own")
     gain, distance = namespace["state"][0], namespace["metrics"]["distance"]
     assert abs(gain - 1) < 0.05, "steps back to where it should be, but for the noise"
@@ -333,6 +341,23 @@ def test_a_loop_of_ones_own(run_sections):
     (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[README, "A loop of your own"], re.MULTILINE)
     assert [float(x) for x in said] == pytest.approx(distance[[0, -1]], abs=0.1)
     assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
+
+
+@pytest.mark.long
+def test_the_first_hour(run_sections):
+    (train, look, own), output = run_sections(FIRST_HOUR, "Train", "Look", "Your own environment")
+    assert train["result"].members == 8 and look["result"].status == "finished" and "Corridor" in output
+    assert all(Path(name).stat().st_size for name in ("curve.png", "first.gif", "first.html", "corridor.gif"))
+    assert own["result"].video(max_steps=2).episodes[0].shape == (3, 20, 200, 3)
+
+
+@pytest.mark.long
+def test_one_word_changes_where_it_runs(run_sections):
+    (home,), _ = run_sections(INDEX, TOP)
+    (hour,), output = run_sections(FIRST_HOUR, "Change the policy")
+    for first, second in ((home["result"], home["again"]), (hour["one"], hour["two"])):
+        np.testing.assert_allclose(*(r.final("episode_return") for r in (first, second)), rtol=1e-5)
+    assert "SingleLearnerCoarse(learners=2)" in output and Path("cartpole.gif").exists()
 
 
 @pytest.mark.long

@@ -157,7 +157,7 @@ def _index(found: Sequence[Row]) -> str:
     parts = [
         "# Results", "",
         "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
-        "[`msrl_jax/recipes`](../msrl_jax/recipes). `msrl-jax train --recipe ppo-cartpole` trains one, and",
+        "`msrl_jax/recipes`. `msrl-jax train --recipe ppo-cartpole` trains one, and",
         "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md) with the table.",
         "", _ABOUT,
     ]  # fmt: skip

@@ -108,6 +108,7 @@ class GymnaxEnvironment:
         try:
             visualizer.init()
             visualizer.update(0)
+            visualizer.ax.set_title(self.name)  # without the number of the step, which it does not know
             return common.image_of(visualizer.fig)
         finally:
             plt.close(visualizer.fig)

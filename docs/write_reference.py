@@ -1,0 +1,133 @@
+"""Writes the reference pages of the site from the package: fields of configs, arguments of `train`, commands, the API."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import msrl_jax as msrl
+from msrl_jax.cli.actions import COMMANDS
+
+THEMES = {
+    "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
+    "Where it runs": ("policy", "devices"),
+    "Its folder": ("out", "resume", "checkpoint_every", "keep_checkpoints", "record"),
+    "Evaluation": ("eval_episodes", "eval_every", "rank_by"),
+    "What happens meanwhile": ("chunk", "callbacks", "progress", "guard", "time_limit"),
+}
+API = {
+    "msrl_jax": [
+        "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
+        "Mean", "sweep", "SweepResult", "compete", "Leaderboard", "runs_page", "plot_runs", "recipe", "reproduce",
+        "Reproduction",
+    ],
+    "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB"],
+    "msrl_jax.policies": None,
+    "msrl_jax.envs": None,
+    "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],
+    "msrl_jax.algorithms.returns": None,
+    "msrl_jax.algorithms.losses": None,
+    "msrl_jax.data": None,
+}  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    """Writes all pages into a folder, and changes none that is as it was."""
+    pages = {f"algorithms/{name}": algorithm_page(name) for name in msrl.algorithms.names()}
+    pages["algorithms/index"] = index_of("Algorithms", "A page for each, with all fields.", sorted(msrl.algorithms.names()))
+    pages |= {"train": train_page(), "command_line": command_page(), "api": api_page()}
+    for name, text in pages.items():
+        path = folder / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+
+
+def index_of(title: str, about: str, names: list[str]) -> str:
+    """A page that lists others."""
+    return f"# {title}\n\n{about}\n\n```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"
+
+
+def cell(text: object) -> str:
+    """Text in a cell of a table."""
+    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def prose(text: str) -> str:
+    """The text of a docstring as Markdown."""
+    return inspect.cleandoc(text).replace("<", "\\<")
+
+
+def algorithm_page(name: str) -> str:
+    """What an algorithm is, an example, its fields, and where its curves are."""
+    kind = msrl.algorithms.get(name)
+    env = "env" if kind.many_agents else '"Pendulum-v1"' if name in ("sac", "td3", "ddpg") else '"CartPole-v1"'
+    data = ", data=dataset" if kind.offline else ""
+    lines = [f"# {name}", "", prose(kind.__doc__ or ""), ""]
+    lines += ["```python", f'result = msrl.train("{name}", {env}{data})', "```", ""]
+    lines += [f"The same as `msrl.train(msrl.algorithms.{kind.__name__}(), ...)`. Each field is a keyword, and a flag.", ""]
+    lines += ["| field | default | bounds | what it is |", "|---|---|---|---|"]
+    for field in dataclasses.fields(kind):
+        about = field.metadata
+        bounds = ", ".join(f"{key} {value:g}" for key, value in about["bounds"].items())
+        needs = kind.needs.get(field.name)
+        text = about["doc"] + (f" With `{needs}`." if needs else "") + (" *Tunable.*" if about["tunable"] else "")
+        lines.append("| " + " | ".join(map(cell, (f"`{field.name}`", f"`{field.default!r}`", bounds, text))) + " |")
+    lines += ["", "*Tunable* fields may have a value for each member of one program; most of them may be schedules."]
+    if (Path(__file__).parent / "results" / f"{name}.md").exists():
+        lines += ["", f"[Curves, and what the recipes reach](../../results/{name}.md)."]
+    return "\n".join(lines) + "\n"
+
+
+def arguments_of(function: object) -> dict[str, str]:
+    """The arguments in a docstring, by name."""
+    (text,) = re.findall(r"^Args:\n(.*?)^(?=Returns:)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^  (\*{0,2}\w+): (.*?)(?=^  \*{0,2}\w+: |\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(about.split()) for name, about in found}
+
+
+def train_page() -> str:
+    """The arguments of `train` by theme."""
+    arguments, lines = arguments_of(msrl.train), ["# Arguments of `train`", ""]
+    if missing := set(arguments).symmetric_difference(name for names in THEMES.values() for name in names):
+        raise ValueError(f"the themes of the arguments of train lack or invent {sorted(missing)}; correct THEMES")
+    for theme, names in THEMES.items():
+        lines += [f"## {theme}", "", "| argument | what it is |", "|---|---|"]
+        lines += [f"| `{name}` | {cell(arguments[name])} |" for name in names] + [""]
+    return "\n".join(lines)
+
+
+def command_page() -> str:
+    """The commands and their options, what is given without a name first."""
+    lines = ["# The command line", "", "Fields of the config of an algorithm are flags, too. A command ends with one of the"]
+    lines += ["[exit codes](../runs.md#how-a-run-ends).", ""]
+    for name, (kind, _) in COMMANDS.items():
+        hints = get_type_hints(kind, include_extras=True)
+        fields = [field for field in dataclasses.fields(kind) if field.metadata.get("doc")]
+        named = {field.name: "Positional" not in repr(hints[field.name]) for field in fields}
+        lines += [f"## {name}", "", prose(kind.__doc__ or ""), "", "| option | default | what it is |", "|---|---|---|"]
+        for field in sorted(fields, key=lambda field: named[field.name]):
+            flag = f"--{field.name.replace('_', '-')}" if named[field.name] else field.name.upper()
+            has_default = not any(field.default is none for none in (dataclasses.MISSING, None, False)) and field.default != ()
+            default = f"`{field.default}`" if has_default else ""
+            lines.append(f"| `{flag}` | {cell(default)} | {cell(field.metadata['doc'])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def api_page() -> str:
+    """The public names with their docstrings."""
+    lines = ["# API", ""]
+    for module, names in API.items():
+        lines += [f"## {module}", "", "```{eval-rst}", f".. currentmodule:: {module}", ""]
+        owner = __import__(module, fromlist=["*"])
+        known = names or [n for n in getattr(owner, "__all__", dir(owner)) if not n.startswith("_")]
+        for name in known:
+            value = getattr(owner, name)
+            if inspect.isclass(value):
+                lines += [f".. autoclass:: {name}", ""]
+            elif inspect.isfunction(value):
+                lines += [f".. autofunction:: {name}", ""]
+        lines += ["```", ""]
+    return "\n".join(lines)
