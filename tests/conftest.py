@@ -43,10 +43,12 @@ BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
 
 os.environ["MSRL_JAX_CACHE"] = "off"  # the user's programs are none of the tests' business
 
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # Python's lines in programs are a tenth of the time
+
 # Programs compiled by one worker serve the others, for as long as this run lasts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # smaller ones are compiled as fast as they are stored
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
