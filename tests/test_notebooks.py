@@ -53,6 +53,22 @@ def execute(name, inspect):
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)
 
 
+INSPECT_INSIDE = """
+acted = policy.call(obs=obs)["action"].tolist(), result.act(obs).tolist()
+print(json.dumps({"acted": acted, "films": len(list((folder / "videos").iterdir())), "page": page.stat().st_size}))
+"""
+
+
+@pytest.mark.long
+def test_inside_a_run_shows_its_curve_plan_and_film():
+    notebook, found = execute("inside_a_run.ipynb", INSPECT_INSIDE)
+    assert found["acted"][0] == found["acted"][1] and found["films"] == 3 and found["page"] > 100_000
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = [str(output.get("data", {}).get("text/html", "")) for output in outputs]
+    assert sum("<svg" in html for html in shown) == 2, "the card of the result, and the plan"
+    assert sum("data:image/gif;base64," in html for html in shown) == 1
+
+
 @pytest.fixture(scope="module")
 def tour():
     return execute("msrl_jax_tour.ipynb", INSPECT_TOUR)
