@@ -25,6 +25,10 @@ _OWN = {
 """The environments that several agents act in, and the fields of their observations that have one entry for each agent."""
 
 
+_NONE_YET = {"jumanji:TSP": ("position",)}
+"""Numbers in observations that are -1 before the first action, though the suite declares them from 0 on."""
+
+
 def make(name: str, **params: Any) -> Environment:
     """An environment of Jumanji, such as "Snake-v1"; a `MultiAgentEnvironment` if several agents act in it.
 
@@ -126,7 +130,12 @@ class JumanjiEnvironment(_Adapter):
         mask = getattr(emitted(env.reset)[1].observation, "action_mask", None)
         if mask is not None and mask.shape == self._sizes:
             self.action_mask = lambda state: state.mask
-        self.observation_space = _space(env.observation_spec, emitted(self.reset)[1])
+        space = _space(env.observation_spec, emitted(self.reset)[1])
+        for field in _NONE_YET.get(name.rpartition("-")[0], ()):
+            parts: Any = space.spaces  # type: ignore[union-attr]
+            highest, dtype = parts[field].n - 1, parts[field].dtype
+            space = spaces.Dict({**parts, field: spaces.Box(-1, highest, (), dtype)})
+        self.observation_space = space
         self.action_space = spaces.Discrete(math.prod(self._sizes)) if self._sizes else _space(spec, spec)
 
     def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
