@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import _recipes, _suites
+from msrl_jax._checks import whole
 from msrl_jax._terminal import table
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
@@ -123,7 +124,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             wandb = experiment.WandB(project=args.wandb, name=out.name, id=number, resume="allow", config=about | config)
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         if args.video_every is not None:
-            loggers.append(experiment.Filming(args.video_every))
+            loggers.append(experiment.Filming(whole("video_every", args.video_every)))
         result = experiment.train(**options, out=out, callbacks=loggers, **config)
     if first:
         print(result)
@@ -319,8 +320,6 @@ def _report(args: Report, config: dict[str, Any]) -> int:
 def _plot(args: Plot, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
-    if args.out.suffix not in (".pdf", ".svg", ".png") or not args.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {args.out}: name a .pdf, .svg or .png in a folder that exists")
     report.plot_runs(args.runs, args.out, metrics=args.metrics, x=args.x)
     _show(args, {"figure": str(args.out)}, args.out)
     return 0

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from msrl_jax._checks import whole
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.folder import replacing, to_json
+from msrl_jax.experiment.folder import check_target, replacing, to_json
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+one_at_a_time = threading.Lock()  # while jax2onnx converts, functions of JAX are others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +77,10 @@ def _names_of(observed: Any) -> dict[str, Any]:
 
 def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | None) -> Path:
     """Writes a policy to a file, in the format of its suffix; see `Result.export`."""
-    if path.suffix not in _FORMATS:
-        raise ValueError(f"the file {path}: name one that ends in {' or '.join(_FORMATS)}")
-    if path.suffix == ".onnx" and "key" in policy.inputs:
+    check_target("file", path, tuple(_FORMATS))
+    suffix = path.suffix.lower()
+    if suffix == ".onnx" and "key" in policy.inputs:
         raise ValueError("ONNX has no random numbers that a key decides; export a policy that samples as .jaxexport")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"the file {path}: there is no folder {path.absolute().parent}; make it first")
     size: Any = jax.export.symbolic_shape("B")[0] if batch is None else whole("batch", batch)
     inputs = policy.batched(size)
     try:
@@ -91,7 +92,7 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
             f"the policy cannot be traced for any number of observations ({_first_line(error)}); give one, such as batch=1"
         ) from error
     text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
-    content = _FORMATS[path.suffix](policy, inputs, list(outputs), text)
+    content = _FORMATS[suffix](policy, inputs, list(outputs), text)
     with replacing(path) as partial:
         partial.write_bytes(content)
     return path
@@ -114,6 +115,7 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
         import jax2onnx  # type: ignore[import-not-found]
         import onnx  # type: ignore[import-not-found]
 
+        logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # shapes inside that it does not know are no matter
         model = jax2onnx.to_onnx(
             lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),
             output_names=outputs,

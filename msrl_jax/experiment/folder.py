@@ -87,9 +87,24 @@ def to_json(value: Any) -> Any:
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
     partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        yield partial
-        os.replace(partial, path)
+    try:
+        with writing(path):
+            yield partial
+            os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:
+    """Raises ValueError if a file cannot be written there, or its suffix is none of these, before it is made."""
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"the {what} {path}: name a file that ends in {' or '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"the {what} {path} is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"the {what} {path}: there is no folder {path.absolute().parent}; make it first")
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:

@@ -434,7 +434,7 @@ class Result:
 
         Args:
           path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
-            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`.
+            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX meanwhile.
           sample: whether actions are sampled, by the data `[2]` uint32 of a key, `key`; the most probable ones if not. Only for
             `.jaxexport`.
           member: number of the member; the best one if None.
@@ -450,8 +450,9 @@ class Result:
         about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
         steps = int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0
         about |= {"run": self.folder, "member": number, **self.settings[number], "steps": steps, "sample": sample}
-        policy = export.policy_of(self.behavior, self._of_member(number), sample)
-        return export.write(policy, as_path("path", path), about, batch)
+        with export.one_at_a_time:
+            policy = export.policy_of(self.behavior, self._of_member(number), sample)
+            return export.write(policy, as_path("path", path), about, batch)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

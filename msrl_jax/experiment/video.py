@@ -22,7 +22,7 @@ from msrl_jax.envs.params import with_source
 from msrl_jax.envs.vector import next_states
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.folder import replacing
+from msrl_jax.experiment.folder import check_target, replacing
 from msrl_jax.experiment.run import Run
 from msrl_jax.fragments.graph.host import host_errors
 
@@ -69,20 +69,17 @@ class Video:
         """
         check_file(path)
         with replacing(path) as partial:
-            if path.suffix == ".mp4":
+            if path.suffix.lower() == ".mp4":
                 _write_mp4(self, partial)
             else:
-                partial.write_bytes(_gif(self) if path.suffix == ".gif" else _page(self).encode())
+                partial.write_bytes(_gif(self) if path.suffix.lower() == ".gif" else _page(self).encode())
         return path
 
 
 def check_file(path: Path) -> None:
     """Raises ValueError if no video can be written there, before one is made."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"the video {path}: name a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"the video {path}: there is no folder {path.absolute().parent}; make it first")
-    if path.suffix == ".mp4":
+    check_target("video", path, SUFFIXES)
+    if path.suffix.lower() == ".mp4":
         try:
             import imageio_ffmpeg  # noqa: F401
         except ImportError as error:
@@ -94,8 +91,7 @@ def check_file(path: Path) -> None:
 def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
     """Plays greedy episodes one after another, and draws them."""
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
-    if fps is not None and not fps > 0:
-        raise ValueError(f"fps={fps!r}: use a number of pictures per second above 0")
+    fps = None if fps is None else _rate("fps", fps)
     leaves = behavior.take(state)
     if hasattr(behavior.env, "film"):
         played = [_filmed(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
@@ -105,7 +101,7 @@ def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: in
     play = _recorder(behavior, max_steps)
     keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(episodes)]
     recorded = [play(leaves, key) for key in keys]
-    pictures = [_checked(behavior.env, [draw(x) for x in states]) for states, _ in recorded]
+    pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
     return Video(pictures, [total for _, total in recorded], fps or rate, title)
 
 
@@ -163,7 +159,8 @@ def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple
 def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
     """What draws a recorded state, or the observation of one, and how many pictures a second has."""
     if hasattr(env, "render") and not is_on_host(env):
-        return env.render, float(next((x.render_fps for x in layers(env) if hasattr(x, "render_fps")), _FPS))
+        given = next((x.render_fps for x in layers(env) if hasattr(x, "render_fps")), _FPS)
+        return env.render, _rate(f"render_fps of {env_name(env)}", given)
     space = env.observation_space
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
         last = 3 if space.shape[-1] % 3 == 0 else 1  # of frames that are stacked, the newest one
@@ -225,11 +222,25 @@ def _rows(stacked: Any) -> Iterator[Any]:
         yield jax.tree.unflatten(tree, [x[t, 0] if is_key(x) else np.asarray(x[t, 0]) for x in leaves])
 
 
+def _rate(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
+        raise ValueError(f"{what}={value!r}: use a number of pictures per second above 0")
+    return float(value)
+
+
+def _drawn(env: Any, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
+    try:
+        return _checked(env, [draw(state) for state in states])
+    except Exception as error:
+        error.add_note(f"raised while {env_name(env)} was drawn for a video")
+        raise
+
+
 def _checked(env: Any, pictures: Sequence[Any]) -> np.ndarray:
     arrays = [np.asarray(x) for x in pictures]
     shapes = {(x.shape, x.dtype.name) for x in arrays}
     (shape, dtype), *others = sorted(shapes)
-    if len(shape) != 3 or shape[-1] != 3 or dtype != "uint8":
+    if len(shape) != 3 or shape[-1] != 3 or 0 in shape or dtype != "uint8":
         raise ValueError(f"{env_name(env)}.render returned {dtype}{list(shape)}; return an image, uint8[H, W, 3]")
     if others:
         raise ValueError(f"{env_name(env)}.render returned images {list(shape)} and {list(others[0][0])}; return one size")
@@ -297,6 +308,6 @@ def _page(video: Video) -> str:
             captions.append(f"{caption}; step {number}")
     width = max(360, video.episodes[0].shape[2])
     return _PAGE.format(
-        title=html.escape(video.title), pictures=json.dumps(encoded), captions=json.dumps(captions), fps=video.fps,
+        title=html.escape(video.title), pictures=json.dumps(encoded), captions=json.dumps(captions), fps=f"{video.fps:g}",
         last=len(encoded) - 1, width=width,
     )  # fmt: skip

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
+from msrl_jax.experiment.folder import check_target
 from msrl_jax.experiment.history import in_words
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
 
@@ -28,7 +30,7 @@ def plot_runs(
 
     Args:
       runs: a run, or several: results, or folders of runs; a mapping gives them names.
-      path: file for the figure, in the format of its suffix, such as `"curves.pdf"`; None writes no file.
+      path: file for the figure, `.pdf`, `.svg` or `.png`; None writes none.
       metrics: columns of the history, a panel each; those of returns and of `rank_by` if empty.
       x: against steps, or against the seconds since the start of training.
 
@@ -36,11 +38,13 @@ def plot_runs(
       The figure; a notebook shows it if it is the value of a cell.
 
     Raises:
-      ValueError: if there is no run, two have one name, or no run has a metric.
+      ValueError: if there is no run, two have one name, no run has a metric, or the file cannot be written.
       RunFolderError: if a folder holds no run.
     """
     if x not in _X:
         raise ValueError(f"x={x!r}: use {' or '.join(map(repr, _X))}")
+    if path is not None:
+        check_target("figure", as_path("path", path), (".pdf", ".svg", ".png"))
     found = named(runs)
     shown = shown_of(found, metrics)
     if not shown:

@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax import policies
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import REPEAT, write_text
+from msrl_jax.experiment.folder import REPEAT, check_target, write_text
 from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.runs_figure import curves_of, named, shown_of, what
@@ -63,8 +63,7 @@ def runs_page(
       RunFolderError: if a folder holds no run.
     """
     target = as_path("path", path)
-    if target.suffix != ".html" or not target.absolute().parent.is_dir():
-        raise ValueError(f"the page {target}: name a file in a folder that exists, such as report.html")
+    check_target("page", target, (".html",))
     found = named(runs)
     shown = shown_of(found, metrics)
     title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in found.values()))

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -134,6 +136,17 @@ def test_a_model_acts_as_the_agent(name, env, tmp_path):
             np.testing.assert_allclose(got, want, **CLOSE)
 
 
+@pytest.mark.long
+def test_models_are_made_one_at_a_time(trained, tmp_path):
+    """jax2onnx replaces functions of JAX while it converts: two conversions at once would leave them replaced."""
+    pytest.importorskip("jax2onnx", reason="ONNX files need jax2onnx and onnxruntime")
+    before = {name: getattr(jnp, name) for name in dir(jnp)}
+    with ThreadPoolExecutor(3) as pool:
+        files = list(pool.map(lambda i: trained.export(tmp_path / f"{i}.onnx"), range(3)))
+    assert len({file.read_bytes() for file in files}) == 1
+    assert [name for name, value in before.items() if getattr(jnp, name) is not value] == []
+
+
 WITHOUT_THE_PACKAGE = """
 import json, sys
 sys.modules["msrl_jax"] = None  # an import of it would fail
@@ -162,8 +175,12 @@ def test_a_file_of_a_run_acts_in_a_process_that_has_jax_alone(trained, run_folde
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path):
-    with pytest.raises(ValueError, match=r"policy\.txt: name one that ends in \.jaxexport or \.onnx"):
+    with pytest.raises(ValueError, match=r"policy\.txt: name a file that ends in \.jaxexport or \.onnx"):
         trained.export(tmp_path / "policy.txt")
+    (tmp_path / "folder.onnx").mkdir()
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        trained.export(tmp_path / "folder.onnx")
+    (tmp_path / "folder.onnx").rmdir()
     with pytest.raises(ValueError, match="there is no folder"):
         trained.export(tmp_path / "none" / "policy.jaxexport")
     with pytest.raises(ValueError, match="member=1: this run has only member 0"):

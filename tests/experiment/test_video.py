@@ -114,6 +114,26 @@ def test_an_mp4_has_all_pictures(road, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["road.mp4"]
 
 
+class Blank(Road):
+    def render(self, state):
+        return np.zeros((0, 0, 3), np.uint8)
+
+
+class Standing(Road):
+    render_fps = 0
+
+
+class Raising(Road):
+    def render(self, state):
+        raise KeyError("sprite")
+
+
+def test_an_error_of_render_says_where_it_came_from():
+    with pytest.raises(KeyError, match="sprite") as raised:
+        film(*acting("ppo", Raising()), 1, 0, 10, None, "")
+    assert raised.value.__notes__ == ["raised while Raising was drawn for a video"]
+
+
 class Wrong(Road):
     def render(self, state):
         return np.zeros((4, 10), np.uint8)
@@ -127,6 +147,8 @@ class Growing(Road):
 def test_what_cannot_be_shown_is_said():
     for env, message in (
         (Wrong(), r"Wrong\.render returned uint8\[4, 10\]; return an image, uint8\[H, W, 3\]"),
+        (Blank(), r"Blank\.render returned uint8\[0, 0, 3\]; return an image"),
+        (Standing(), r"render_fps of Standing=0: use a number of pictures per second above 0"),
         (Growing(), r"Growing\.render returned images \[4, 1, 3\] and \[4, \d+, 3\]; return one size"),
         (msrl.envs.make("DeepSea-bsuite"), "gymnax cannot draw DeepSea-bsuite; it draws Acrobot-v1, "),
         (RockPaperScissors(), "RockPaperScissors cannot be drawn; give it a method render"),
@@ -196,12 +218,18 @@ def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
         "ppo", "Catch-bsuite", total_steps=640, out=out, callbacks=[films], seeds=2, eval_episodes=0, progress=False, **options
     )
     assert sorted(int(p.stem) for p in (out / "videos").glob("*.gif")) == [256, 512, 640]
-    file = tmp_path / "show.gif"
+    films = msrl.experiment.Filming(512, max_steps=5)
+    msrl.train(resume=out, total_steps=1024, callbacks=[films], progress=False)
+    assert sorted(int(p.stem) for p in (out / "videos").glob("*.gif")) == [256, 512, 640, 1024], "old films stay"
+    file = tmp_path / "show.GIF"
     assert main(["video", str(out), "--out", str(file), "--episodes", "2", "--max-steps", "4", "--member", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lengths"] == [4, 4] and file.exists()
+    (tmp_path / "folder.gif").mkdir()
     for arguments, message in (
-        (["--out", "show.avi"], "name a file that ends in .gif, .html or .mp4"),
+        (["--out", "show.avi"], "name a file that ends in .gif or .html or .mp4"),
         (["--out", str(tmp_path / "no" / "show.gif")], "there is no folder"),
+        (["--out", str(tmp_path)], "name a file that ends in"),
+        (["--out", str(tmp_path / "folder.gif")], "is a folder; name a file"),
         (["--episodes", "0"], "episodes=0: use an integer of at least 1"),
         (["--fps", "-1"], "fps=-1.0: use a number of pictures per second above 0"),
         (["--member", "2"], "member=2: this run has members 0 to 1"),

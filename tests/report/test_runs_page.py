@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import shutil
 
 import numpy as np
 import pytest
@@ -95,13 +96,42 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval():
     np.testing.assert_allclose(middle, long.reshape(50, 10).mean(1))
 
 
+def test_a_page_draws_plans_and_shows_the_last_film(folder, run, tmp_path):
+    films = folder / "videos"
+    films.mkdir()
+    for step, content in ((64, b"first"), (128, b"last")):
+        (films / f"{step}.gif").write_bytes(content)
+    text = msrl.runs_page(folder, tmp_path / "page.html", plans=True).read_text()
+    shutil.rmtree(films)
+    assert text.count('<svg class="msrl-plan"') == 1 and "GPUOnly()" in text
+    assert text.count("data:image/gif") == 1 and "data:image/gif;base64,bGFzdA==" in text and "after 128 steps" in text
+    larger = dataclasses.replace(run, description={**run.description, "devices": {"count": 64, "platform": "cpu"}})
+    with pytest.raises(ValueError, match="had 64 devices, and here are 8, so its plan cannot be drawn"):
+        msrl.runs_page(larger, tmp_path / "other.html", plans=True)
+
+
+def test_a_figure_is_drawn_against_steps_or_time(folder, run, tmp_path, capsys):
+    for x, column in (("steps", "step"), ("time", "seconds")):
+        (panel,) = msrl.plot_runs({"one": folder}, metrics=["entropy"], x=x).axes
+        (line,) = panel.get_lines()
+        np.testing.assert_array_equal(line.get_xdata(), run.history[column])
+        np.testing.assert_allclose(line.get_ydata(), run.history["entropy"].mean(1), rtol=1e-6)
+    file = tmp_path / "curves.svg"
+    assert main(["plot", str(folder), "--x", "time", "--out", str(file)]) == 0 and "<svg" in file.read_text()
+    with pytest.raises(ValueError, match="x='epochs': use 'steps' or 'time'"):
+        msrl.plot_runs(run, x="epochs")
+    for name, message in (("curves.doc", "name a file that ends in .pdf or .svg or .png"), ("no/c.pdf", "there is no folder")):
+        assert main(["plot", str(folder), "--out", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["{folder}", "{folder}"], "two runs are named"),
         (["{folder}", "--metrics", "loss"], "no run has the metric 'loss'; they have approx_kl"),
-        (["{folder}", "--out", "page.pdf"], "name a file in a folder that exists"),
-        (["{folder}", "--out", "nowhere/page.html"], "name a file in a folder that exists"),
+        (["{folder}", "--out", "page.pdf"], "the page page.pdf: name a file that ends in .html"),
+        (["{folder}", "--out", "nowhere/page.html"], "the page nowhere/page.html: there is no folder"),
         (["nothing"], "there is no folder nothing"),
         ([], "there is no run to write about"),
     ],
