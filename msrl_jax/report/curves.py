@@ -56,8 +56,8 @@ def figure_of(panels: int) -> tuple[Any, Any]:
 
 
 def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
-    """Draws a curve and its interval, in the colour of its number."""
-    panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4)
+    """Draws a curve and its interval, in the colour of its number; a single point is a dot."""
+    panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=0)
 
 
