@@ -106,7 +106,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import experiment
     from msrl_jax.experiment import processes
 
-    _can_draw()
+    if args.video_every is not None:
+        _can_draw()
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
     out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
     options = _options(args, "out", "tensorboard", "wandb", "video_every", "processes", "distributed", "recipe")
