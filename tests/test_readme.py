@@ -28,12 +28,12 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "recipes", "architecture",
-    "showing", "index", "first_hour", "in_brief",
+    "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
+    "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
 )  # fmt: skip
 (
-    POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX,
-    FIRST_HOUR, IN_BRIEF,
+    POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
+    GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,13 +65,17 @@ RUN_HERE = (
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
-    (ENVIRONMENTS, "Your own environment"),
-    (ENVIRONMENTS, "Metrics"),
-    (ENVIRONMENTS, "Parameters as data"),
-    (ENVIRONMENTS, "Simulators on the host"),
-    (ENVIRONMENTS, "Legal actions"),
-    (ENVIRONMENTS, "What the critic sees"),
-    (ENVIRONMENTS, "Several agents"),
+    (OWN_ENVIRONMENT, TOP),
+    (OWN_ENVIRONMENT, "Actions of several integers"),
+    (ENVIRONMENT_METHODS, "Legal actions"),
+    (ENVIRONMENT_METHODS, "What the critic sees"),
+    (ENVIRONMENT_METHODS, "Metrics"),
+    (PARAMETERS, TOP),
+    (PARAMETERS, "Curricula"),
+    (PARAMETERS, "Of your own environment"),
+    (SEVERAL_AGENTS, TOP),
+    (SEVERAL_AGENTS, "Agents with different spaces"),
+    (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
     (RUNS, "A run as a value"),
     (SHOWING, "A video"),
@@ -447,7 +451,7 @@ def test_a_plan_for_named_devices(run_sections):
 
 @pytest.mark.long
 def test_an_environment_of_ones_own(run_sections):
-    (corridor, dials), _ = run_sections(ENVIRONMENTS, "Your own environment")
+    (corridor, dials), _ = run_sections(OWN_ENVIRONMENT, TOP, "Actions of several integers")
     result = corridor["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
     for run in (result, dials["result"]):
@@ -458,14 +462,14 @@ def test_an_environment_of_ones_own(run_sections):
 
 @pytest.mark.slow
 def test_metrics_of_an_environment(run_sections):
-    (cliff,), _ = run_sections(ENVIRONMENTS, "Metrics")
+    (cliff,), _ = run_sections(ENVIRONMENT_METHODS, "Metrics")
     assert envs.check(cliff["Cliff"]()).ok and (cliff["result"].history["episode_success"] <= 1).all()
     assert len(cliff["swept"].trials) == 4 and cliff["swept"].best.rank_by == "success"
 
 
 @pytest.mark.slow
 def test_parameters_as_data(run_sections):
-    (poles, levels, springs), _ = run_sections(ENVIRONMENTS, "Parameters as data")
+    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Of your own environment")
     for run in (poles["result"], poles["harder"], levels["result"]):
         lengths = run.history["env_params/length"]
         assert ((lengths > 0.25) & (lengths < 1)).all()
@@ -486,20 +490,20 @@ def test_a_function_that_the_host_calls(run_sections):
 
 @pytest.mark.long
 def test_simulators_on_the_host(run_sections):
-    (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=1024)
+    (namespace,), output = run_sections(SIMULATORS, "Gymnasium", steps=1024)
     assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")
 
 
 @pytest.mark.long
 def test_an_environment_with_legal_actions(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENTS, "Legal actions")
+    (namespace,), _ = run_sections(ENVIRONMENT_METHODS, "Legal actions")
     result, obs = namespace["result"], msrl.envs.MaskedObservation([1.0], [True, False, False])
     assert result.act(obs) == 0 and result.evaluation.finished.all()
 
 
 @pytest.mark.long
 def test_an_environment_whose_critic_sees_more(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENTS, "What the critic sees")
+    (namespace,), _ = run_sections(ENVIRONMENT_METHODS, "What the critic sees")
     params = namespace["result"].state.params["params"]
     first = [params[f"{part}_torso"]["Dense_0"]["kernel"].shape[0] for part in ("actor", "critic")]
     assert first == [1, 2] and namespace["result"].act([0.5]).shape == (1,)
@@ -507,7 +511,7 @@ def test_an_environment_whose_critic_sees_more(run_sections):
 
 @pytest.mark.long
 def test_an_environment_with_several_agents(run_sections):
-    (namespace, lamp), _ = run_sections(ENVIRONMENTS, "Several agents")
+    (namespace, lamp), _ = run_sections(SEVERAL_AGENTS, TOP, "Agents with different spaces")
     assert np.isfinite(namespace["result"].history["episode_return"]).all()
     assert envs.vectorize(lamp["env"], 2).agents == ("speaker", "listener") and lamp["obs"].shape == (2, 4)
     assert lamp["env"].action_mask(lamp["state"]).tolist() == [[True] * 4, [True] * 3 + [False]]
