@@ -23,8 +23,11 @@ from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import counters as counters
 from msrl_jax.fragments import fragment as fragment
 from msrl_jax.fragments import plan_devices as plan_devices
+from msrl_jax.report import Profile as Profile
 from msrl_jax.report import Reproduction as Reproduction
 from msrl_jax.report import plot_runs as plot_runs
+from msrl_jax.report import profile as profile
+from msrl_jax.report import profile_program as profile_program
 from msrl_jax.report import recipe as recipe
 from msrl_jax.report import reproduce as reproduce
 from msrl_jax.report import runs_page as runs_page

@@ -32,6 +32,7 @@ from msrl_jax.cli.commands import (
     Export,
     List,
     Plot,
+    Profile,
     Record,
     Replay,
     Report,
@@ -339,6 +340,28 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
     return 0
 
 
+def _profile(args: Profile, config: dict[str, Any]) -> int:
+    if args.run is not None and (more := sorted({"algo", "env", "env_params", "policy"} & args.given | set(config))):
+        raise UsageError(f"--run {args.run} says what is measured; leave out {', '.join(more)}")
+    from msrl_jax import report
+    from msrl_jax.experiment import Result
+    from msrl_jax.report import profiles
+
+    if args.out is not None:
+        profiles.check_profile(args.out)
+    options = {"iterations": args.iterations, "repeats": args.repeats}
+    options["on_stage"] = functools.partial(print, file=sys.stderr, flush=True)
+    if args.run is None:
+        made = report.profile(args.algo, args.env, policy=args.policy, env_params=args.env_params, **options, **config)
+    else:
+        made = report.profile(Result.load(args.run), **options)
+        made.save(args.run / profiles.OF_RUN)
+    if args.out is not None:
+        made.save(args.out)
+    _show(args, made.to_dict(), made)
+    return 0
+
+
 def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     if not args.names and args.pages is None:
         raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
@@ -479,6 +502,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
+    "profile": (Profile, _profile),
     "video": (Video, _video),
     "export": (Export, _export),
     "report": (Report, _report),

@@ -223,6 +223,19 @@ class Bench(Command):
 
 
 @command
+class Profile(What):
+    """Measure where the time of training goes: simulation, inference, learning, transfers, Python, and every fragment."""
+
+    run: Path | None = option(
+        None, "folder of a run, whose training is measured in place of --algo and --env; reports about it show the profile."
+    )
+    iterations: int | None = option(None, "iterations of each measurement; about two seconds if not given.")
+    repeats: int = option(3, "measurements that calibrate, and as many that count.")
+    out: Path | None = option(None, "a file: a figure, FILE.svg, the numbers, FILE.json, or the trace, FILE.trace.json.gz.")
+    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+
+
+@command
 class Video(Again):
     """Show what a trained agent does: a film of greedy episodes."""
 

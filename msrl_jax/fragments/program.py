@@ -1,6 +1,7 @@
 """The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -18,7 +19,7 @@ from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
-from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
+from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
@@ -276,11 +277,19 @@ class Program(Generic[State]):
 
         If the policy fuses the loop, the one program of up to `chunk` iterations, whose first argument is their number.
         """
+        return list(dict.fromkeys(compiled for i, compiled in self.programs(chunk) if isinstance(i, Run)))
+
+    def programs(self, chunk: int = 1) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
+        """The instructions that run XLA programs, each with its program: those of `compiled`, and those of transfers."""
         self.warm_up(chunk)
         if self._fused:
-            return [self._fused.compile(self._executables, chunk)]
-        runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
-        return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
+            yield from ((run, self._fused.compile(self._executables, chunk)) for run in self.instructions)
+            return
+        for i, _ in walk(self.instructions):
+            if i in self._executables.compiled:
+                yield i, self._executables.compiled[i]
+            if coalesced := self._executables.coalesced.get(i):
+                yield from ((i, coalesced.join), (i, coalesced.split))
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
@@ -303,23 +312,39 @@ class Program(Generic[State]):
         self._ready()
         return measure_dispatch(self.schedule, self._executables, self._fill(state, copy=True))
 
+    @contextlib.contextmanager
+    def named_in_traces(self) -> Iterator[None]:
+        """Lets traces of `jax.profiler` tell what the host dispatches, transfers and waits for, which takes a little time."""
+        before = None if self.is_fused else self._ready()
+        if before is not None:
+            self._executor = Executor(self.schedule, self._executables, named_in_traces)
+        try:
+            yield
+        finally:
+            self._executor = before
+
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self._fused:
             loop = self._fused.compile(self._executables, most)
             self._check_fits(loop, f"of up to {most} iterations")
             flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
-            return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
+            with waiting():
+                rows = read(list(flat[len(leaves) :]))
+            return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in rows]
         execute, ahead = self._ready(), _AHEAD + self.layout.staleness
         made: list[tuple[list[jax.Array], list[tuple[jax.Array, ...]]]] = []
         for _ in range(length):
             leaves, row, measured = execute(leaves)
             made.append((row, measured))
-            if not row and not measured:
-                jax.block_until_ready(leaves)
-            elif len(made) > ahead:
-                jax.block_until_ready(made[-1 - ahead])
+            with waiting():
+                if not row and not measured:
+                    jax.block_until_ready(leaves)
+                elif len(made) > ahead:
+                    jax.block_until_ready(made[-1 - ahead])
         flat, tree = jax.tree.flatten(made)
-        rows, measured = zip(*jax.tree.unflatten(tree, read(flat)), strict=True)  # all at once, and only here
+        with waiting():
+            made = jax.tree.unflatten(tree, read(flat))  # all at once, and only here
+        rows, measured = zip(*made, strict=True)
         self._check_measured(measured)
         return leaves, _together(np.stack, jnp.stack, rows)
 

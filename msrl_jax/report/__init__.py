@@ -1,10 +1,14 @@
-"""Reports: pages and figures of runs (`runs_page`, `plot_runs`), what recipes reach (`reproduce`), how fast algorithms train
-(`bench`), how plans scale with devices (`scaling`).
+"""Reports: pages and figures of runs (`runs_page`, `plot_runs`), where time goes (`profile`), what recipes reach (`reproduce`),
+how fast algorithms train (`bench`), how plans scale with devices (`scaling`).
 """
 
 from msrl_jax.report import bench as bench
 from msrl_jax.report import scaling as scaling
 from msrl_jax.report import statistics as statistics
+from msrl_jax.report.profiles import Profile as Profile
+from msrl_jax.report.profiles import profiles_figure as profiles_figure
+from msrl_jax.report.profiling import profile as profile
+from msrl_jax.report.profiling import profile_program as profile_program
 from msrl_jax.report.reproduction import Reproduction as Reproduction
 from msrl_jax.report.reproduction import recipe as recipe
 from msrl_jax.report.reproduction import reproduce as reproduce

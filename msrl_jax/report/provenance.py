@@ -1,8 +1,15 @@
-"""Where measured numbers come from: the commit of this package, and the processor."""
+"""Where measured numbers come from: the commit of this package, the processor, and where a run ran."""
 
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+import jax
+
+from msrl_jax import policies
+from msrl_jax.experiment import Result
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -27,3 +34,15 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
+
+
+def place_of(run: Result, devices: Sequence[Device] | None = None) -> tuple[DistributionPolicy, Sequence[Device]]:
+    """The policy of a run, and as many devices as it had, of these or of all.
+
+    Raises:
+      ValueError: if there are fewer.
+    """
+    count, here = run.description["devices"]["count"], jax.devices() if devices is None else devices
+    if len(here) < count:
+        raise ValueError(f"the run had {count} devices, and here are {len(here)}; --cpu-devices {count} makes as many of a CPU")
+    return policies.get(run.description["policy"]), here[:count]

@@ -7,15 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from msrl_jax import policies
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, check_target, write_text
 from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
+from msrl_jax.report.profiles import profile_of, profiles_figure
+from msrl_jax.report.provenance import place_of
 from msrl_jax.report.runs_figure import curves_of, named, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
 
@@ -70,6 +70,7 @@ def runs_page(
     sections = [
         ("", _overview(found)), ("Curves", _curves(found, shown)),
         ("Settings", _settings(found)), ("Time", _times(found)), ("Each run", _each(found)),
+        ("Where the time of an iteration goes", _profiles(found)),
         ("Plans", "\n".join(_plan(name, run) for name, run in found.items()) if plans else ""),
     ]  # fmt: skip
     body = "\n".join(f"<h2>{name}</h2>\n{text}" if name else text for name, text in sections if text)
@@ -135,12 +136,18 @@ def _times(found: Mapping[str, Result]) -> str:
     return _table(["run", "wall", *_PARTS.values(), ""], rows, plain=False)
 
 
+def _profiles(found: Mapping[str, Result]) -> str:
+    """The profiles that runs have in their folders."""
+    profiles = {name: x for name, run in found.items() if run.folder is not None and (x := profile_of(run.folder)) is not None}
+    if not profiles:
+        return ""
+    tables = "\n".join(f"<pre>{escape(str(each))}</pre>" for each in profiles.values())
+    return f'<div class="curves">{inline(svg_of(profiles_figure(profiles)))}</div>\n{tables}'
+
+
 def _plan(name: str, run: Result) -> str:
     """The picture of the plan of a run."""
-    count, here = run.description["devices"]["count"], jax.devices()
-    if len(here) < count:
-        raise ValueError(f"the run {name} had {count} devices, and here are {len(here)}, so its plan cannot be drawn")
-    plan = run.experiment.compile(policies.get(run.description["policy"]), here[:count]).explain()
+    plan = run.experiment.compile(*place_of(run)).explain()
     return f"<h3>{escape(name)}</h3><figure>{plan.svg()}</figure>"
 
 

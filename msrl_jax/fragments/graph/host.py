@@ -29,6 +29,9 @@ from msrl_jax._compat import (
 from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
 from msrl_jax.fragments.placement import HOST
 
+IN_TRACES = "msrl:"
+"""What names begin with that the host's time has in traces of `jax.profiler`."""
+
 _raised: list[Exception] = []
 """The last exception of a function."""
 
@@ -66,12 +69,22 @@ class HostFunction:
 
     def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
         """Starts a call; if the function has no `start`, it is called at once."""
-        args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
-        if self.can_start:
-            finish = self.fn.start(*args)  # type: ignore[attr-defined]
-            return lambda: self._checked(finish())
-        results = self._checked(self.fn(*args))
-        return lambda: results
+        with jax.profiler.TraceAnnotation(f"{IN_TRACES}wait"):
+            args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
+        working = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
+        if not self.can_start:
+            with working:
+                results = self._checked(self.fn(*args))
+            return lambda: results
+        working.__enter__()  # until the results are there; other calls may begin and end in the meantime
+        finish = self.fn.start(*args)  # type: ignore[attr-defined]
+
+        def finished() -> list[np.ndarray]:
+            results = self._checked(finish())
+            working.__exit__(None, None, None)
+            return results
+
+        return finished
 
     @property
     def can_start(self) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from msrl_jax.fragments.plan.cost import COLLECTIVES, DEFINITION, OP_NAME, WHILE, called, computations, nbytes_of, operands_of
+from msrl_jax.fragments.plan.cost import COLLECTIVES, DEFINITION, WHILE, called, computations, nbytes_of, operands_of
 from msrl_jax.fragments.plan.cost import trip_count as trips_of
+from msrl_jax.fragments.plan.owners import innermost
 
 # They name values, or wait for what another instruction has launched.
 _NOTHING = frozenset(
@@ -88,8 +89,7 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
       What is launched in every loop for every fragment, in the order of the text.
     """
     entry, bodies = computations(text)
-    names = "|".join(re.escape(name) for name in sorted(fragments, key=len, reverse=True))
-    fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
+    fragment_of = innermost(fragments)
     parsed: dict[str, dict[str, _Instruction]] = {}
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 
@@ -98,11 +98,6 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
             matches = [(line, match) for line in bodies.get(name, ()) if (match := DEFINITION.match(line))]
             parsed[name] = {m[2]: _Instruction(m[4], m[3], operands_of(m[5]), line) for line, m in matches}
         return parsed[name]
-
-    def innermost(line: str) -> str:
-        """The last fragment in JAX's name of an operation: `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`."""
-        op = OP_NAME.search(line)
-        return (fragment.findall(op[1]) or [""])[-1] if fragment and op else ""
 
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:
         made = instructions(name)
@@ -119,7 +114,7 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
             elif kind == "conditional":
                 _visit_largest(called(line), trips, loop)
             elif kind not in _NOTHING and not _NO_CALLS.search(line):
-                entry = found.setdefault((innermost(line), trips, loop), [0] * (len(_COLUMNS) + 1))
+                entry = found.setdefault((fragment_of(line) or "", trips, loop), [0] * (len(_COLUMNS) + 1))
                 entry[_COLUMNS.index(_column(kind))] += 1
                 entry[-1] += _moved(instruction, made, instructions)
 

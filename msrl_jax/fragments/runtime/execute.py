@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax.fragments.graph.host import HostFunction
+from msrl_jax.fragments.graph.host import IN_TRACES, HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
 from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
@@ -28,6 +28,8 @@ from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transf
 Slots = list[Any]
 Step = Callable[[Slots], None]
 Call = Callable[..., Sequence[jax.Array]]
+What: TypeAlias = Literal["program", "transfer", "wait"]
+Around: TypeAlias = Callable[[Call, What], Call]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
 # an earlier one that they depend on waits for a place: a deadlock.
@@ -132,7 +134,7 @@ class Executor:
     The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
     """
 
-    def __init__(self, schedule: Schedule, executables: Executables, around: Callable[[Call], Call] = lambda call: call):
+    def __init__(self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call):
         """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time."""
         self._schedule, self._executables, self._around = schedule, executables, around
         self._size = 1 + max(
@@ -208,20 +210,20 @@ class Executor:
         queue, count = self._queue, len(i.outputs)
         assert queue is not None
         shardings = [self._executables.shardings[v] for v in i.outputs]
-        put = self._around(_put)
+        put = self._around(_put, "transfer")
         ins, outs = _slots(i.inputs), _slots(i.outputs)
         return _step(lambda *args: queue.start(i.function, lambda made: put(made, shardings), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
         """The function that runs a program, at the pace of its devices."""
-        call = self._around(self._executables.call(compiled))
+        call = self._around(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
         # Of two programs with collectives between processes, in any order on each, each could wait for the other.
         ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
-        wait = self._around(lambda arrays: jax.block_until_ready(arrays))
+        wait = self._around(lambda arrays: jax.block_until_ready(arrays), "wait")
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -256,7 +258,7 @@ class Executor:
 
     def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
-        return self._around(_put_one_copy if to_one else _put)
+        return self._around(_put_one_copy if to_one else _put, "transfer")
 
     def _send_coalesced(self, i: Move, coalesced: Coalesced) -> Call:
         put, num_alone = self._transfer(i), len(coalesced.alone)
@@ -272,7 +274,7 @@ class Executor:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
-        cross = self._around(crossing(kinds, *ends))
+        cross = self._around(crossing(kinds, *ends), "transfer")
         self._executables.seconds += time.perf_counter() - start
         return lambda *arrays: cross(arrays)
 
@@ -339,6 +341,21 @@ def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
+def waiting() -> Any:
+    """A context for what the host does while it waits for devices, which names that in traces of `jax.profiler`."""
+    return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
+
+
+def named_in_traces(call: Call, what: What) -> Call:
+    """A function whose time has a name in traces of `jax.profiler`."""
+
+    def named(*args: Any) -> Any:
+        with jax.profiler.TraceAnnotation(f"{IN_TRACES}{what}"):
+            return call(*args)
+
+    return named
+
+
 _ITERATIONS = 5
 
 
@@ -360,14 +377,12 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each call of JAX
     in_programs: list[float] = []  # those in compiled programs
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
-        is_program = isinstance(call, jax.stages.Compiled | jax.stages.Wrapped)
-
+    def around(call: Call, what: What) -> Call:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)
             in_jax.append(time.thread_time() - start)
-            if is_program:
+            if what == "program":
                 in_programs.append(in_jax[-1])
             return results
 

@@ -1,0 +1,78 @@
+"""Which fragment every operation of a compiled program is of, as XLA's text tells it (`compiled.as_text()`)."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from msrl_jax.fragments.plan.cost import DEFINITION, OP_NAME, WHILE, called, computations
+
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+
+
+class Operation(NamedTuple):
+    """An operation of a program: its kind, such as "fusion", and its fragment; "" outside of fragments, None if not known."""
+
+    kind: str
+    fragment: str | None
+
+
+def innermost(fragments: Collection[str]) -> Callable[[str], str | None]:
+    """Finds the innermost of these fragments in the line of an operation; "" if it is in none, None if the line does not tell.
+
+    JAX names operations by where they come from, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`.
+    """
+    names = "|".join(re.escape(name) for name in sorted(fragments, key=len, reverse=True))
+    fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
+
+    def find(line: str) -> str | None:
+        op = OP_NAME.search(line)
+        return None if op is None else (fragment.findall(op[1]) or [""])[-1] if fragment else ""
+
+    return find
+
+
+def module_of(text: str) -> str:
+    """The name of a program."""
+    match = _MODULE.search(text)
+    return match[1] if match else ""
+
+
+def operations(text: str, fragments: Collection[str]) -> dict[str, Operation]:
+    """The operations of a program by their names.
+
+    One without a name of JAX is of the fragment of what it fuses, else of the loop that it is in.
+
+    Args:
+      text: the program, as XLA prints it.
+      fragments: the names of the fragments that it may hold.
+    """
+    (_, bodies), find = computations(text), innermost(fragments)
+    found: dict[str, Operation] = {}
+    users: dict[str, str] = {}  # the operation that each computation is a part of
+    inside: dict[str, str] = {}  # the computation that each operation is in
+    for computation, lines in bodies.items():
+        for line in lines:
+            if match := DEFINITION.match(line):
+                name = match[2]
+                inside[name] = computation
+                loop = WHILE.search(line)
+                parts = loop.groups() if loop else called(line)
+                users |= dict.fromkeys(parts, name)
+                fused = find(line) if match[4] != "fusion" else _of(find, line, bodies, parts)
+                found[name] = Operation(match[4], fused)
+    for name, (kind, fragment) in found.items():
+        around = name
+        while fragment is None and (user := users.get(inside[around])) is not None:
+            around, fragment = user, found[user].fragment
+        found[name] = Operation(kind, fragment)
+    return found
+
+
+def _of(
+    find: Callable[[str], str | None], line: str, bodies: Mapping[str, Sequence[str]], parts: Sequence[str]
+) -> str | None:
+    """The fragment of a fusion: as its own name says, or the last of its parts that has one."""
+    if (own := find(line)) is not None:
+        return own
+    named = [fragment for part in parts for inner in bodies.get(part, ()) if (fragment := find(inner)) is not None]
+    return named[-1] if named else None

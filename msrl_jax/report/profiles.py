@@ -1,0 +1,174 @@
+"""A profile: where the time of training goes, by phase and by fragment, as RL-Scope tells it (Gleeson et al., MLSys 2021)."""
+
+import dataclasses
+import gzip
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msrl_jax._checks import as_path
+from msrl_jax._terminal import table
+from msrl_jax.experiment.folder import check_target, replacing, write_json, write_text
+from msrl_jax.report.curves import figure_of, inline, styled, svg_of
+from msrl_jax.report.trace import Key, Span, in_perfetto
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PHASES = (
+    "simulation", "inference", "learning", "replay", "others", "transfer", "Python", "idle", "outside of fragments",
+    "not attributed",
+)  # fmt: skip
+"""What time is spent on. The last two: operations of the loop itself, and those whose origin is not known."""
+
+OF_RUN = "profile.json"
+"""The file of a profile in the folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The time of a fragment in a phase, for each iteration; the fragment is empty for what has none, such as idle time."""
+
+    phase: str  # one of PHASES
+    fragment: str
+    seconds: float
+    operations: float  # that XLA ran for it, on all devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where the time of an iteration goes: `str` is a table, `save` writes a figure or the trace.
+
+    Attributes:
+      title: what ran.
+      policy: under which policy and on which devices.
+      seconds: time of an iteration without a trace, the median of the runs.
+      parts: the time of every fragment, without what tracing took.
+      iterations: iterations of each run.
+      overhead: what tracing took, in parts of the time without it.
+      error: what `parts` sum to beside the time without a trace: 0.02 if that is 2% more.
+      events: what happened in the last run with a trace, with its phase and its fragment; empty if it was read from a file.
+    """
+
+    title: str
+    policy: str
+    seconds: float
+    parts: tuple[Part, ...]
+    iterations: int
+    overhead: float
+    error: float
+    events: tuple[tuple[Span, Key | None], ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of an iteration by phase, in the order of `PHASES`."""
+        totals = {phase: sum(part.seconds for part in self.parts if part.phase == phase) for phase in PHASES}
+        return {phase: seconds for phase, seconds in totals.items() if seconds > 0}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The phases as parts of the whole."""
+        whole = sum(self.phases.values())
+        return {phase: seconds / whole for phase, seconds in self.phases.items()}
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.title}, {self.policy}: {_milliseconds(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
+            f"which is taken off, up to {self.error:+.1%}"
+        )
+        whole, rows = sum(self.phases.values()), []
+        for phase, seconds in self.phases.items():
+            parts = [part for part in self.parts if part.phase == phase]
+            rows.append([phase, _milliseconds(seconds), f"{seconds / whole:.1%}", _count(sum(p.operations for p in parts))])
+            for part in parts if parts[0].fragment else ():
+                share = f"{part.seconds / whole:.1%}"
+                rows.append([f"  {part.fragment}", _milliseconds(part.seconds), share, _count(part.operations)])
+        return "\n".join([head, *table(["phase", "time", "share", "operations"], rows)])
+
+    def _repr_html_(self) -> str:
+        return f"<figure>{inline(svg_of(profiles_figure({'': self})))}</figure>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as plain data, without its events."""
+        fields = dataclasses.asdict(dataclasses.replace(self, events=()))
+        del fields["events"]
+        return fields | {"phases": self.phases, "shares": self.shares}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Profile":
+        """Makes a profile of what `to_dict` gave."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in ("parts", "events")]
+        fields: dict[str, Any] = {name: data[name] for name in names}
+        return cls(parts=tuple(Part(**part) for part in data["parts"]), **fields)
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Writes the profile to a file.
+
+        Args:
+          path: `.svg` for a figure, `.json` for the numbers, `.trace.json.gz` for the trace, for https://ui.perfetto.dev.
+
+        Returns:
+          The file's path.
+        """
+        target = as_path("path", path)
+        check_profile(target)
+        if target.name.endswith(".trace.json.gz"):
+            if not self.events:
+                raise ValueError("this profile was read from a file, which has no trace; make it again to write one")
+            text = json.dumps(in_perfetto(self.events))
+            with replacing(target) as partial:
+                partial.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
+        elif target.suffix == ".svg":
+            write_text(target, svg_of(profiles_figure({"": self})))
+        else:
+            write_json(target, self.to_dict())
+        return target
+
+
+def check_profile(path: Path) -> None:
+    """Raises ValueError if a profile cannot be written there, before it is made."""
+    check_target("profile", path, (".svg", ".json") if not path.name.endswith(".trace.json.gz") else (".gz",))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number else ""
+
+
+def profiles_figure(found: Mapping[str, Profile]) -> "Figure":
+    """A bar of phases for each profile, under its name, in milliseconds of an iteration."""
+    with styled():
+        figure, (panel,) = figure_of(1)
+        figure.set_size_inches(7, 1.3 + 0.45 * len(found))
+        lefts = dict.fromkeys(found, 0.0)
+        for number, phase in enumerate(PHASES):
+            widths = [each.phases.get(phase, 0.0) * 1e3 for each in found.values()]
+            if not any(widths):
+                continue
+            grey = {"idle": "0.85", "outside of fragments": "0.6", "not attributed": "0.4"}.get(phase)
+            panel.barh(list(found), widths, left=list(lefts.values()), label=phase, color=grey or f"C{number}")
+            lefts = {name: left + width for (name, left), width in zip(lefts.items(), widths, strict=True)}
+        panel.set(xlabel="milliseconds of an iteration")
+        panel.invert_yaxis()
+        panel.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+        return figure
+
+
+def profile_of(folder: Path) -> Profile | None:
+    """The profile that the folder of a run has, if any.
+
+    Raises:
+      ValueError: if it is damaged.
+    """
+    file = folder / OF_RUN
+    if not file.exists():
+        return None
+    try:
+        return Profile.from_dict(json.loads(file.read_text("utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the profile {file} is damaged ({error}); remove it, or make it again: msrl-jax profile") from error

@@ -1,0 +1,234 @@
+"""Makes profiles: runs iterations with and without a trace, and says whose the time was.
+
+Tracing takes time for each operation. What it takes is calibrated on every other pair of runs, and taken off the others, whose
+sum is compared with the time without a trace.
+"""
+
+import collections
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from msrl_jax import policies
+from msrl_jax._checks import whole
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.experiment.folder import describe_devices
+from msrl_jax.fragments.passes.instructions import Run
+from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
+from msrl_jax.fragments.plan.cost import COLLECTIVES, fragment_plans
+from msrl_jax.fragments.plan.owners import Operation, module_of, operations
+from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec
+from msrl_jax.report.profiles import PHASES, Part, Profile
+from msrl_jax.report.provenance import place_of
+from msrl_jax.report.trace import EXCHANGING, WORKING, Key, Span, activities, divided, record, without_overhead
+
+_OF_ROLE = {"env": "simulation", HOST: "simulation", "actor": "inference", "learner": "learning", "server": "learning"}
+_OF_ROLE |= {"buffer": "replay"}
+_CONTAINERS = ("while", "call", "conditional", "async-start", "async-update", "async-done")
+# Limits of one measurement: operations (a trace of these is read in a second), seconds, and iterations.
+_EVENTS, _SECONDS, _ITERATIONS = 100_000, 2.0, 64
+
+
+def profile(
+    algo: Any = "ppo",
+    env: Any = "CartPole-v1",
+    *,
+    policy: str | DistributionPolicy | None = None,
+    devices: Sequence[Device] | None = None,
+    env_params: GivenParams | None = None,
+    iterations: int | None = None,
+    repeats: int = 3,
+    on_stage: Callable[[str], None] | None = None,
+    **overrides: Any,
+) -> Profile:
+    """Measures where the time of training goes, by phase and by fragment (RL-Scope, arXiv 2102.04285).
+
+    Args:
+      algo: name of an algorithm, or its config; or a run, a `Result`, which is trained for some iterations as it was.
+      env: name of an environment, or an environment.
+      policy: distribution policy, or its name; as in `train` if None.
+      devices: the devices for the policy; all if None.
+      env_params: what parameters of the environment are drawn from, as in `train`.
+      iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
+      repeats: measurements that calibrate, and as many that count; each is a run with a trace and one without.
+      on_stage: called with a line of text before programs are compiled, and before they are measured.
+      **overrides: other fields of the algorithm's config.
+
+    Returns:
+      The profile.
+
+    Raises:
+      ValueError: on bad arguments, before anything is compiled; or if a run had more devices than there are here.
+      RuntimeError: while another trace of `jax.profiler` is being made.
+    """
+    _check_numbers(iterations, repeats)
+    note = on_stage or (lambda line: None)
+    if isinstance(algo, Result):
+        if overrides or policy is not None or env_params is not None:
+            raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
+        experiment = algo.experiment
+        chosen, devices = place_of(algo, devices)
+    else:
+        experiment = make_experiment(algo, env, overrides=overrides, env_params=env_params)
+        chosen = policies.get(policy or experiment.usual_policy)
+    program = experiment.compile(chosen, devices)
+    where = describe_devices(program.devices)
+    title = f"{experiment.name} on {experiment.env_name}, {experiment.steps_per_iteration:,} {experiment.agent.unit} each"
+    note(f"compiling {title}, {spec(chosen)} ...")
+    state = experiment.start(program)
+    name = f"{spec(chosen)} on {where['count']} {where['platform']} device{'s' * (where['count'] > 1)}"
+    return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, on_stage=note)
+
+
+def profile_program(
+    program: Program,
+    state: Any,
+    *,
+    title: str = "a program",
+    policy: str | None = None,
+    iterations: int | None = None,
+    repeats: int = 3,
+    on_stage: Callable[[str], None] | None = None,
+) -> Profile:
+    """Measures where the time of a compiled loop goes, as `profile` does; a loop of one's own, from `msrl_jax.compile`.
+
+    Args:
+      program: the compiled loop.
+      state: a state, which stays valid.
+      title: what it is.
+      policy: what is said of the policy and the devices; what the program says if None.
+      iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
+      repeats: measurements that calibrate, and as many that count.
+      on_stage: called with a line of text before the program is measured.
+
+    Returns:
+      The profile.
+
+    Raises:
+      ValueError: if `iterations` or `repeats` is no positive integer.
+      RuntimeError: while another trace of `jax.profiler` is being made.
+    """
+    _check_numbers(iterations, repeats)
+    runner = _Runner(program, state)
+    with program.named_in_traces():
+        runner.plain(1)
+        seconds = runner.plain(1)
+        first = runner.traced(1)
+        fitting = min(_EVENTS / max(first.number, 1), _SECONDS / max(seconds, 1e-9))
+        count = iterations or max(1, min(_ITERATIONS, int(fitting)))
+        (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
+        pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
+    calibration, measured = pairs[::2], pairs[1::2]
+    each = statistics.median((traced.seconds - plain) / traced.number for plain, traced in calibration)
+    each, whose = max(each, 0.0), _Whose(program)
+    times: dict[Key, float] = collections.defaultdict(float)
+    numbers: dict[Key, float] = collections.defaultdict(float)
+    taken = 0.0
+    for _, traced in measured:
+        keys = [whose(span) for span in traced.spans]
+        counts = collections.Counter(key[1] for key in keys if key)
+        found = list(activities(traced.spans, whose))
+        overhead = min(each * traced.number, traced.seconds)
+        taken += overhead
+        for key, x in without_overhead(divided(found, traced.seconds), counts, overhead).items():
+            times[key] += x / (repeats * count)
+        for key, number in counts.items():
+            numbers[key] += number / (repeats * count)
+    plain = statistics.fmean(plain for plain, _ in measured)
+    order = sorted(times, key=lambda key: (PHASES.index(key[0]), -times[key]))
+    last = pairs[-1][1].spans
+    return Profile(
+        title=title,
+        policy=policy or str(program.layout.policy),
+        seconds=statistics.median(plain for plain, _ in pairs) / count,
+        parts=tuple(Part(*key, times[key], numbers[key]) for key in order if times[key] > 0),
+        iterations=count,
+        overhead=taken / (repeats * plain),
+        error=sum(times.values()) * count / plain - 1,
+        events=tuple((span, key[1] if span.program and (key := whose(span)) else None) for span in last),
+    )
+
+
+class _Traced(NamedTuple):
+    """A run with a trace."""
+
+    seconds: float
+    spans: list[Span]
+    number: int  # of the events in the trace
+
+
+class _Runner:
+    """Runs iterations, each time from where the last ones ended."""
+
+    def __init__(self, program: Program, state: Any):
+        self._program = program
+        self._state, _ = program.run(state, 1, chunk=_ITERATIONS)
+
+    def _run(self, count: int) -> None:
+        self._state, _ = self._program.run(self._state, count, chunk=_ITERATIONS, donate=True)
+        jax.block_until_ready(self._state)
+
+    def plain(self, count: int) -> float:
+        """Seconds that the iterations take."""
+        start = time.perf_counter()
+        self._run(count)
+        return time.perf_counter() - start
+
+    def traced(self, count: int) -> _Traced:
+        """The same with a trace."""
+        spans, number = record(lambda: self._run(count))
+        return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
+
+
+def _pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
+    """Runs without a trace and with one, in either order, so that a machine that becomes slower is slower for both."""
+    if reverse:
+        traced = runner.traced(count)
+        return runner.plain(count), traced
+    return runner.plain(count), runner.traced(count)
+
+
+class _Whose:
+    """Finds the phase and the fragment of an operation."""
+
+    def __init__(self, program: Program):
+        fragments = fragment_plans(program.traced.jaxpr.jaxpr, program.layout)
+        self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in fragments}
+        self._operations: dict[str, dict[str, Operation]] = {}
+        self._alone: dict[str, str | None] = {}  # the fragment of programs that have one only, and are all of it
+        for i, compiled in program.programs(_ITERATIONS):
+            text = compiled.as_text() or ""
+            name, found = module_of(text), operations(text, self._phases)
+            inside = i.fragments if isinstance(i, Run) and not program.is_fused else ()
+            if not isinstance(i, Run):
+                found = {op: Operation("transfer", "") for op in found}
+            self._operations.setdefault(name, {}).update(found)
+            self._alone[name] = inside[0] if len(inside) == 1 else None
+
+    def __call__(self, span: Span) -> tuple[int, Key] | None:
+        if not span.program:
+            return None
+        operation = self._operations.get(span.program, {}).get(span.name)
+        if operation is None:
+            return WORKING, ("not attributed", "")
+        if operation.kind in _CONTAINERS:
+            return None
+        if operation.kind == "transfer":
+            return WORKING, ("transfer", "")
+        fragment = self._alone[span.program] if operation.fragment is None else operation.fragment
+        if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
+            return EXCHANGING, ("transfer", fragment or "")
+        if fragment:
+            return WORKING, (self._phases[fragment], fragment)
+        return WORKING, ("outside of fragments" if fragment == "" else "not attributed", "")
+
+
+def _check_numbers(iterations: int | None, repeats: int) -> None:
+    whole("iterations", 1 if iterations is None else iterations, most=_ITERATIONS)
+    whole("repeats", repeats)
