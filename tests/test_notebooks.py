@@ -34,6 +34,7 @@ print(json.dumps({
     "surprise": [float(catching["surprise"][s].mean()) for s in (slice(10), slice(-10, None))],
     "walking": first_and_last(walking["episode_return"]),
     "progress": [float(walking["progress_per_step"][s].mean()) for s in (slice(10), slice(-10, None))],
+    "plans": [str(shown) for shown in Out.values() if isinstance(shown, msrl.Plan)],
 }))
 """
 
@@ -59,14 +60,64 @@ print(json.dumps({"acted": acted, "films": len(list((folder / "videos").iterdir(
 """
 
 
+INSPECT_SB3 = """
+import json
+columns = ("episode_return", "value_loss", "entropy")
+print(json.dumps({
+    "one": {name: one.history[name][:5].tolist() for name in columns},
+    "eight": {name: eight.history[name][:5].tolist() for name in columns},
+    "devices": [run.description["devices"]["count"] for run in (one, eight)],
+    "returns": [float(run.final("episode_return")) for run in (one, eight)],
+    "cartpole": result.evaluation.returns.mean().item(),
+    "acted": [int(run.act([0.0, 0.1, 0.02, -0.1])) for run in (result, loaded)],
+    "seeds": list(seeds.history["episode_return"].shape),
+}))
+"""
+
+
+def outputs_of(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def printed(notebook):
+    return "".join(output.text for output in outputs_of(notebook) if output.output_type == "stream")
+
+
+def pictures(notebook):
+    return [output for output in outputs_of(notebook) if "image/png" in output.get("data", {})]
+
+
+def shown_as_html(notebook):
+    return [str(output.get("data", {}).get("text/html", "")) for output in outputs_of(notebook)]
+
+
+def plans_in(notebook):
+    return [html for html in shown_as_html(notebook) if 'class="msrl-plan"' in html]
+
+
+def films_in(notebook):
+    return [html for html in shown_as_html(notebook) if "data:image/gif;base64," in html]
+
+
 @pytest.mark.long
 def test_inside_a_run_shows_its_curve_plan_and_film():
     notebook, found = execute("inside_a_run.ipynb", INSPECT_INSIDE)
     assert found["acted"][0] == found["acted"][1] and found["films"] == 3 and found["page"] > 100_000
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    shown = [str(output.get("data", {}).get("text/html", "")) for output in outputs]
-    assert sum("<svg" in html for html in shown) == 2, "the card of the result, and the plan"
-    assert sum("data:image/gif;base64," in html for html in shown) == 1
+    assert sum("<svg" in html for html in shown_as_html(notebook)) == 2, "the card of the result, and the plan"
+    assert len(plans_in(notebook)) == len(films_in(notebook)) == 1
+
+
+@pytest.mark.long
+def test_from_sb3_to_eight_devices_is_the_same_training_under_both_policies():
+    notebook, found = execute("from_sb3_to_eight_devices.ipynb", INSPECT_SB3)
+    assert found["devices"] == [1, 8]
+    for name, values in found["one"].items():
+        assert found["eight"][name] == pytest.approx(values, rel=1e-5), name
+    assert found["cartpole"] > 300 and found["acted"][0] == found["acted"][1] and found["seeds"][1] == 4
+    assert all(0.7 < final <= 0.875 for final in found["returns"])
+    assert "equal to the last bit" in printed(notebook) and "Traceback" not in printed(notebook)
+    (plans,) = plans_in(notebook)
+    assert plans.count("<svg") == 2 and len(films_in(notebook)) == 1 and len(pictures(notebook)) == 2
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +128,6 @@ def tour():
 @pytest.fixture(scope="module")
 def several():
     return execute("several_learners.ipynb", INSPECT_SEVERAL)
-
-
-def printed(notebook):
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return "".join(output.text for output in outputs if output.output_type == "stream")
-
-
-def pictures(notebook):
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return [output for output in outputs if "image/png" in output.get("data", {})]
 
 
 def test_notebooks_are_valid_and_stored_without_outputs():
@@ -124,10 +165,11 @@ def test_the_tour_learns_and_its_runs_agree(tour):
 
 
 @pytest.mark.long
-def test_the_tour_shows_plan_and_curves_and_no_warning(tour):
+def test_the_tour_shows_plan_curves_and_film_and_no_warning(tour):
     text = printed(tour[0])
-    assert len(pictures(tour[0])) == 2
-    assert "crossing placements" in text and "env_step" in text
+    assert len(pictures(tour[0])) == 2 and len(films_in(tour[0])) == 1
+    (plan,) = plans_in(tour[0])
+    assert "env_step" in plan
     assert "Warning" not in text and "Traceback" not in text
 
 
@@ -146,10 +188,12 @@ def test_several_learners_all_learn(several):
 
 @pytest.mark.slow
 def test_several_learners_stay_apart_and_train_as_one_program_does(several):
-    text = printed(several[0])
+    notebook, found = several
+    text = printed(notebook)
     differences = re.findall(r"returns differ by (\S+), parameters by (\S+) at most", text)
     assert len(differences) == 3 and all(float(r) == 0 and float(p) < 1e-4 for r, p in differences)
-    rows = re.findall(r"^  learn_(\w+) +learner:(\w+) +(\w+) +1 .* (\d+)$", text, re.MULTILINE)
+    assert len(plans_in(notebook)) == len(found["plans"]) == 3
+    rows = re.findall(r"^  learn_(\w+) +learner:(\w+) +(\w+) +1 .* (\d+)$", "\n".join(found["plans"]), re.MULTILINE)
     calls = {"ppo": 1, "q": 1, "actor": 1, "critic": 4, "manager": 1, "worker": 8}
     assert rows == [(name, name, name, str(calls[name])) for name in ("ppo", "q", "critic", "actor", "worker", "manager")]
-    assert len(pictures(several[0])) == 3 and "Traceback" not in text
+    assert len(pictures(notebook)) == 3 and "Traceback" not in text
