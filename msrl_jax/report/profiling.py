@@ -125,8 +125,10 @@ def profile_program(
         (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
         pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
     calibration, measured = pairs[::2], pairs[1::2]
-    each = statistics.median((traced.seconds - plain) / traced.number for plain, traced in calibration)
-    each, whose = max(each, 0.0), _Whose(program)
+    # What else the machine does makes runs longer, never shorter.
+    without, with_trace = min(plain for plain, _ in calibration), min(traced.seconds for _, traced in calibration)
+    each = max(with_trace - without, 0.0) / statistics.fmean(traced.number for _, traced in calibration)
+    whose = _Whose(program)
     times: dict[Key, float] = collections.defaultdict(float)
     numbers: dict[Key, float] = collections.defaultdict(float)
     taken = 0.0
@@ -147,7 +149,7 @@ def profile_program(
         title=title,
         policy=policy or str(program.layout.policy),
         seconds=statistics.median(plain for plain, _ in pairs) / count,
-        parts=tuple(Part(*key, times[key], numbers[key]) for key in order if times[key] > 0),
+        parts=tuple(Part(*key, times[key], numbers[key]) for key in order if times[key] > 0 or numbers.get(key)),
         iterations=count,
         overhead=taken / (repeats * plain),
         error=sum(times.values()) * count / plain - 1,
