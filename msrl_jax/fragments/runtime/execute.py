@@ -209,10 +209,9 @@ class Executor:
     def _host_call(self, i: HostCall) -> Step:
         queue, count = self._queue, len(i.outputs)
         assert queue is not None
-        shardings = [self._executables.shardings[v] for v in i.outputs]
-        put = self._around(_put, "transfer")
+        place = self._around(self._executables.call(self._executables.compiled[i]), "transfer")
         ins, outs = _slots(i.inputs), _slots(i.outputs)
-        return _step(lambda *args: queue.start(i.function, lambda made: put(made, shardings), args, count), ins, outs)
+        return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
         """The function that runs a program, at the pace of its devices."""

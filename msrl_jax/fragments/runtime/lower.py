@@ -89,6 +89,8 @@ class _Lowering:
                 self.copy(i)
             elif isinstance(i, Alloc):
                 self.alloc(i)
+            elif isinstance(i, HostCall):
+                self.place(i)
         return done
 
     def move(self, i: Move, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
@@ -243,6 +245,12 @@ class _Lowering:
                     room.remove(place)
                     yield k
                     break
+
+    def place(self, i: HostCall) -> None:
+        """Compiles the program that takes the results of a call to its device; `jax.device_put` of several arrays is slower."""
+        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=replicated(v)) for v in i.outputs]
+        out = [replicated(v) for v in i.outputs]
+        self.executables.compiled[i] = self.executables.compile(Request("place", _copy, args, (), out))
 
     def copy(self, i: Move) -> None:
         """Compiles a Move's copy: within its placement, or after a transfer that may have shared memory."""
