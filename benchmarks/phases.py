@@ -1,8 +1,8 @@
 """Where the time of training goes, by phase: a table in Markdown, and a figure with `--svg FILE`.
 
-Without other arguments, the comparisons of RL-Scope (arXiv 2102.04285) that need no GPU: algorithms on Walker2d, as in its figure
-5, PPO over simulators, as in figure 7, and programs of JAX. `python benchmarks/phases.py ppo CartPole-v1 GPUOnly` profiles one
-setting, and further triples further ones.
+Without other arguments, the comparisons of RL-Scope (arXiv 2102.04285) that need no GPU: algorithms on Walker2d, as in its
+figure 5, PPO over simulators, as in figure 7, and programs of JAX. `python benchmarks/phases.py ppo CartPole-v1 GPUOnly`
+profiles one setting, and further triples further ones.
 """
 
 import argparse
