@@ -30,10 +30,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
+    "profiling",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
+    PROFILING,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -76,6 +78,7 @@ RUN_HERE = (
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
     (RUNS, "A run as a value"),
+    (PROFILING, TOP),
     (SHOWING, "A video"),
     (SHOWING, "The policy as a file"),
     (RECIPES, TOP),
@@ -267,6 +270,13 @@ def test_showing(run_sections):
     video, inputs, action = output.splitlines()
     assert video.startswith("Video(ppo on DeepSea-bsuite; episode 0: return ") and Path("sea.gif").exists()
     assert inputs == "{'obs': 'float32[B, 4]'}" and action in ("[0]", "[1]")
+
+
+@pytest.mark.long
+def test_profiling(run_sections):
+    _, output = run_sections(PROFILING, TOP, steps=None)
+    assert "simulation" in output and "gradients" in output
+    assert Path("profile.svg").exists() and Path("profile.trace.json.gz").exists()
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ class Profile:
       iterations: iterations of each run.
       overhead: what tracing took, in parts of the time without it.
       error: what `parts` sum to beside the time without a trace: 0.02 if that is 2% more.
-      events: what happened in the last run with a trace, with its phase and its fragment; empty if it was read from a file.
+      events: what happened in the run that is shown, with phases and fragments; empty if it was read from a file.
     """
 
     title: str

@@ -124,36 +124,28 @@ def profile_program(
         count = iterations or max(1, min(_ITERATIONS, int(fitting)))
         (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
         pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
-    calibration, measured = pairs[::2], pairs[1::2]
-    # What else the machine does makes runs longer, never shorter.
-    without, with_trace = min(plain for plain, _ in calibration), min(traced.seconds for _, traced in calibration)
-    each = max(with_trace - without, 0.0) / statistics.fmean(traced.number for _, traced in calibration)
+    # Medians: what else a machine does makes single runs longer.
+    calibration, measured = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)
+    without = statistics.median(plain for plain, _ in calibration)
+    with_trace = statistics.median(traced.seconds for _, traced in calibration)
+    traced = measured[len(measured) // 2][1]
+    each = max(with_trace - without, 0.0) / statistics.median(traced.number for _, traced in calibration)
+    overhead = min(each * traced.number, traced.seconds)
     whose = _Whose(program)
-    times: dict[Key, float] = collections.defaultdict(float)
-    numbers: dict[Key, float] = collections.defaultdict(float)
-    taken = 0.0
-    for _, traced in measured:
-        keys = [whose(span) for span in traced.spans]
-        counts = collections.Counter(key[1] for key in keys if key)
-        found = list(activities(traced.spans, whose))
-        overhead = min(each * traced.number, traced.seconds)
-        taken += overhead
-        for key, x in without_overhead(divided(found, traced.seconds), counts, overhead).items():
-            times[key] += x / (repeats * count)
-        for key, number in counts.items():
-            numbers[key] += number / (repeats * count)
-    plain = statistics.fmean(plain for plain, _ in measured)
+    events = tuple((span, key[1] if (key := whose(span)) else None) for span in traced.spans)
+    numbers = collections.Counter(key for _, key in events if key)
+    times = without_overhead(divided(list(activities(traced.spans, whose)), traced.seconds), numbers, overhead)
     order = sorted(times, key=lambda key: (PHASES.index(key[0]), -times[key]))
-    last = pairs[-1][1].spans
+    plain = statistics.median(plain for plain, _ in measured)
     return Profile(
         title=title,
         policy=policy or str(program.layout.policy),
         seconds=statistics.median(plain for plain, _ in pairs) / count,
-        parts=tuple(Part(*key, times[key], numbers[key]) for key in order if times[key] > 0 or numbers.get(key)),
+        parts=tuple(Part(*key, times[key] / count, numbers[key] / count) for key in order if times[key] > 0 or numbers[key]),
         iterations=count,
-        overhead=taken / (repeats * plain),
-        error=sum(times.values()) * count / plain - 1,
-        events=tuple((span, key[1] if span.program and (key := whose(span)) else None) for span in last),
+        overhead=overhead / plain,
+        error=(traced.seconds - overhead) / plain - 1,
+        events=events,
     )
 
 

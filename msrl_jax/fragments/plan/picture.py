@@ -99,6 +99,7 @@ def svg_of(plan: Plan) -> str:
     arrows, bottom = _arrows(plan, lanes, bottom, width)
     notes = [("called by the host", f"{c.name}, {c.calls} times, {size(c.result_bytes)}") for c in plan.host_calls]
     notes += [("idle", _some(plan.idle))] * bool(plan.idle)
+    notes += [("warning", text) for text in plan.warnings]
     parts += [*_legend(plan, width), *arrows]
     for k, (word, text) in enumerate(notes):
         parts.append(_text(_MARGIN, bottom + _LINE * (k + 1), f"{word}: {text}", width - 2 * _MARGIN, "dim"))
