@@ -141,21 +141,23 @@ def _count(number: float) -> str:
 
 
 def profiles_figure(found: Mapping[str, Profile]) -> "Figure":
-    """A bar of phases for each profile, under its name, in milliseconds of an iteration."""
+    """A bar for each profile, under its name: the share of every phase, and the time of an iteration."""
     with styled():
         figure, (panel,) = figure_of(1)
         figure.set_size_inches(7, 1.3 + 0.45 * len(found))
         lefts = dict.fromkeys(found, 0.0)
         for number, phase in enumerate(PHASES):
-            widths = [each.phases.get(phase, 0.0) * 1e3 for each in found.values()]
+            widths = [100 * each.shares.get(phase, 0.0) for each in found.values()]
             if not any(widths):
                 continue
             grey = {"idle": "0.85", "outside of fragments": "0.6", "not attributed": "0.4"}.get(phase)
             panel.barh(list(found), widths, left=list(lefts.values()), label=phase, color=grey or f"C{number}")
             lefts = {name: left + width for (name, left), width in zip(lefts.items(), widths, strict=True)}
-        panel.set(xlabel="milliseconds of an iteration")
+        for name, each in found.items():
+            panel.text(101, name, _milliseconds(each.seconds), va="center", fontsize=8)
+        panel.set(xlabel="% of the time of an iteration", xlim=(0, 113), xticks=range(0, 101, 20))
         panel.invert_yaxis()
-        panel.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+        figure.legend(*panel.get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside upper center")
         return figure
 
 
