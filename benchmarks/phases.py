@@ -39,7 +39,7 @@ def main() -> None:
     words = args.settings
     settings = [tuple(words[i : i + 3]) for i in range(0, len(words), 3)] or SETTINGS
     jax.config.update("jax_num_cpu_devices", 2)
-    print(f"| setting | an iteration | {' | '.join(PHASES)} | others | tracing took | error |")
+    print(f"| setting | an iteration | {' | '.join(PHASES)} | rest | tracing took | error |")
     print("|---|" + "---:|" * (len(PHASES) + 4))
     found = {}
     for algo, env, policy in settings:
@@ -48,8 +48,8 @@ def main() -> None:
         found[name] = made
         shares = made.shares
         cells = [f"{shares.get(phase, 0):.1%}" for phase in PHASES]
-        others = f"{1 - sum(shares.get(phase, 0) for phase in PHASES):.1%}"
-        row = [name, f"{made.seconds * 1e3:,.4g} ms", *cells, others, f"{made.overhead:.0%}", f"{made.error:+.1%}"]
+        rest = f"{1 - sum(shares.get(phase, 0) for phase in PHASES):.1%}"
+        row = [name, f"{made.seconds * 1e3:,.4g} ms", *cells, rest, f"{made.overhead:.0%}", f"{made.error:+.1%}"]
         print(f"| {' | '.join(row)} |", flush=True)
     if args.svg is not None:
         args.svg.write_text(svg_of(profiles_figure(found)))

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ PHASES = (
     "not attributed",
 )  # fmt: skip
 """What time is spent on. The last two: operations of the loop itself, and those whose origin is not known."""
+
+_LARGE = 0.15  # an error that makes a profile doubtful
 
 OF_RUN = "profile.json"
 """The file of a profile in the folder of a run."""
@@ -74,10 +77,13 @@ class Profile:
         return {phase: seconds / whole for phase, seconds in self.phases.items()}
 
     def __str__(self) -> str:
+        sums = f"{abs(self.error):.1%} {'more' if self.error > 0 else 'less'}"
         head = (
             f"{self.title}, {self.policy}: {_milliseconds(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
-            f"which is taken off, up to {self.error:+.1%}"
+            f"which is taken off; the rest sums to {sums} than without a trace"
         )
+        if abs(self.error) > _LARGE:
+            head += ". That is much: the machine did other work. Measure again, with more repeats or iterations"
         whole, rows = sum(self.phases.values()), []
         for phase, seconds in self.phases.items():
             parts = [part for part in self.parts if part.phase == phase]
@@ -101,7 +107,13 @@ class Profile:
         """Makes a profile of what `to_dict` gave."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("parts", "events")]
         fields: dict[str, Any] = {name: data[name] for name in names}
-        return cls(parts=tuple(Part(**part) for part in data["parts"]), **fields)
+        made = cls(parts=tuple(Part(**part) for part in data["parts"]), **fields)
+        numbers = [made.seconds, made.overhead, made.error]
+        numbers += [x for part in made.parts for x in (part.seconds, part.operations)]
+        phases = {part.phase for part in made.parts}
+        if not phases or not phases <= {*PHASES} or not all(math.isfinite(x) for x in numbers):
+            raise ValueError("its numbers are no times of phases")
+        return made
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the profile to a file.
@@ -114,13 +126,13 @@ class Profile:
         """
         target = as_path("path", path)
         check_profile(target)
-        if target.name.endswith(".trace.json.gz"):
+        if target.name.lower().endswith(".trace.json.gz"):
             if not self.events:
                 raise ValueError("this profile was read from a file, which has no trace; make it again to write one")
             text = json.dumps(in_perfetto(self.events))
             with replacing(target) as partial:
                 partial.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
-        elif target.suffix == ".svg":
+        elif target.suffix.lower() == ".svg":
             write_text(target, svg_of(profiles_figure({"": self})))
         else:
             write_json(target, self.to_dict())
@@ -129,7 +141,7 @@ class Profile:
 
 def check_profile(path: Path) -> None:
     """Raises ValueError if a profile cannot be written there, before it is made."""
-    check_target("profile", path, (".svg", ".json") if not path.name.endswith(".trace.json.gz") else (".gz",))
+    check_target("profile", path, (".gz",) if path.name.lower().endswith(".trace.json.gz") else (".svg", ".json"))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -172,5 +184,5 @@ def profile_of(folder: Path) -> Profile | None:
         return None
     try:
         return Profile.from_dict(json.loads(file.read_text("utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the profile {file} is damaged ({error}); remove it, or make it again: msrl-jax profile") from error

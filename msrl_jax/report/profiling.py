@@ -7,7 +7,7 @@ sum is compared with the time without a trace.
 import collections
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +30,9 @@ from msrl_jax.report.trace import EXCHANGING, WORKING, Key, Span, activities, di
 
 _OF_ROLE = {"env": "simulation", HOST: "simulation", "actor": "inference", "learner": "learning", "server": "learning"}
 _OF_ROLE |= {"buffer": "replay"}
-_CONTAINERS = ("while", "call", "conditional", "async-start", "async-update", "async-done")
 # Limits of one measurement: operations (a trace of these is read in a second), seconds, and iterations.
 _EVENTS, _SECONDS, _ITERATIONS = 100_000, 2.0, 64
+_MOST_EACH = 1e-6  # seconds that an event of a trace takes at most; measured a third of that. More is not tracing
 
 
 def profile(
@@ -67,7 +67,7 @@ def profile(
       ValueError: on bad arguments, before anything is compiled; or if a run had more devices than there are here.
       RuntimeError: while another trace of `jax.profiler` is being made.
     """
-    _check_numbers(iterations, repeats)
+    iterations, repeats = _whole_numbers(iterations, repeats)
     note = on_stage or (lambda line: None)
     if isinstance(algo, Result):
         if overrides or policy is not None or env_params is not None:
@@ -114,7 +114,7 @@ def profile_program(
       ValueError: if `iterations` or `repeats` is no positive integer.
       RuntimeError: while another trace of `jax.profiler` is being made.
     """
-    _check_numbers(iterations, repeats)
+    iterations, repeats = _whole_numbers(iterations, repeats)
     runner = _Runner(program, state)
     with program.named_in_traces():
         runner.plain(1)
@@ -129,9 +129,9 @@ def profile_program(
     without = statistics.median(plain for plain, _ in calibration)
     with_trace = statistics.median(traced.seconds for _, traced in calibration)
     traced = measured[len(measured) // 2][1]
-    each = max(with_trace - without, 0.0) / statistics.median(traced.number for _, traced in calibration)
-    overhead = min(each * traced.number, traced.seconds)
-    whose = _Whose(program)
+    each = (with_trace - without) / statistics.median(traced.number for _, traced in calibration)
+    overhead = min(max(each, 0.0), _MOST_EACH) * traced.number
+    whose = _Whose(program, traced.spans)
     events = tuple((span, key[1] if (key := whose(span)) else None) for span in traced.spans)
     numbers = collections.Counter(key for _, key in events if key)
     times = without_overhead(divided(list(activities(traced.spans, whose)), traced.seconds), numbers, overhead)
@@ -191,9 +191,10 @@ def _pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced
 class _Whose:
     """Finds the phase and the fragment of an operation."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, spans: Sequence[Span]):
         fragments = fragment_plans(program.traced.jaxpr.jaxpr, program.layout)
-        self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in fragments}
+        own = [f for f in fragments if f.role != HOST]  # functions of the host are no part of programs
+        self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in own}
         self._operations: dict[str, dict[str, Operation]] = {}
         self._alone: dict[str, str | None] = {}  # the fragment of programs that have one only, and are all of it
         for i, compiled in program.programs(_ITERATIONS):
@@ -201,9 +202,25 @@ class _Whose:
             name, found = module_of(text), operations(text, self._phases)
             inside = i.fragments if isinstance(i, Run) and not program.is_fused else ()
             if not isinstance(i, Run):
-                found = {op: Operation("transfer", "") for op in found}
+                found = {op: operation._replace(kind="transfer") for op, operation in found.items()}
             self._operations.setdefault(name, {}).update(found)
             self._alone[name] = inside[0] if len(inside) == 1 else None
+        # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole, and they are operations then.
+        self._holders = {(span.program, holder) for span in spans for holder in self._around(span)}
+
+    def _around(self, span: Span) -> Iterator[str]:
+        found = self._operations.get(span.program, {})
+        name = span.name
+        while name in found and (name := found[name].holder):
+            yield name
+
+    def _inside(self, span: Span) -> set[str | None]:
+        """The fragments of the operations in an operation."""
+        found = self._operations[span.program]
+        held = {span.name}
+        while more := {name for name, operation in found.items() if operation.holder in held} - held:
+            held |= more
+        return {found[name].fragment for name in held}
 
     def __call__(self, span: Span) -> tuple[int, Key] | None:
         if not span.program:
@@ -211,11 +228,14 @@ class _Whose:
         operation = self._operations.get(span.program, {}).get(span.name)
         if operation is None:
             return WORKING, ("not attributed", "")
-        if operation.kind in _CONTAINERS:
+        if (span.program, span.name) in self._holders:
             return None
         if operation.kind == "transfer":
             return WORKING, ("transfer", "")
         fragment = self._alone[span.program] if operation.fragment is None else operation.fragment
+        if not fragment and operation.kind in ("while", "call", "conditional"):  # compiled as a whole: of what is in it
+            inside = self._inside(span) - {"", None}
+            fragment = inside.pop() if len(inside) == 1 else None if inside else fragment
         if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
             return EXCHANGING, ("transfer", fragment or "")
         if fragment:
@@ -223,6 +243,5 @@ class _Whose:
         return WORKING, ("outside of fragments" if fragment == "" else "not attributed", "")
 
 
-def _check_numbers(iterations: int | None, repeats: int) -> None:
-    whole("iterations", 1 if iterations is None else iterations, most=_ITERATIONS)
-    whole("repeats", repeats)
+def _whole_numbers(iterations: int | None, repeats: int) -> tuple[int | None, int]:
+    return None if iterations is None else whole("iterations", iterations, most=_ITERATIONS), whole("repeats", repeats)

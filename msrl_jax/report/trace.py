@@ -72,11 +72,17 @@ def _tracing(folder: str, options: Any) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
-        raise RuntimeError(f"a profile needs jax.profiler for itself: {error}. End the other trace first") from error
+        raise RuntimeError(f"a profile needs jax.profiler for itself: {str(error).rstrip('.')}. End the other one") from error
     try:
         yield
     finally:
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except jax.errors.JaxRuntimeError as error:
+            raise OSError(
+                f"the trace cannot be written to {folder}: {error}. JAX makes no other one in this process; begin again with a "
+                "folder that has more space, TMPDIR=..."
+            ) from error
 
 
 def _spans(data: Any) -> tuple[list[Span], int]:

@@ -85,6 +85,15 @@ def test_a_simulator_has_the_time_that_it_takes():
     assert slowly.calls == 3 * (3 + 1 + 2 * 2 * 2)  # three to begin with, one traced, two pairs of two
 
 
+def test_a_loop_that_is_compiled_as_a_whole_is_of_its_fragment():
+    learn = msrl.fragment(role="learner", name="learn")(
+        lambda x: jax.lax.fori_loop(0, 20_000, lambda i, c: jnp.cos(c + i), x)
+    )
+    program = msrl.compile(lambda x: (learn(x), {}), jnp.ones(4), policy=msrl.policies.GPUOnly(num_devices=1), axes=P())
+    found = msrl.profile_program(program, jnp.ones(4), **ONCE)
+    assert found.shares["learning"] > 0.5 and {part.fragment for part in found.parts if part.phase == "learning"} == {"learn"}
+
+
 def test_a_program_is_profiled_from_a_state_that_stays(ppo):
     @msrl.fragment(role="actor")
     def act(x):
@@ -103,6 +112,7 @@ def test_a_program_is_profiled_from_a_state_that_stays(ppo):
         ({"iterations": 0}, "iterations=0"),
         ({"iterations": 65}, "at most 64"),
         ({"repeats": 0}, "repeats=0"),
+        ({"repeats": 1.5}, "repeats=1.5"),
         ({"num_envs": -1}, "num_envs"),
         ({"policy": "GPUOny"}, "GPUOny"),
     ],
@@ -128,9 +138,10 @@ def test_a_run_is_profiled_as_it_ran_and_its_page_shows_it(folder, tmp_path, cap
     assert json.loads((folder / OF_RUN).read_text())["parts"] == shown["parts"]
     page = msrl.runs_page(folder, tmp_path / "page.html").read_text()
     assert "Where the time of an iteration goes" in page and "estimate_advantages" in page
-    (folder / OF_RUN).write_text("{")
-    with pytest.raises(ValueError, match=r"profile\.json is damaged .* make it again"):
-        msrl.runs_page(folder, tmp_path / "page.html")
+    for damaged in ("{", "[]", json.dumps(shown | {"error": float("nan")}), json.dumps(shown | {"seconds": "x"})):
+        (folder / OF_RUN).write_text(damaged)
+        with pytest.raises(ValueError, match=r"profile\.json is damaged .* make it again"):
+            msrl.runs_page(folder, tmp_path / "page.html")
     (folder / OF_RUN).unlink()
 
 

@@ -156,7 +156,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _BRACKETS = re.compile(r"[()\[\]{},]")
 _QUOTED = re.compile(r'"[^"]*"')
-OP_NAME = re.compile(r'op_name="([^"]*)"')
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)

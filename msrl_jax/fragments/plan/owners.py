@@ -10,10 +10,11 @@ _MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
 
 
 class Operation(NamedTuple):
-    """An operation of a program: its kind, such as "fusion", and its fragment; "" outside of fragments, None if not known."""
+    """An operation of a program."""
 
-    kind: str
-    fragment: str | None
+    kind: str  # such as "fusion"
+    fragment: str | None  # the innermost one; "" outside of fragments, None if not known
+    holder: str = ""  # the operation that it is a part of, such as a loop; empty if there is none
 
 
 def innermost(fragments: Collection[str]) -> Callable[[str], str | None]:
@@ -21,14 +22,22 @@ def innermost(fragments: Collection[str]) -> Callable[[str], str | None]:
 
     JAX names operations by where they come from, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`.
     """
-    names = "|".join(re.escape(name) for name in sorted(fragments, key=len, reverse=True))
+    written = {_as_written(name): name for name in fragments}
+    names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
     fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
 
     def find(line: str) -> str | None:
         op = OP_NAME.search(line)
-        return None if op is None else (fragment.findall(op[1]) or [""])[-1] if fragment else ""
+        found = fragment.findall(op[1]) if op and fragment else []
+        return None if op is None else written[found[-1]] if found else ""
 
     return find
+
+
+def _as_written(name: str) -> str:
+    """A name as XLA writes it between quotes: bytes beyond ASCII in octal."""
+    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(c if c.isascii() else "".join(f"\\{byte:03o}" for byte in c.encode()) for c in quoted)
 
 
 def module_of(text: str) -> str:
@@ -60,11 +69,11 @@ def operations(text: str, fragments: Collection[str]) -> dict[str, Operation]:
                 users |= dict.fromkeys(parts, name)
                 fused = find(line) if match[4] != "fusion" else _of(find, line, bodies, parts)
                 found[name] = Operation(match[4], fused)
-    for name, (kind, fragment) in found.items():
+    for name, (kind, fragment, _) in found.items():
         around = name
         while fragment is None and (user := users.get(inside[around])) is not None:
             around, fragment = user, found[user].fragment
-        found[name] = Operation(kind, fragment)
+        found[name] = Operation(kind, fragment, users.get(inside[name], ""))
     return found
 
 

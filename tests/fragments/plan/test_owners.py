@@ -36,7 +36,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 def test_operations_are_of_their_innermost_fragment():
     found = operations(TEXT, {"act", "learn", "gradients"})
-    assert found["named"] == Operation("add", "gradients")
+    assert found["named"] == Operation("add", "gradients", "loop")
     assert found["loop"] == Operation("while", "learn")
     assert found["sum"] == Operation("all-reduce", "learn")
     assert found["outside"] == Operation("negate", "")
@@ -45,9 +45,14 @@ def test_operations_are_of_their_innermost_fragment():
 
 def test_what_has_no_name_is_of_what_it_fuses_or_of_its_loop():
     found = operations(TEXT, {"act", "learn", "gradients"})
-    assert found["loop_fusion"] == Operation("fusion", "act")
-    assert found["copy.7"] == Operation("copy", "learn")
+    assert found["loop_fusion"] == Operation("fusion", "act", "loop")
+    assert found["copy.7"] == Operation("copy", "learn", "loop")
     assert found["unknown"] == Operation("copy", None)
+
+
+def test_names_are_found_as_xla_writes_them():
+    text = TEXT.replace("/act/", r"/\303\251 \"a\\b/")
+    assert operations(text, {'é "a\\b', "learn"})["inner"].fragment == 'é "a\\b'
 
 
 def test_a_fragment_is_a_whole_word():
