@@ -13,7 +13,7 @@ from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
-from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, walk
+from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
@@ -301,8 +301,14 @@ class Program(Generic[State]):
             compiled = self._executables.compiled
         return explain(
             self._fit, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings, self.is_fused,
-            unused_codecs(self.graph, self.layout), in_loop=in_loop,
+            unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self._delayed_values(),
         )  # fmt: skip
+
+    def _delayed_values(self) -> dict[str, list[Value]]:
+        """The registers of every delayed leaf, by its label, at all places where they are kept."""
+        rows, depth = iter(self.schedule.inputs[self._tree.num_leaves :]), self.layout.staleness
+        labels = [self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed]
+        return {label: [v for _ in range(depth) for v in next(rows)] for label in labels}
 
     def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:
         """Measures what the host spends to dispatch an iteration, over a few of them; None if the policy fuses the loop."""

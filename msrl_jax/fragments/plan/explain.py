@@ -16,7 +16,7 @@ from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, 
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
 from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
-from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan
+from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.runtime.memory import lacking_memory
 
@@ -36,10 +36,12 @@ def explain(
     unused: Sequence[Edge],
     *,
     in_loop: bool,
+    registers: Mapping[str, Sequence[Value]],
 ) -> Plan:
     """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run.
 
-    If `in_loop`, the executable is the loop over iterations, and what it launches for one is that of a turn.
+    `registers` holds, for every delayed leaf, where its delayed values are. If `in_loop`, the executable is the loop over
+    iterations, and what it launches for one is that of a turn.
     """
     steps, layout = list(walk(instructions)), fit.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
@@ -80,8 +82,15 @@ def explain(
     return Plan(
         layout.policy,
         placements, device_names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
-        host_calls, _least_seconds(layout, programs, fragments),
+        host_calls, _least_seconds(layout, programs, fragments), tuple(_registers(registers, layout.staleness)),
     )  # fmt: skip
+
+
+def _registers(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
+    for leaf, values in registers.items():
+        placements = dict.fromkeys(v.placement.name for v in values)
+        for name in placements:
+            yield RegisterPlan(leaf, name, sum(v.nbytes for v in values if v.placement.name == name), age)
 
 
 def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:

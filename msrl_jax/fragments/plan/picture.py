@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-from msrl_jax.fragments.plan.text import alike, count, size
+from msrl_jax.fragments.plan.text import alike, count, size, subtree
 
 Plan: TypeAlias = Any  # those of `plan.py`, which imports this module
 ProgramPlan: TypeAlias = Any
@@ -82,7 +82,7 @@ def svg_of(plan: Plan) -> str:
     """
     lanes = {name: _MARGIN + k * (_LANE + _GAP) for k, name in enumerate(plan.placements)}
     width = max(2 * _MARGIN + len(lanes) * (_LANE + _GAP) - _GAP, 620)
-    stale = f", parameters {plan.staleness} iterations old" if plan.staleness else ""
+    stale = f", parameters {plan.staleness} iteration{'s' * (plan.staleness > 1)} old" if plan.staleness else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
     parts = [_text(_MARGIN, 28, plan.policy, width - 2 * _MARGIN - 300, "title"), _text(_MARGIN, 46, how + stale, width, "dim")]
     heads = {name: _about(plan, name) for name in lanes}
@@ -150,8 +150,15 @@ def _some(devices: Sequence[str]) -> str:
 
 
 def _boxes(plan: Plan, top: int) -> list[_Box]:
-    """The programs one below another, in the order in which they run; then fragments whose parts are programs of their own."""
+    """Registers, the programs one below another, in the order in which they run, then fragments of several programs."""
     boxes, known, loop = list[_Box](), set[int](), None
+    for placement in plan.placements:
+        if held := [r for r in plan.registers if r.placement == placement]:
+            sizes = {name: sum(r.nbytes for r in held if subtree(r.value) == name) for name in (subtree(r.value) for r in held)}
+            rows = tuple(_Row(name, size(nbytes)) for name, nbytes in sizes.items())
+            last = "value" if held[0].age == 1 else f"{held[0].age} values"
+            boxes.append(_Box(placement, f"registers: the last {last} of", "", rows, top))
+            top += boxes[-1].height + 12
     for program in plan.programs:
         before, loop = loop, _loop_of(plan, program.name)
         top += _LINE * (loop is not None and loop is not before)  # for the words of the frame
@@ -216,6 +223,8 @@ def _box(box: _Box, x: int) -> list[str]:
             kind, tip = row.role if row.role in _ROLES else "role", escape(row.role)
             mark = f'<circle class="{kind}" cx="{indent + 3}" cy="{y - 4}" r="4"><title>{tip}</title></circle>'
             parts.append(_group("fragment", row.left, [mark, *line, _text(indent + 12, y, row.left, space - 12)]))
+    if box.title.startswith("registers"):
+        return [_group("registers", box.placement, parts)]
     return [_group("program", box.name, parts)] if box.name else parts
 
 

@@ -75,6 +75,16 @@ class LoopPlan:
 
 
 @dataclass(frozen=True)
+class RegisterPlan:
+    """A parameter on its way to the actors: the placement keeps its last `age` values, of `nbytes` in all for each device."""
+
+    value: str
+    placement: str
+    nbytes: int
+    age: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The fragments, programs, transfers and placements of a training iteration.
 
@@ -90,6 +100,7 @@ class Plan:
       loops: the loops that the host drives.
       warnings: warnings about expensive or fragile parts, with remedies.
       host_calls: the Python functions that the host calls.
+      registers: the parameters that a policy with staleness delays.
       least_seconds: of placements on known accelerators, a time below which an iteration cannot be; a prediction.
     """
 
@@ -105,6 +116,7 @@ class Plan:
     warnings: tuple[str, ...]
     host_calls: tuple[HostCallPlan, ...] = ()
     least_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    registers: tuple[RegisterPlan, ...] = ()
 
     @property
     def launches(self) -> dict[str, int]:

@@ -38,7 +38,7 @@ _columns = functools.partial(table, indent=2)
 _PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
 
 
-def _subtree(path: str) -> str:
+def subtree(path: str) -> str:
     """The subtree that an array is reported with: `state.params` for `state.params['layer']['bias']`."""
     match = _PATH.fullmatch(path)
     return match[1] + match[3] if match else path
@@ -48,7 +48,7 @@ def alike(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """The arrays of a subtree with equal dtype, source, destination, times and codec together, with a name for them."""
     together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
-        key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
+        key = (subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
         together.setdefault(key, []).append(c)
     return [
         (leaves[0].value if len(leaves) == 1 else f"{subtree} ({len(leaves)} leaves)", leaves)

@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.fragments.plan.cost import FragmentPlan
 from msrl_jax.fragments.plan.picture import page_of
-from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, Plan, ProgramPlan
+from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import alike
 from tests.support import toy
 
@@ -42,6 +42,7 @@ def check(plan):
     assert names(picture, "program") == collections.Counter(p.name for p in plan.programs)
     assert names(picture, "fragment") == collections.Counter(f.name for f in plan.fragments)
     assert names(picture, "loop") == collections.Counter("+".join(loop.fragments) for loop in plan.loops)
+    assert names(picture, "registers") == collections.Counter({r.placement for r in plan.registers})
     arrows = [(g.get("data-source"), g.get("data-destination"), g.get("data-crossing")) for g in things(picture, "crossing")]
     assert sorted(arrows) == sorted((c[0].source, c[0].destination, name) for name, c in alike(plan.crossings))
     lanes = {g.get("data-placement"): frame(g) for g in things(picture, "placement")}
@@ -65,6 +66,14 @@ def check(plan):
 def test_a_picture_has_what_the_plan_has_where_it_belongs(policy):
     state = toy.initial_state()
     check(msrl.compile(toy.iteration, state, policy=msrl.policies.get(policy), axes=toy.AXES).explain())
+
+
+def test_delayed_parameters_are_boxes_where_they_are_kept():
+    state, policy = toy.initial_state(), msrl.policies.get("SingleLearnerCoarse:staleness=2")
+    plan = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES).explain()
+    assert plan.registers == (RegisterPlan("state.params['w']", "actors", 2 * 2 * 4, 2),)
+    texts = [element.text for element in check(plan).iter(f"{SVG}text")]
+    assert "registers: the last 2 values of" in texts
 
 
 def made_up(names=("agent <0>", "agent 1", "agent 2", "host"), count=64):
