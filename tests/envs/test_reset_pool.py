@@ -50,7 +50,7 @@ def test_with_a_ratio_of_one_the_run_is_the_one_without_a_pool():
     assert plain[2].spares == ()
 
 
-@pytest.mark.parametrize("ratio", [2, 4, 8, 24, 11])
+@pytest.mark.parametrize("ratio", [4, 11, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (2, 8, 24))])
 def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
     env, group = Dice(), math.gcd(ratio, E)
     venv = envs.vectorize(envs.ResetPool(env, ratio), E)

@@ -94,7 +94,7 @@ def test_a_loop_that_is_compiled_as_a_whole_is_of_its_fragment():
     assert found.shares["learning"] > 0.5 and {part.fragment for part in found.parts if part.phase == "learning"} == {"learn"}
 
 
-def test_a_program_is_profiled_from_a_state_that_stays(ppo):
+def test_a_program_is_profiled_from_a_state_that_stays():
     @msrl.fragment(role="actor")
     def act(x):
         return jnp.tanh(x @ x)

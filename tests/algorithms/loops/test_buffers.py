@@ -137,7 +137,7 @@ def test_a_run_is_the_same_under_every_policy(policy, options, devices, plain):
         np.testing.assert_array_equal(a, b)
 
 
-def test_data_are_no_constant_of_a_program(plain):
+def test_data_are_no_constant_of_a_program():
     """A program grows with constants in it, as the control does."""
 
     def size(rows, bake=False):
