@@ -223,9 +223,10 @@ def _rows(stacked: Any) -> Iterator[Any]:
 
 
 def _rate(what: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
+    number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # of NumPy or JAX
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < np.inf:
         raise ValueError(f"{what}={value!r}: use a number of pictures per second above 0")
-    return float(value)
+    return float(number)
 
 
 def _drawn(env: Any, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:

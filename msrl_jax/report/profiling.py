@@ -206,6 +206,7 @@ class _Whose:
             self._operations.setdefault(name, {}).update(found)
             self._alone[name] = inside[0] if len(inside) == 1 else None
         # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole, and they are operations then.
+        self._known: dict[tuple[str, str], tuple[int, Key] | None] = {}
         self._holders = {(span.program, holder) for span in spans for holder in self._around(span)}
 
     def _around(self, span: Span) -> Iterator[str]:
@@ -223,8 +224,15 @@ class _Whose:
         return {found[name].fragment for name in held}
 
     def __call__(self, span: Span) -> tuple[int, Key] | None:
+        """The level and the key of an operation; None for what only holds others, and for the host's time."""
         if not span.program:
             return None
+        name = span.program, span.name
+        if name not in self._known:
+            self._known[name] = self._find(span)
+        return self._known[name]
+
+    def _find(self, span: Span) -> tuple[int, Key] | None:
         operation = self._operations.get(span.program, {}).get(span.name)
         if operation is None:
             return WORKING, ("not attributed", "")

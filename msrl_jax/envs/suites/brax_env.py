@@ -102,7 +102,7 @@ class BraxEnvironment:
     @property
     def render_fps(self) -> float:
         """Pictures per second of simulated time."""
-        return 1 / (self.env.dt * self.action_repeat)
+        return float(1 / (self.env.dt * self.action_repeat))
 
     def render(self, state: Any) -> np.ndarray:
         """A picture by MuJoCo."""
