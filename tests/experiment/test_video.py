@@ -162,17 +162,17 @@ def test_what_cannot_be_shown_is_said():
     [
         ("ppo", "CartPole-v1", (400, 600)), ("ppo", "Breakout-MinAtar", (400, 480)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("ppo", "Catch-bsuite", (400, 480)), ("ppo", "FourRooms-misc", (400, 480)), ("ppo", "Acrobot-v1", (500, 500)),
+            ("ppo", "Catch-bsuite", (400, 480)), ("dqn", "FourRooms-misc", (400, 480)), ("ppo", "Acrobot-v1", (500, 500)),
             ("ppo", "xminigrid:MiniGrid-DoorKey-5x5", (160, 160)), ("ppo", "jumanji:Snake-v1", (480, 480)),
             ("ppo", "craftax:Craftax-Classic-Symbolic-v1", (144, 144)), ("ippo", "jaxmarl:MPE_simple_spread_v3", (480, 480)),
         )),
     ],
 )  # fmt: skip
 def test_suites_draw_themselves(name, env, size):
-    video = film(*acting(name, env), 1, 0, 10, None, env)
-    pictures = video.episodes[0]
-    assert pictures.shape[1:] == (*size, 3) and len(pictures) <= 11
-    assert (pictures[0] != pictures[-1]).any() and pictures.std() > 1
+    first, second = film(*acting(name, env), 2, 0, 10, None, env).episodes
+    assert first.shape[1:] == (*size, 3) and len(first) <= 11 and first.std() > 1
+    # A new agent may walk against a wall all the time; then its episodes differ in where they begin.
+    assert (first[0] != first[-1]).any() or (first[0] != second[0]).any()
 
 
 @pytest.mark.slow
