@@ -54,7 +54,8 @@ def record(run: Callable[[], Any]) -> tuple[list[Span], int]:
     """Traces a function; gives the spans in its time, and the number of events that were traced for them.
 
     Raises:
-      RuntimeError: if another trace is being made, or this JAX does not name its operations.
+      RuntimeError: if another trace is being made, or none is written.
+      OSError: if the trace cannot be written, such as to a full disk.
     """
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1

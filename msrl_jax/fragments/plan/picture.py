@@ -57,14 +57,15 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """A box in a lane: a program, or what has none of its own."""
+    """A box in a lane: a program, registers, or what has no program of its own."""
 
     placement: str
     title: str
     right: str
     rows: tuple[_Row, ...]
     top: int
-    name: str = ""  # of the program
+    name: str = ""  # of the program, or of the placement of registers
+    kind: str = "program"
 
     @property
     def height(self) -> int:
@@ -157,7 +158,7 @@ def _boxes(plan: Plan, top: int) -> list[_Box]:
             sizes = {name: sum(r.nbytes for r in held if subtree(r.value) == name) for name in (subtree(r.value) for r in held)}
             rows = tuple(_Row(name, size(nbytes)) for name, nbytes in sizes.items())
             last = "value" if held[0].age == 1 else f"{held[0].age} values"
-            boxes.append(_Box(placement, f"registers: the last {last} of", "", rows, top))
+            boxes.append(_Box(placement, f"registers: the last {last} of", "", rows, top, placement, "registers"))
             top += boxes[-1].height + 12
     for program in plan.programs:
         before, loop = loop, _loop_of(plan, program.name)
@@ -223,16 +224,14 @@ def _box(box: _Box, x: int) -> list[str]:
             kind, tip = row.role if row.role in _ROLES else "role", escape(row.role)
             mark = f'<circle class="{kind}" cx="{indent + 3}" cy="{y - 4}" r="4"><title>{tip}</title></circle>'
             parts.append(_group("fragment", row.left, [mark, *line, _text(indent + 12, y, row.left, space - 12)]))
-    if box.title.startswith("registers"):
-        return [_group("registers", box.placement, parts)]
-    return [_group("program", box.name, parts)] if box.name else parts
+    return [_group(box.kind, box.name, parts)] if box.name else parts
 
 
 def _loops(plan: Plan, boxes: Sequence[_Box], lanes: dict[str, int]) -> list[str]:
     """A dashed frame around the programs of each loop that the host drives."""
     parts = []
     for loop in plan.loops:
-        if own := [box for box in boxes if box.name and _loop_of(plan, box.name) is loop]:
+        if own := [box for box in boxes if box.name and box.kind == "program" and _loop_of(plan, box.name) is loop]:
             left, right = min(lanes[box.placement] for box in own) + 5, max(lanes[box.placement] for box in own) + _LANE - 5
             top, bottom = min(box.top for box in own) - _LINE, max(box.top + box.height for box in own) + 5
             frame = [_rect(left, top, right - left, bottom - top, "loop")]
