@@ -180,7 +180,7 @@ def without_overhead(
     """The time of each key without what tracing took.
 
     A trace names an operation before the operation starts. So what it took is taken off the time to launch operations, equally
-    for each; what is more than that, off all operations as the same part of their time.
+    for each; what is more than that, off all else that is not idle as the same part of its time.
 
     Args:
       times: the time of each key at each level.
@@ -192,11 +192,11 @@ def without_overhead(
         taken = {key: min(x, overhead * operations[key] / total) for key, x in launching.items() if x > 0}
         launching = {key: x - taken.get(key, 0.0) for key, x in launching.items()}
         overhead -= sum(taken.values())
-    traced = sum(x for (level, _), x in times.items() if level < LAUNCHING)
+    traced = sum(x for (level, _), x in times.items() if level not in (LAUNCHING, IDLE))
     part = 1 - min(overhead / traced, 1.0) if traced else 1.0
     left: dict[Key, float] = collections.defaultdict(float)
     for (level, key), x in times.items():
-        left[key] += launching[key] if level == LAUNCHING else x * part if level < LAUNCHING else x
+        left[key] += launching[key] if level == LAUNCHING else x if level == IDLE else x * part
     return dict(left)
 
 

@@ -69,12 +69,14 @@ def test_a_device_that_computes_hides_those_that_wait_for_it():
 
 
 def test_overhead_is_taken_off_the_launches_first():
-    times = {(LAUNCHING, ACT): 3.0, (LAUNCHING, LEARN): 1.0, (WORKING, ACT): 4.0, (WORKING, LEARN): 12.0, (DRIVING, PYTHON): 5}
-    assert without_overhead(times, {ACT: 10, LEARN: 10}, 0.0) == {ACT: 7, LEARN: 13, PYTHON: 5}
-    assert without_overhead(times, {ACT: 10, LEARN: 10}, 1.0) == pytest.approx({ACT: 6.5, LEARN: 12.5, PYTHON: 5})
-    assert without_overhead(times, {ACT: 10, LEARN: 10}, 3.0) == pytest.approx({ACT: 5, LEARN: 12, PYTHON: 5})
-    assert without_overhead(times, {ACT: 10, LEARN: 10}, 8.0) == pytest.approx({ACT: 3, LEARN: 9, PYTHON: 5})
-    assert without_overhead(times, {ACT: 10, LEARN: 10}, 99.0) == pytest.approx({ACT: 0, LEARN: 0, PYTHON: 5})
+    times = {
+        (LAUNCHING, ACT): 3.0, (LAUNCHING, LEARN): 1.0, (WORKING, ACT): 4.0, (WORKING, LEARN): 12.0, (DRIVING, PYTHON): 4.0,
+        (IDLE, NOBODY): 2.0,
+    }  # fmt: skip
+    by_hand = [(0, 7, 13, 4), (1, 6.5, 12.5, 4), (3, 5, 12, 4), (4, 4, 12, 4), (9, 3, 9, 3), (99, 0, 0, 0)]
+    for overhead, act, learn, python in by_hand:
+        left = without_overhead(times, {ACT: 10, LEARN: 10}, overhead)
+        assert left == pytest.approx({ACT: act, LEARN: learn, PYTHON: python, NOBODY: 2})
 
 
 @pytest.fixture(scope="module")
