@@ -33,12 +33,18 @@ from msrl_jax.algorithms.config import (
     variant,
 )
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times
+from msrl_jax.algorithms.loops.trajectory import (
+    check_minibatches,
+    next_values,
+    proximal_updates,
+    shuffle_times,
+    truncated_values,
+)
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, forget, head
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
@@ -176,7 +182,7 @@ class IPPO:
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
             value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
-            return truncated_values(value, final, truncated) if recurrent else jax.vmap(value)(final)
+            return truncated_values(value, final, truncated, and_last=recurrent)
 
         @fragment(role="learner")
         def estimate_advantages(params, experience, now, value, bootstrap_value, scale):

@@ -128,7 +128,7 @@ class PPO:
 
             actor_keys, keys = draw_keys(state.actor_keys)
             (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-            bootstrap_value = bootstrap(state.params, final_obs)
+            bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, key, metrics = learn(

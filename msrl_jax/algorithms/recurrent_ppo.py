@@ -14,10 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, Normalization, OptimizerKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, proximal_updates, stepping
+from msrl_jax.algorithms.loops.trajectory import (
+    Trajectory,
+    check_minibatches,
+    estimate,
+    proximal_updates,
+    stepping,
+    truncated_values,
+)
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members, truncated_values
+from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members
 from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
@@ -110,7 +117,7 @@ class RecurrentPPO:
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-            return truncated_values(value, (final_obs, carries), truncated)
+            return truncated_values(value, (final_obs, carries), truncated, and_last=True)
 
         @fragment(role="learner")
         def estimate_advantages(t, value, bootstrap_value):

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, stepping
+from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, stepping, truncated_values
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, outside_training
 from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torsos, unflatten
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, truncated_values
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.masks import unmasked
@@ -60,7 +60,7 @@ def unrolling(
     if isinstance(network, ActorCritic):
         draw_keys, choose, env_step, values, pop_episodes = actor(network, venv, unroll_length)
         act_on = lambda params, obs, memory, keys: (*choose(params, obs, keys), ())  # noqa: E731
-        return draw_keys, act_on, env_step, lambda params, final_obs, *_: values(params, final_obs), pop_episodes
+        return draw_keys, act_on, env_step, lambda params, final, _, truncated: values(params, final, truncated), pop_episodes
     draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
 
     @fragment(role="actor")
@@ -73,7 +73,7 @@ def unrolling(
     @fragment(role="actor")
     def bootstrap(params, final_obs, carries, truncated):
         value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated)
+        return truncated_values(value, (final_obs, carries), truncated, and_last=True)
 
     @fragment(role="learner")
     def value_privileged(params, final):

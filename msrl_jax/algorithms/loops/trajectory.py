@@ -64,13 +64,48 @@ def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Ca
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
     # learner does if these values depend on what actors do not see.
     @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
-    def bootstrap(params, final_obs):
-        return unflatten(network.value(params, flatten(final_obs)), unroll_length)
+    def bootstrap(params, final_obs, truncated):
+        return truncated_values(lambda final: network.value(params, final), final_obs, truncated)
 
     def act_on(params, obs, keys):
         return act(params, actor_part(obs), keys)
 
     return draw_keys, act_on, env_step, bootstrap, pop_episodes
+
+
+def truncated_values(
+    value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array, *, and_last: bool = False
+) -> jax.Array:
+    """The values `[T, E, ...]` of the last observations of episodes: right where `truncated`, and at the end if `and_last`.
+
+    `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
+    whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
+
+    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
+    compute the values of all steps at once, since a loop that depends on data would wait for the host.
+    """
+
+    def some(final: Any, truncated: jax.Array) -> jax.Array:
+        needed = truncated.at[-1].set(True) if and_last else truncated
+
+        def pick(step: jax.Array) -> Any:
+            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, step), final)
+
+        def fill(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            left, found = carry
+            step = jnp.argmax(left, axis=0)  # of every environment, the first that is needed
+            new = value(pick(step))
+            here = left & (jnp.arange(len(left))[:, None] == step)
+            return left & ~here, jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
+
+        one = jax.eval_shape(lambda: value(pick(jnp.zeros(truncated.shape[1], int))))
+        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
+        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, (needed, found))[1]
+
+    def all_at_once(final: Any, truncated: jax.Array) -> jax.Array:
+        return unflatten(value(flatten(final)), len(truncated))
+
+    return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:

@@ -241,38 +241,6 @@ def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
     )
 
 
-def truncated_values(value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array) -> jax.Array:
-    """The values `[T, E, ...]` of the last observations of episodes and of the unroll: right where `truncated`, and at the end.
-
-    `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
-    whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
-
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
-    compute the values of all steps at once, since a loop that depends on data would wait for the host.
-    """
-
-    def some(final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.at[-1].set(True)
-        steps = jnp.argsort(~needed, axis=0, stable=True)  # of every environment, those that are needed first
-
-        def pick(i: jax.Array) -> Any:
-            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, steps[i]), final)
-
-        def fill(i: jax.Array, found: jax.Array) -> jax.Array:
-            new = value(pick(i))
-            here = jnp.arange(len(truncated))[:, None] == steps[i]
-            return jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
-
-        one = jax.eval_shape(lambda: value(pick(jnp.int32(0))))
-        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
-        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, found)
-
-    def all_at_once(final: Any, truncated: jax.Array) -> jax.Array:
-        return unflatten(value(flatten(final)), len(truncated))
-
-    return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
-
-
 def shuffle_members(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     """Shuffles environments within groups of `M`: the next key, and who is in each minibatch, for `pick`. `[U, E / M]`."""
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)

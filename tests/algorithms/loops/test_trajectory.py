@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms.agent import split_keys
-from msrl_jax.algorithms.loops.trajectory import next_values
+from msrl_jax.algorithms.loops.trajectory import next_values, truncated_values
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.networks.recurrent import truncated_values
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 
@@ -31,8 +30,9 @@ def test_true_successors_are_the_next_observations_unless_an_episode_was_cut():
     np.testing.assert_array_equal(got, [[3.0, -2.0], [5.0, 6.0], [-5.0, 8.0]])
 
 
+@pytest.mark.parametrize("and_last", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_values_of_truncated_steps_are_those_of_all_steps_and_a_cpu_computes_no_others(share):
+def test_values_of_truncated_steps_are_those_of_all_steps_and_a_cpu_computes_no_others(share, and_last):
     rng, calls = np.random.default_rng(0), []
     obs, memory = rng.random((9, E, 2, 3), np.float32), rng.random((9, E, 2), np.float32)
     truncated = rng.random((9, E)) < share
@@ -42,9 +42,9 @@ def test_values_of_truncated_steps_are_those_of_all_steps_and_a_cpu_computes_no_
         obs, (memory,) = final
         return jnp.tanh(obs).sum(-1) * memory  # [E, 2]
 
-    got = jax.jit(lambda *final: truncated_values(value, final, truncated))(obs, (memory,))
+    got = jax.jit(lambda *final: truncated_values(value, final, truncated, and_last=and_last))(obs, (memory,))
     jax.effects_barrier()
-    needed = truncated | (np.arange(9) == 8)[:, None]
+    needed = truncated | and_last & (np.arange(9) == 8)[:, None]
     assert got.shape == (9, E, 2) and len(calls) == needed.sum(0).max()
     np.testing.assert_allclose(got[needed], (np.tanh(obs).sum(-1) * memory)[needed], rtol=1e-6)
 
