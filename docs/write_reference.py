@@ -23,7 +23,7 @@ API = {
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],
-    "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB"],
+    "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],

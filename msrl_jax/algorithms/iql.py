@@ -1,9 +1,10 @@
 """Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
 With `critic="policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions, and there is no
-value network. This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
-`C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
-The paper's code updates one network after another.
+value network. With several of these actions, and with `weighting="binary"` or their best as the `baseline`, it is CRR (Wang et
+al., 2020, arXiv 2006.15134). This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is
+`batch_size` and `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange
+gradients once. The paper's code updates one network after another.
 """
 
 from typing import Any, Literal
@@ -25,7 +26,16 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@config("iql", offline=True, privileged=True, needs={"critic=expectile": "expectile"})
+@config(
+    "iql",
+    offline=True,
+    privileged=True,
+    needs={
+        "critic=expectile": "expectile",
+        "critic=policy": "num_actions baseline",
+        "weighting=exp": "inverse_temperature max_weight",
+    },
+)
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 
@@ -58,6 +68,15 @@ class IQL:
         default="expectile", doc='what targets value: an expectile of the data, or the policy (AWAC). Usual: "expectile".'
     )
     expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
+    num_actions: int = field(
+        default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
+    )
+    baseline: Literal["mean", "max"] = field(
+        default="mean", doc='what an advantage is above: the mean or the best value of the policy\'s actions. Usual: "mean".'
+    )
+    weighting: Literal["exp", "binary"] = field(
+        default="exp", doc='weight of an action: of its advantage, or 1 if that is above 0, else 0 (CRR). Usual: "exp".'
+    )
     inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")
     max_weight: float = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
 
@@ -76,24 +95,28 @@ class IQL:
             params = {"actor": policy.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
             return params if value is None else params | {"value": value.init(value_key, obs)}
 
-        def value_of(params, critic, obs, keys):
+        def value_of(params, critic, obs, keys, over=jnp.mean):
             """The values `[B]` of observations: the network's; or of drawn actions, or expectations over discrete ones."""
             if value is not None:
                 return value.apply(params["value"], obs)
             played = policy.apply(params["actor"], obs)
-            if isinstance(played, Categorical):
+            if isinstance(played, Categorical) and over is jnp.mean:
                 return jnp.sum(played.probabilities() * critics.apply(critic, obs).min(0), axis=-1)
-            return critics.apply(critic, obs, played.sample(keys)).min(0)
+            return over(jax.vmap(lambda keys: taken_value(critics, critic, obs, played.sample(keys)).min(0))(keys), axis=0)
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
             e, (next_keys, keys), judge = batch.experience, (None, None), target_critic
             if value is None:  # the newest critics judge the policy, as in AWAC's code
-                (next_keys, keys), judge = jax.random.split(batch.key, (2, len(e.reward))), params["critic"]
+                (next_keys, keys), judge = jax.random.split(batch.key, (2, self.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
             outcome = taken_value(critics, judge, e.obs, e.action).min(0)
-            advantage = outcome - value_of(params, judge, e.obs, keys)
-            weight = advantage_weight(advantage, self.inverse_temperature, self.max_weight)
+            advantage = outcome - value_of(params, judge, e.obs, keys, jnp.max if self.baseline == "max" else jnp.mean)
+            weight = (
+                (advantage > 0).astype(jnp.float32)
+                if self.weighting == "binary"
+                else advantage_weight(advantage, self.inverse_temperature, self.max_weight)
+            )
 
             def loss(trained):
                 q = taken_value(critics, trained["critic"], e.obs, e.action)

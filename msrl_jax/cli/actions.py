@@ -196,11 +196,17 @@ def _compete(args: Compete, config: dict[str, Any]) -> int:
 
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.spaces import agents_of
-    from msrl_jax.experiment import Result
+    from msrl_jax.experiment import Evaluation, FittedQ, OffPolicyEstimate, Result
     from msrl_jax.experiment.history import in_words
 
     result = Result.load(args.run, checkpoint=args.checkpoint)
-    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
+    if args.discount is not None and args.data is None:
+        raise ValueError("--discount is that of an estimate from data; give --data, or leave it out")
+    settings = FittedQ() if args.discount is None else FittedQ(discount=args.discount)
+    estimate: dict[str, Any] = {"data": args.data, "settings": settings} if args.data else {}
+    played: Evaluation | OffPolicyEstimate = result.evaluate(
+        args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params, **estimate
+    )
     member = result.member(args.member) if result.has_members else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
@@ -208,7 +214,8 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     print(played)
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
-        _print_json(about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played))
+        means = played.means if isinstance(played, Evaluation) else {}
+        _print_json(about | agents_of(result.behavior.env) | means | dataclasses.asdict(played))
     return 0
 
 

@@ -167,6 +167,10 @@ class Evaluate(Again):
         "newest", "newest, best, or the iterations after which it was written."
     )
     max_steps: int = option(10_000, "maximum length of an episode, in steps.")
+    data: Path | None = option(
+        None, "a data set, from which the discounted return of the agent is estimated, by fitted Q evaluation; none is played."
+    )  # fmt: skip
+    discount: float | None = option(None, "discount factor per step of that estimate; 0.99 if not given.")
 
 
 @command

@@ -6,6 +6,8 @@ from msrl_jax.experiment.callbacks import Tick as Tick
 from msrl_jax.experiment.callbacks import WandB as WandB
 from msrl_jax.experiment.checkpoint import CheckpointError as CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation as Evaluation
+from msrl_jax.experiment.fitted_q import FittedQ as FittedQ
+from msrl_jax.experiment.fitted_q import OffPolicyEstimate as OffPolicyEstimate
 from msrl_jax.experiment.folder import RunFolderError as RunFolderError
 from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError

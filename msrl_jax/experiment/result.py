@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,21 @@ import numpy as np
 
 from msrl_jax._checks import as_path, check_seed
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import export, store
 from msrl_jax.experiment.agents import UNRANKED, map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
+from msrl_jax.experiment.fitted_q import FittedQ, OffPolicyEstimate, fitted_q
 from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.summary import card, describe, plot_history, plot_lineage, saved, summarize
 from msrl_jax.experiment.video import Video, check_file, film
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -315,6 +318,16 @@ class Result:
         probabilities = self._compiled[1](self.member(member), obs)
         return probabilities[0] if single else probabilities
 
+    @overload
+    def evaluate(
+        self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS,
+        env_params: GivenParams | None = None,
+    ) -> Evaluation: ...  # fmt: skip
+    @overload
+    def evaluate(
+        self, *, data: str | os.PathLike[str] | Dataset, seed: int = 0, member: int | None = None,
+        settings: FittedQ | None = None, policy: str | DistributionPolicy = "GPUOnly", devices: Sequence[Device] | None = None,
+    ) -> OffPolicyEstimate: ...  # fmt: skip
     def evaluate(
         self,
         episodes: int = 128,
@@ -323,23 +336,45 @@ class Result:
         member: int | None = None,
         max_steps: int = MAX_STEPS,
         env_params: GivenParams | None = None,
-    ) -> Evaluation:
-        """Plays greedy episodes in parallel.
+        data: Any = None,
+        settings: FittedQ | None = None,
+        policy: str | DistributionPolicy = "GPUOnly",
+        devices: Sequence[Device] | None = None,
+    ) -> Evaluation | OffPolicyEstimate:
+        """Plays greedy episodes in parallel; or estimates from data what the policy would earn, and plays none.
 
         Args:
           episodes: number of episodes.
-          seed: seed of the environments' randomness.
+          seed: seed of the environments' randomness, or of the estimate's.
           member: number of the member that plays; the best one if None.
           max_steps: maximum length of an episode, in steps.
           env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
             it drew them from at its end; `{}` leaves all constant.
+          data: a data set, or its path, from which fitted Q evaluation (arXiv 1903.08738) estimates the discounted return of
+            the policy's most probable actions.
+          settings: how it does; the defaults of `FittedQ` if None.
+          policy: distribution policy of its fits.
+          devices: the devices for that policy; all if None.
 
         Returns:
-          The returns and lengths of the episodes.
+          The returns and lengths of the episodes; or the estimate, with an interval.
 
         Raises:
-          ValueError: if a number is out of range, or the run has no such member.
+          ValueError: if a number is out of range, the run has no such member, the data do not fit, or they are given for an
+            agent that remembers earlier observations.
         """
+        if data is not None:
+            if (episodes, max_steps, env_params) != (128, MAX_STEPS, None):
+                raise ValueError("with data no episode is played; leave out episodes, max_steps and env_params, or data")
+            if self.behavior.agent.initial_carry is not None:
+                raise ValueError(
+                    f"an agent of {self.experiment.name!r} remembers earlier observations, so single steps of data do not tell "
+                    "what it would do; evaluate(episodes) plays"
+                )
+            act = lambda obs: self.act(obs, member=member)  # noqa: E731
+            return fitted_q(self.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
+        if (settings, policy, devices) != (None, "GPUOnly", None):
+            raise ValueError("settings, policy and devices are those of an estimate from data; give data, or leave them out")
         behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
         evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
         try:

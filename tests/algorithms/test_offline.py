@@ -140,26 +140,34 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     assert_close(after.target_params, moved)
 
 
-@pytest.mark.slow
+CRR = {"num_actions": 3, "weighting": "binary"}
+AWAC = {"inverse_temperature": 2.0, "max_weight": 1.2}
+
+
+@pytest.mark.parametrize("options", [pytest.param(AWAC, id="awac", marks=pytest.mark.slow), pytest.param(CRR, id="crr")])
 @BOTH
-def test_an_update_of_awac_equals_an_independent_implementation(continuous):
+def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options, continuous):
     """The policy's values are soft ones at the temperature 0."""
-    agent, config, dataset = make("iql", continuous, critic="policy", inverse_temperature=2.0, max_weight=1.2)
+    over = {"baseline": "max"} if options is CRR and continuous else {}  # of discrete actions the mean is exact
+    agent, config, dataset = make("iql", continuous, critic="policy", **options, **over)
     state, after, metrics = two_states(agent)
     batch, _, key = drawn(config, dataset, state)
-    normal = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,)))))(jax.random.split(key, (2, B))))
+    draws = options.get("num_actions", 1)
+    keys = jax.random.split(key, (2, draws, B))
+    normal = np.asarray(jax.jit(jax.vmap(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))))(keys))
 
     @jax.jit
     def constants(params, target_critic):
-        def value(critic, obs, noise):
-            return plain_soft_value(critic, plain_policy(params, obs, noise, continuous), obs, 0.0)[0]
+        def values(critic, obs, noise):
+            return [plain_soft_value(critic, plain_policy(params, obs, x, continuous), obs, 0.0)[0] for x in noise]
 
-        target = batch.reward + batch.discount * value(target_critic, batch.next_obs, normal[0])
+        target = batch.reward + batch.discount * sum(values(target_critic, batch.next_obs, normal[0])) / draws
         outcome = jnp.minimum(*(plain_critic(params["critic"], i, batch, continuous) for i in range(2)))
-        return target, jnp.minimum(jnp.exp(2 * (outcome - value(params["critic"], batch.obs, normal[1]))), 1.2)
+        advantage = outcome - getattr(jnp.stack(values(params["critic"], batch.obs, normal[1])), "max" if over else "mean")(0)
+        return target, (advantage > 0) * 1.0 if options is CRR else jnp.minimum(jnp.exp(2 * advantage), 1.2)
 
     target, weight = constants(state.params, state.target_params)
-    assert weight.max() == np.float32(1.2) > weight.min()
+    assert weight.max() == np.float32(1 if options is CRR else 1.2) > weight.min()
     losses = {
         "actor": lambda params: -(weight * plain_likelihood(params, batch, continuous)).mean(),
         "critic": lambda params: sum(
@@ -168,6 +176,13 @@ def test_an_update_of_awac_equals_an_independent_implementation(continuous):
     }
     assert state.params.keys() == losses.keys()
     assert_updated(state, after, config, losses, metrics)
+
+
+def test_of_discrete_actions_the_best_of_a_few_is_no_bound():
+    """The best of all would be one, and no action in the data better."""
+    agent, *_ = make("iql", False, critic="policy", baseline="max", weighting="binary", num_actions=2)
+    *_, metrics = two_states(agent)
+    assert 0 < metrics["weight"] < 1
 
 
 @pytest.mark.parametrize(

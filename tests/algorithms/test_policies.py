@@ -74,6 +74,7 @@ CASES = [
     ("a2c+privileged", CART),
     ("sac+privileged", PENDULUM),
     ("iql+awac", "Pendulum-v1"),
+    ("iql+crr", "Pendulum-v1"),
     *((name, LOCK) for name in INTEGERS),
     *((name, "Pendulum-v1" if name.startswith("sac") else "CartPole-v1") for name in (*MODULES, *WHOLE, *OPTIMIZED)),
 ]
@@ -126,6 +127,7 @@ FEW_POLICIES = {
     "a2c+privileged": (),
     "sac+privileged": (),
     "iql+awac": (),
+    "iql+crr": (),
     "ppo+linen": (),
     "dqn+equinox": (),
     "sac+nnx": (),

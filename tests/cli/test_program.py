@@ -75,6 +75,21 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
+def test_evaluate_estimates_from_data(trained, tmp_path, capsys):
+    folder, _ = trained
+    (run_folder,) = (folder / "runs").iterdir()
+    played = str(tmp_path / "played.npz")
+    assert main(["record", str(run_folder), "--steps", "400", "--out", played]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(run_folder), "--data", played, "--discount", "0.5", "--json"]) == 0
+    shown, line = capsys.readouterr().out.splitlines()[-2:]
+    outcome = json.loads(line)
+    assert outcome["discount"] == 0.5 and len(outcome["values"]) == 8 and "discounted return" in shown
+    assert outcome["value"] == pytest.approx(2, abs=0.1)  # CartPole: a reward of 1 a step
+    for wrong, why in ((["--discount", "0.5"], "give --data"), (["--data", played, "--episodes", "4"], "no episode is played")):
+        assert main(["evaluate", str(run_folder), *wrong]) == 2 and why in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
     process = processes.start(

@@ -48,6 +48,7 @@ PARTICULAR = {
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
     "iql+awac": {"num_updates": 2, "batch_size": 64, "critic": "policy"},
+    "iql+crr": {"num_updates": 2, "batch_size": 64, "critic": "policy", "num_actions": 4, "weighting": "binary"},
 }
 CRITICS = {
     "sac+qr": {"distribution": "qr", "num_critics": 3, "num_atoms": 5, "num_dropped": 1, "normalize_observations": True},

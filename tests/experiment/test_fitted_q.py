@@ -1,0 +1,128 @@
+"""Fitted Q evaluation against dynamic programming by hand, on any devices, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.data import Dataset
+from msrl_jax.envs import Box, Discrete
+from msrl_jax.experiment.fitted_q import FittedQ, fitted_q, returns_to_go
+
+STATES, DISCOUNT = 4, 0.8
+
+
+class Ring:
+    """States in a ring, of which one ends an episode; the dynamics are in the data, so nothing steps it."""
+
+    observation_space = Box(0.0, 1.0, (STATES,))
+    action_space = Discrete(2)
+
+    def reset(self, key):
+        raise NotImplementedError
+
+    def step(self, key, state, action):
+        raise NotImplementedError
+
+
+def after(state, action):
+    """The next state, the reward, and whether the episode ends: one step on, or two for 0.3 less; state 3 is the goal."""
+    reached = min(state + 1 + action, STATES - 1)
+    return reached, float(reached == STATES - 1) - 0.3 * action, reached == STATES - 1
+
+
+def ring_data(episodes=60, seed=0):
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(episodes):
+        state, over = 0, False
+        while not over:
+            action = int(rng.integers(2))
+            reached, reward, over = after(state, action)
+            rows.append((state, action, reward, over, reached))
+            state = reached
+    state, action, reward, over, reached = (np.array(x) for x in zip(*rows, strict=True))
+    hot = np.eye(STATES, dtype=np.float32)
+    return Dataset(hot[state], action, reward, over, np.zeros(len(rows), bool), hot[reached])
+
+
+def value_by_hand(policy):
+    """The discounted return from state 0 of a policy, a list of actions."""
+    state, total, weight, over = 0, 0.0, 1.0, False
+    while not over:
+        state, reward, over = after(state, policy[state])
+        total, weight = total + weight * reward, weight * DISCOUNT
+    return total
+
+
+def acting(policy):
+    return lambda obs: jnp.asarray(policy)[jnp.argmax(obs, axis=-1)]
+
+
+SMALL = FittedQ(discount=DISCOUNT, num_updates=600, fits=8, batch_size=64, learning_rate=0.01, hidden_sizes=(16,))
+
+
+@pytest.mark.parametrize("policy", [[0, 0, 0, 0], [1, 1, 0, 0]])
+def test_a_value_is_that_of_dynamic_programming(policy):
+    found = fitted_q(Ring(), acting(policy), ring_data(), SMALL)
+    assert found.value == pytest.approx(value_by_hand(policy), abs=0.03) and found.values.shape == (8,)
+    low, high = found.interval
+    assert low <= found.value <= high and f"({low:.4g} to {high:.4g})" in str(found)
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("policy", ["GPUOnly", "MultiLearner", "SingleLearnerCoarse"])
+def test_fits_are_the_same_under_every_policy(policy, on_one_device):
+    found = fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, policy=policy)
+    # Products of eight fits at once and of one are rounded otherwise, 600 times.
+    np.testing.assert_allclose(found.values, on_one_device.values, rtol=1e-5)
+
+
+def test_returns_to_go_stop_at_the_ends_of_episodes():
+    data = ring_data(2)
+    got, length = returns_to_go(data, 0.5), data.episodes.length[0]
+    assert got[0] == pytest.approx(sum(0.5**i * r for i, r in enumerate(data.reward[:length])))
+    assert got[-1] == data.reward[-1] and got[length - 1] == data.reward[length - 1]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    small = {"num_envs": 4, "unroll_length": 32, "num_minibatches": 2, "eval_episodes": 0}
+    return msrl.train("ppo", "Pendulum-v1", total_steps=512, progress=False, **small)
+
+
+def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
+    path = tmp_path / "played.npz"
+    data = msrl.data.record(trained, 1600, path, num_envs=8)
+    settings = FittedQ(num_updates=300, fits=4, batch_size=64, discount=0.9)
+    found = trained.evaluate(data=path, settings=settings)
+    assert found.values.shape == (4,) and found.discount == 0.9
+    # Pendulum's rewards are from -16.3 to 0, so values are within these over 1 - discount.
+    assert -163 < found.value < -10 and found.interval[0] < found.value < found.interval[1]
+    again = trained.evaluate(data=data, settings=settings)
+    np.testing.assert_array_equal(found.values, again.values)
+
+
+def test_what_cannot_be_estimated(trained):
+    data, env, act = ring_data(), Ring(), acting([0] * STATES)
+    for name, value in (("discount", 1.0), ("fits", 1), ("tau", 0), ("num_updates", 0.5)):
+        with pytest.raises(ValueError, match=f"FittedQ.{name}={value}: use"):
+            FittedQ(**{name: value})
+    with pytest.raises(ValueError, match="one episode"):
+        fitted_q(env, act, ring_data(1), SMALL)
+    with pytest.raises(ValueError, match="no episode is played"):
+        trained.evaluate(5, data=data)
+    with pytest.raises(ValueError, match="those of an estimate"):
+        trained.evaluate(policy="MultiLearner")
+    with pytest.raises(ValueError, match="obs"):
+        trained.evaluate(data=data)
+    with pytest.raises(ValueError, match=r"nowhere\.npz"):
+        trained.evaluate(data="nowhere.npz")
+    small = {"num_envs": 4, "unroll_length": 8, "num_minibatches": 2, "memory_size": 4, "eval_episodes": 0}
+    remembering = msrl.train("recurrent_ppo", "CartPole-v1", total_steps=32, progress=False, **small)
+    with pytest.raises(ValueError, match="remembers earlier observations"):
+        remembering.evaluate(data=data)
