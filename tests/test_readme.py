@@ -77,6 +77,7 @@ RUN_HERE = (
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
+    (RUNS, "Logging"),
     (RUNS, "A run as a value"),
     (PROFILING, TOP),
     (SHOWING, "A video"),
@@ -92,6 +93,7 @@ RUN_HERE = (
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
 )
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
 """An algorithm of one's own, as the file `my_module.py`."""
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
@@ -160,8 +162,16 @@ def test_the_console_script_exists():
 
 
 def test_extras_are_those_of_the_package():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", PAGES[README])) == set(declared)
+    assert set(re.findall(r"'\.\[(\w+)\]'", PAGES[README])) == set(EXTRAS)
+
+
+def test_the_table_of_extras_names_what_they_bring():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", SECTIONS["docs/install.md", "Extras"], re.MULTILINE)
+    brought = {extra: {re.split(r"[ <>=;]", package)[0] for package in packages} for extra, packages in EXTRAS.items()}
+    assert [extra for extra, _ in rows] == list(dict.fromkeys(extra for extra, _ in rows)) and set(dict(rows)) == set(brought)
+    for extra, packages in rows:
+        if extra != "test":  # most of the others
+            assert set(packages.split(", ")) == brought[extra], extra
 
 
 def anchors(text):
@@ -253,6 +263,20 @@ def test_runs(run_sections):
     result = namespace["result"]
     assert result.status == "finished" and result.history["step"][-1] == 60_000 // 4096 * 4096
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
+
+
+@pytest.mark.long
+def test_logging(run_sections, monkeypatch):
+    """What stands for the package wandb takes what it is called with."""
+    pytest.importorskip("tensorboardX")
+    run = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=mock.Mock(return_value=run)))
+    (board, wandb), output = run_sections(RUNS, "Logging", steps=8192)
+    assert [row[0] for row in board["rows"]] == [4096, 8192] and output == f"{board['rows'][-1]}\n"
+    (events,) = Path("board").iterdir()
+    assert all(name in events.read_bytes() for name in (b"episode_return", b"entropy", b"eval_return"))
+    assert sys.modules["wandb"].init.call_args.kwargs["config"] == wandb["experiment"].to_json()
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [4096, 8192] and run.finish.called
 
 
 @pytest.mark.long
