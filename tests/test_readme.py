@@ -62,10 +62,12 @@ RUN_HERE = (
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (ALGORITHMS, "Your own copy"),
+    (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
+    (OWN_ENVIRONMENT, "Wrappers"),
     (OWN_ENVIRONMENT, "Actions of several integers"),
     (ENVIRONMENT_METHODS, "Legal actions"),
     (ENVIRONMENT_METHODS, "What the critic sees"),
@@ -481,6 +483,29 @@ def test_an_environment_of_ones_own(run_sections):
         report = envs.check(run.behavior.env, steps=20)
         assert report.ok, report
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
+
+
+@pytest.mark.long
+def test_a_wrapper_of_ones_own_changes_the_reward_alone(run_sections):
+    (namespace,), _ = run_sections(OWN_ENVIRONMENT, "Wrappers")
+    inside = envs.make("Pendulum-v1")
+    gentle = namespace["Gentle"](inside, price=0.5)
+    key, action = jax.random.key(0), np.float32([-1.5])
+    state, _ = gentle.reset(key)
+    (a, b) = (env.step(key, state, action) for env in (inside, gentle))
+    assert float(a[2] - b[2]) == pytest.approx(0.5 * 1.5, rel=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, (*a[:2], *a[3:]), (*b[:2], *b[3:]))
+    env = namespace["result"].behavior.env
+    assert env.observation_space.shape == (6,) and env.render(env.reset(key)[0]).ndim == 3, "that of the environment inside"
+
+
+@pytest.mark.long
+def test_training_from_a_trained_agent(run_sections):
+    (namespace,), output = run_sections(ALGORITHMS, "From a trained agent")
+    agent = namespace["TunedPPO"]().build(envs.make("CartPole-v1"))
+    params = agent.init(jax.random.key(0)).params
+    jax.tree.map(np.testing.assert_array_equal, params, namespace["first"].state.params)
+    assert "Evaluation(64 episodes" in output and namespace["result"].behavior.env.params.gravity == 15
 
 
 @pytest.mark.slow
