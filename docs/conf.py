@@ -1,4 +1,7 @@
-"""The docs as a site: `python -m sphinx -W -b html docs build/site`, with what `pip install '.[docs]'` brings; no network."""
+"""The docs as a site: `python -m sphinx -W -b html docs build/site`, with what `pip install '.[docs]'` brings; no network.
+
+With `-D nb_execution_mode=force` the notebooks run while it is built, and their pages have outputs.
+"""
 
 import re
 import sys
@@ -8,15 +11,18 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import write_reference  # noqa: E402  # in this folder
+import write_notebooks  # noqa: E402  # in this folder
+import write_reference  # noqa: E402
 
 project, author = "msrl_jax", "the authors of msrl_jax"
 copyright = author
 version = release = version_of("msrl-jax")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["README.md"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
+nb_execution_mode, nb_execution_timeout, nb_execution_raise_on_error = "off", 600, True
+nb_merge_streams = True
 default_role = "code"
 add_module_names = False
 autodoc_typehints = "none"
@@ -26,6 +32,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype, napoleon_use_ivar = False, True
 html_theme = "furo"  # with a search and a dark mode
 html_title = f"msrl_jax {version}"
+html_static_path, html_css_files = ["site.css"], ["site.css"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
 
@@ -34,7 +41,22 @@ def spaced(app, what, name, value, options, lines):
     lines[:] = re.sub(r"(`[^`]+`)(\w?)", lambda m: f"{m[1]}\\ {m[2]}" if m[2] else m[1], "\n".join(lines)).split("\n")
 
 
+def read(app, page, source):
+    """Links between pages and notebooks are those of the repository; on the site, notebooks are pages of the docs."""
+    if page.startswith("notebooks/"):
+        source[0] = write_notebooks.page(source[0], page.removeprefix("notebooks/"), app.config.nb_execution_mode != "off")
+    else:
+        source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
+def write(app, config):
+    """Writes the reference from the package itself, and copies the notebooks, before the pages are read."""
+    write_reference.write(HERE / "reference")
+    write_notebooks.write(HERE / "notebooks")
+
+
 def setup(app):
-    """Writes the reference from the package itself, before the pages are read."""
+    """What the site does beside Sphinx."""
+    app.connect("config-inited", write)
+    app.connect("source-read", read)
     app.connect("autodoc-process-docstring", spaced)
-    app.connect("config-inited", lambda app, config: write_reference.write(HERE / "reference"))

@@ -62,10 +62,12 @@ RUN_HERE = (
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (ALGORITHMS, "Your own copy"),
+    (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
+    (OWN_ENVIRONMENT, "Wrappers"),
     (OWN_ENVIRONMENT, "Actions of several integers"),
     (ENVIRONMENT_METHODS, "Legal actions"),
     (ENVIRONMENT_METHODS, "What the critic sees"),
@@ -77,6 +79,7 @@ RUN_HERE = (
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
+    (RUNS, "Logging"),
     (RUNS, "A run as a value"),
     (PROFILING, TOP),
     (SHOWING, "A video"),
@@ -92,6 +95,7 @@ RUN_HERE = (
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
 )
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
 """An algorithm of one's own, as the file `my_module.py`."""
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
@@ -160,8 +164,16 @@ def test_the_console_script_exists():
 
 
 def test_extras_are_those_of_the_package():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", PAGES[README])) == set(declared)
+    assert set(re.findall(r"'\.\[(\w+)\]'", PAGES[README])) == set(EXTRAS)
+
+
+def test_the_table_of_extras_names_what_they_bring():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", SECTIONS["docs/install.md", "Extras"], re.MULTILINE)
+    brought = {extra: {re.split(r"[ <>=;]", package)[0] for package in packages} for extra, packages in EXTRAS.items()}
+    assert [extra for extra, _ in rows] == list(dict.fromkeys(extra for extra, _ in rows)) and set(dict(rows)) == set(brought)
+    for extra, packages in rows:
+        if extra != "test":  # most of the others
+            assert set(packages.split(", ")) == brought[extra], extra
 
 
 def anchors(text):
@@ -253,6 +265,20 @@ def test_runs(run_sections):
     result = namespace["result"]
     assert result.status == "finished" and result.history["step"][-1] == 60_000 // 4096 * 4096
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
+
+
+@pytest.mark.long
+def test_logging(run_sections, monkeypatch):
+    """What stands for the package wandb takes what it is called with."""
+    pytest.importorskip("tensorboardX")
+    run = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=mock.Mock(return_value=run)))
+    (board, wandb), output = run_sections(RUNS, "Logging", steps=8192)
+    assert [row[0] for row in board["rows"]] == [4096, 8192] and output == f"{board['rows'][-1]}\n"
+    (events,) = Path("board").iterdir()
+    assert all(name in events.read_bytes() for name in (b"episode_return", b"entropy", b"eval_return"))
+    assert sys.modules["wandb"].init.call_args.kwargs["config"] == wandb["experiment"].to_json()
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [4096, 8192] and run.finish.called
 
 
 @pytest.mark.long
@@ -457,6 +483,29 @@ def test_an_environment_of_ones_own(run_sections):
         report = envs.check(run.behavior.env, steps=20)
         assert report.ok, report
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
+
+
+@pytest.mark.long
+def test_a_wrapper_of_ones_own_changes_the_reward_alone(run_sections):
+    (namespace,), _ = run_sections(OWN_ENVIRONMENT, "Wrappers")
+    inside = envs.make("Pendulum-v1")
+    gentle = namespace["Gentle"](inside, price=0.5)
+    key, action = jax.random.key(0), np.float32([-1.5])
+    state, _ = gentle.reset(key)
+    (a, b) = (env.step(key, state, action) for env in (inside, gentle))
+    assert float(a[2] - b[2]) == pytest.approx(0.5 * 1.5, rel=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, (*a[:2], *a[3:]), (*b[:2], *b[3:]))
+    env = namespace["result"].behavior.env
+    assert env.observation_space.shape == (6,) and env.render(env.reset(key)[0]).ndim == 3, "that of the environment inside"
+
+
+@pytest.mark.long
+def test_training_from_a_trained_agent(run_sections):
+    (namespace,), output = run_sections(ALGORITHMS, "From a trained agent")
+    agent = namespace["TunedPPO"]().build(envs.make("CartPole-v1"))
+    params = agent.init(jax.random.key(0)).params
+    jax.tree.map(np.testing.assert_array_equal, params, namespace["first"].state.params)
+    assert "Evaluation(64 episodes" in output and namespace["result"].behavior.env.params.gravity == 15
 
 
 @pytest.mark.slow

@@ -1,18 +1,27 @@
 """The reference pages of the docs name all that there is; Sphinx builds them without a warning."""
 
 import dataclasses
+import importlib
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli.actions import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
+NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+QUICK = """
+from IPython.display import HTML
+
+print("six is", 2 * 3)
+HTML('<svg data-lanes="2"></svg>')
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +55,50 @@ def test_public_names_are_documented(pages):
     assert public <= documented
 
 
+def build(*arguments):
+    """Builds a site, whose folder is the last argument; returns its pages by path, and stderr. A warning is an error."""
+    pytest.importorskip("myst_nb", reason="pip install '.[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DOCS.parent)
+    assert ended.returncode == 0, ended.stderr
+    return {path: path.read_text() for path in Path(arguments[-1]).rglob("*.html")}, ended.stderr
+
+
 @pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path):
-    pytest.importorskip("sphinx", reason="pip install '.[docs]'")
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", str(DOCS), str(tmp_path / "site")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DOCS.parent)
-    assert (ended.returncode, ended.stderr) == (0, "")
     site = tmp_path / "site"
-    pages = {path: path.read_text() for path in site.rglob("*.html")}
-    assert len(pages) > 50 and (site / "searchindex.js").exists()
+    pages, said = build(DOCS, site)
+    assert said == "" and len(pages) > 50 and (site / "searchindex.js").exists()
     for path, text in pages.items():
         for link in re.findall(r'href="([^"#:]+)(?:#[^"]*)?"', text):
             assert (path.parent / link.partition("?")[0]).exists(), (path, link)
+    for notebook in NOTEBOOKS:
+        page = pages[site / "notebooks" / f"{notebook.stem}.html"]
+        assert f'href="notebooks/{notebook.stem}.html"' in pages[site / "notebooks.html"].partition("<article")[2]
+        assert page.count('class="cell docutils container"') == notebook.read_text().count('"cell_type": "code"')
+        assert "without outputs" in page and "cell_output" not in page
+
+
+@pytest.mark.long
+def test_a_site_whose_notebooks_are_executed_has_their_outputs(tmp_path):
+    """With the settings of the site, and a notebook that is quick."""
+    cells = [nbformat.v4.new_markdown_cell("# Quick"), nbformat.v4.new_code_cell(QUICK)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "index.ipynb")
+    pages, _ = build("-c", DOCS, "-D", "nb_execution_mode=force", tmp_path, tmp_path / "site")
+    page = pages[tmp_path / "site" / "index.html"]
+    assert '<svg data-lanes="2">' in page and "six is 6" in page
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_page_of_a_notebook_is_the_notebook(path, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    write_notebooks = importlib.import_module("write_notebooks")
+    write_notebooks.write(tmp_path)
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    notebook = nbformat.read(path, as_version=4)
+    for executed in (False, True):
+        page = nbformat.reads(write_notebooks.page(path.read_text(), path.stem, executed), as_version=4)
+        nbformat.validate(page)
+        about = page.cells.pop(1).source
+        assert path.name in about and ("without outputs" in about) is not executed
+        assert [c.source.replace("](../", "](../docs/") for c in page.cells] == [c.source for c in notebook.cells]
