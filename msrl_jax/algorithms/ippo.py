@@ -254,8 +254,7 @@ class IPPO:
         ) -> tuple[Any, Learner, Metrics]:
             t = experience
             value, carries = t.extras[1:] if recurrent else ((), memoryless)
-            truncated = t.truncated if recurrent else ()
-            bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, truncated)
+            bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
             # What only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
             params, opt_state, key, scale, metrics = update_networks(
