@@ -199,9 +199,16 @@ class RL3(EnvironmentWrapper):
     @property
     def observation_space(self) -> spaces.Box:
         """A `Box` of shape `[D + 2 A + 1]`."""
-        inner, extra = self.env.observation_space, 2 * self.env.action_space.n + 1
+        inner, extra = self.env.observation_space, 2 * self._sizes[1] + 1
         low, high = np.append(inner.low, [-np.inf] * extra), np.append(inner.high, [np.inf] * extra)
         return spaces.Box(low, high, low.shape)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """`S` and `A`."""
+        states, actions = self.env.env.observation_space, self.env.action_space
+        assert isinstance(states, spaces.Discrete) and isinstance(actions, spaces.Discrete)
+        return states.n, actions.n
 
     def action_values(self, state: RL3State) -> jax.Array:
         """The values of the estimated model. `[S, A]`"""
@@ -218,7 +225,7 @@ class RL3(EnvironmentWrapper):
     def reset(self, key: jax.Array) -> tuple[RL3State, jax.Array]:
         """Starts a meta-episode, of which nothing is known."""
         env_state, obs = self.env.reset(key)
-        shape = self.env.env.observation_space.n, self.env.action_space.n
+        shape = self._sizes
         state = RL3State(env_state, jnp.zeros((*shape, shape[0])), jnp.zeros(shape), jnp.zeros(shape))
         return state, self._observation(state, obs)
 
