@@ -17,6 +17,9 @@ from msrl_jax.envs.distributions import choice as choice
 from msrl_jax.envs.distributions import log_uniform as log_uniform
 from msrl_jax.envs.distributions import ramp as ramp
 from msrl_jax.envs.distributions import uniform as uniform
+from msrl_jax.envs.meta import RL2 as RL2
+from msrl_jax.envs.meta import RL3 as RL3
+from msrl_jax.envs.meta import value_iteration as value_iteration
 from msrl_jax.envs.params import Curriculum as Curriculum
 from msrl_jax.envs.params import RandomizeParams as RandomizeParams
 from msrl_jax.envs.privileged import PrivilegedObservation as PrivilegedObservation
@@ -34,6 +37,10 @@ from msrl_jax.envs.spaces import Tuple as Tuple
 from msrl_jax.envs.stacked import DictEnvironment as DictEnvironment
 from msrl_jax.envs.stacked import stack_agents as stack_agents
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
+from msrl_jax.envs.tabular import BernoulliBandit as BernoulliBandit
+from msrl_jax.envs.tabular import TabularMDP as TabularMDP
+from msrl_jax.envs.tabular import random_bandits as random_bandits
+from msrl_jax.envs.tabular import random_mdps as random_mdps
 from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState
 from msrl_jax.envs.vector import vectorize as vectorize

@@ -1,0 +1,243 @@
+"""Meta-learning as wrappers: an episode is several episodes of one task, and observations tell what happened in them.
+
+A task is what parameters as data are in an episode: `train("recurrent_ppo", RL2(env, ...), env_params=distribution)` draws one
+at the start of each meta-episode. In the shape descriptions, `S` is the number of states, and `A` of actions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, Stepped, env_name, has_agents
+from msrl_jax.envs.metrics import Reduction, metrics_of
+from msrl_jax.envs.wrappers import EnvironmentWrapper
+
+_QUARTERS = tuple(f"return_quarter_{i}" for i in (1, 2, 3, 4))
+
+
+class RL2State(NamedTuple):
+    """State of `RL2`.
+
+    Attributes:
+      env_state: of the environment.
+      obs: its observation, for the next action.
+      final_obs: what the last step led to, before another episode began.
+      reward: of the last step. `[]` float32
+      terminated: whether the last step led to a terminal state. `[]` bool
+      steps: of the meta-episode so far. `[]` int32
+      episode_steps: of the episode so far. `[]` int32
+      returns: sums of rewards in the four quarters of the meta-episode so far. `[4]` float32
+    """
+
+    env_state: PyTree
+    obs: PyTree
+    final_obs: PyTree
+    reward: jax.Array
+    terminated: jax.Array
+    steps: jax.Array
+    episode_steps: jax.Array
+    returns: jax.Array
+
+
+@dataclass(frozen=True)
+class RL2(EnvironmentWrapper):
+    """Joins episodes of one task to a meta-episode of `horizon` steps (Duan et al., 2016, arXiv 1611.02779).
+
+    An observation is the environment's, the last action, the last reward, whether an episode has just begun, and the time that
+    has passed as a share of the horizon: one float32 vector. An agent with a memory, such as `recurrent_ppo`, can then learn
+    how to learn. A meta-episode terminates at its horizon. Its metrics `return_quarter_1` to `return_quarter_4` are the
+    rewards in each quarter of it.
+
+    Attributes:
+      env: the environment of one agent.
+      horizon: steps of a meta-episode.
+      episode_length: the largest number of steps of an episode; divides the horizon. Episodes that end before are followed by
+        more of them.
+    """
+
+    env: Environment
+    horizon: int
+    episode_length: int
+    _inner = attrgetter("env_state")
+
+    def __post_init__(self):
+        whole(f"RL2 of {env_name(self.env)}: horizon", self.horizon)
+        whole(f"RL2 of {env_name(self.env)}: episode_length", self.episode_length)
+        if self.horizon % self.episode_length:
+            lower = self.horizon // self.episode_length * self.episode_length
+            raise ValueError(
+                f"RL2 of {env_name(self.env)}: horizon={self.horizon} is no multiple of episode_length={self.episode_length}; "
+                f"use one, such as {lower or self.episode_length}"
+            )
+        if has_agents(self.env):
+            raise TypeError(f"RL2 takes environments of one agent, and {env_name(self.env)} has several")
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """A `Box` of shape `[D]`."""
+        parts = (spaces.flat_space(self.env.observation_space), spaces.flat_space(self.env.action_space))
+        low, high = (np.concatenate([getattr(part, side) for part in parts]) for side in ("low", "high"))
+        low = np.minimum(low, [0] * len(low))  # actions are zeros at the start
+        high = np.maximum(high, [0] * len(high))
+        low, high = np.concatenate([low, [-np.inf, 0, 0]]), np.concatenate([high, [np.inf, 1, 1]])
+        return spaces.Box(low, high, low.shape)
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """Those of the environment, and the returns of the quarters."""
+        return {**metrics_of(self.env), **dict.fromkeys(_QUARTERS, "last")}
+
+    @property
+    def report(self):  # noqa: D102
+        def report(state: RL2State) -> dict[str, jax.Array]:
+            own = dict(zip(_QUARTERS, state.returns, strict=True))
+            return {**self.env.report(state.env_state), **own} if metrics_of(self.env) else own  # type: ignore[attr-defined]
+
+        return report
+
+    def _observation(self, state: RL2State, action: jax.Array) -> jax.Array:
+        begun, time = state.episode_steps == 0, state.steps / self.horizon
+        rest = jnp.stack([state.reward, begun.astype(jnp.float32), time.astype(jnp.float32)])
+        return jnp.concatenate([spaces.flatten(self.env.observation_space, state.obs), action, rest])
+
+    def reset(self, key: jax.Array) -> tuple[RL2State, jax.Array]:
+        """Starts a meta-episode."""
+        env_state, obs = self.env.reset(key)
+        zero, none = jnp.zeros((), jnp.int32), jnp.asarray(False)
+        state = RL2State(env_state, obs, obs, jnp.zeros(()), none, zero, zero, jnp.zeros(4))
+        return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape))
+
+    def step(self, key: jax.Array, state: RL2State, action: PyTree) -> Stepped:
+        """Advances the meta-episode; an episode that ends is followed by the next one of the same task."""
+        step_key, reset_key = jax.random.split(key)
+        env_state, obs, reward, terminated, truncated = self.env.step(step_key, state.env_state, action)
+        steps, episode_steps = state.steps + 1, state.episode_steps + 1
+        ended = terminated | truncated | (episode_steps >= self.episode_length)
+        going, begun = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
+        env_state, current, episode_steps = jax.tree.map(lambda new, old: jnp.where(ended, new, old), begun, going)
+        reward = jnp.asarray(reward, jnp.float32)
+        quarter = jnp.minimum(4 * state.steps // self.horizon, 3)
+        after = RL2State(
+            env_state, current, obs, reward, jnp.asarray(terminated), steps, episode_steps,
+            state.returns.at[quarter].add(reward),
+        )  # fmt: skip
+        seen = self._observation(after, spaces.flatten(self.env.action_space, action))
+        return after, seen, reward, steps >= self.horizon, jnp.asarray(False)
+
+
+def value_iteration(transitions: jax.Array, rewards: jax.Array, discount: float, sweeps: int) -> jax.Array:
+    """Optimal action values over `sweeps` steps.
+
+    Args:
+      transitions: probabilities of the next state; what a row lacks of 1 is the probability that the episode terminates.
+        `[S, A, S]`
+      rewards: mean rewards. `[S, A]`
+      discount: discount factor per step.
+      sweeps: number of steps that are looked ahead, at least 1.
+
+    Returns:
+      The values. `[S, A]`
+    """
+    return jax.lax.fori_loop(0, sweeps, lambda _, q: rewards + discount * transitions @ q.max(-1), jnp.zeros_like(rewards))
+
+
+class RL3State(NamedTuple):
+    """State of `RL3`: that of `RL2`, and what happened in the meta-episode.
+
+    Attributes:
+      env_state: of `RL2`.
+      moves: how often an action led from one state to another. `[S, A, S]` float32
+      visits: how often an action was taken in a state. `[S, A]` float32
+      rewards: sums of its rewards. `[S, A]` float32
+    """
+
+    env_state: RL2State
+    moves: jax.Array
+    visits: jax.Array
+    rewards: jax.Array
+
+
+@dataclass(frozen=True)
+class RL3(EnvironmentWrapper):
+    """Adds the values of a model to the observations of `RL2` (Bhatia et al., 2023, arXiv 2306.15909).
+
+    The model is estimated from the meta-episode so far. Observations get its advantages and its value in the current state,
+    per step of an episode, and how often each action was taken there, in tens.
+
+    Attributes:
+      env: an `RL2` of an environment with `Discrete` observations, the states, and `Discrete` actions.
+      discount: discount factor of the value iteration, which looks an episode ahead.
+      smoothing: what is added to the counts of each next state; an action that was never taken leads everywhere alike.
+    """
+
+    env: RL2
+    discount: float = 0.95
+    smoothing: float = 0.1
+    _inner = attrgetter("env_state")
+
+    def __post_init__(self):
+        if not isinstance(self.env, RL2):
+            raise TypeError(f"RL3 takes an RL2, and was given {env_name(self.env)}; write RL3(RL2(env, ...))")
+        inner = self.env.env
+        if not all(isinstance(x, spaces.Discrete) for x in (inner.observation_space, inner.action_space)):
+            raise TypeError(
+                f"RL3 counts states and actions, and {env_name(inner)} has observations in {inner.observation_space} and "
+                f"actions in {inner.action_space}; give an environment where both are Discrete, or take RL2 alone"
+            )
+        if not 0 <= self.discount <= 1 or not self.smoothing > 0:
+            raise ValueError(
+                f"RL3: discount={self.discount!r} must be in [0, 1] and smoothing={self.smoothing!r} above 0"
+            )
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """A `Box` of shape `[D + 2 A + 1]`."""
+        inner, extra = self.env.observation_space, 2 * self._sizes[1] + 1
+        low, high = np.append(inner.low, [-np.inf] * extra), np.append(inner.high, [np.inf] * extra)
+        return spaces.Box(low, high, low.shape)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """`S` and `A`."""
+        states, actions = self.env.env.observation_space, self.env.action_space
+        assert isinstance(states, spaces.Discrete) and isinstance(actions, spaces.Discrete)
+        return states.n, actions.n
+
+    def action_values(self, state: RL3State) -> jax.Array:
+        """The values of the estimated model. `[S, A]`"""
+        total = state.visits + self.smoothing * len(state.visits)
+        transitions = (state.moves + self.smoothing) / total[..., None]
+        means = state.rewards / jnp.maximum(state.visits, 1)
+        return value_iteration(transitions, means, self.discount, self.env.episode_length)
+
+    def _observation(self, state: RL3State, obs: jax.Array) -> jax.Array:
+        current = state.env_state.obs
+        q = self.action_values(state)[current] / self.env.episode_length
+        return jnp.concatenate([obs, q - q.max(), q.max(keepdims=True), state.visits[current] / 10])
+
+    def reset(self, key: jax.Array) -> tuple[RL3State, jax.Array]:
+        """Starts a meta-episode, of which nothing is known."""
+        env_state, obs = self.env.reset(key)
+        shape = self._sizes
+        state = RL3State(env_state, jnp.zeros((*shape, shape[0])), jnp.zeros(shape), jnp.zeros(shape))
+        return state, self._observation(state, obs)
+
+    def step(self, key: jax.Array, state: RL3State, action: jax.Array) -> Stepped:
+        """Advances the meta-episode, and counts what happened."""
+        before = state.env_state.obs
+        env_state, obs, *outcome = self.env.step(key, state.env_state, action)
+        goes_on = jnp.where(env_state.terminated, 0.0, 1.0)
+        after = RL3State(
+            env_state,
+            state.moves.at[before, action, env_state.final_obs].add(goes_on),
+            state.visits.at[before, action].add(1.0),
+            state.rewards.at[before, action].add(env_state.reward),
+        )
+        return after, self._observation(after, obs), *outcome  # type: ignore[return-value]

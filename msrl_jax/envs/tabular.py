@@ -1,0 +1,157 @@
+"""Small tasks given by tables, which are parameters as data: bandits and MDPs, and distributions of them.
+
+In the shape descriptions, `S` is the number of states, and `A` of actions.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Stepped
+
+
+@dataclass(frozen=True, eq=False)
+class TabularMDP:
+    """An MDP of tables. An episode begins in state 0 and does not end by itself.
+
+    Attributes:
+      transitions: probabilities of the next state; a parameter as data. `[S, A, S]` float32
+      rewards: mean rewards; a parameter as data. `[S, A]` float32
+      noise: standard deviation of rewards around their means; they are normal.
+    """
+
+    transitions: Any
+    rewards: Any
+    noise: float = 1.0
+    observation_space: spaces.Discrete = field(init=False, repr=False)
+    action_space: spaces.Discrete = field(init=False, repr=False)
+
+    def __post_init__(self):
+        tables = {name: np.asarray(getattr(self, name), np.float32) for name in ("transitions", "rewards")}
+        transitions, rewards = tables.values()
+        if rewards.ndim != 2 or transitions.shape != (*rewards.shape, len(rewards)):
+            raise ValueError(
+                f"TabularMDP: transitions {list(transitions.shape)} and rewards {list(rewards.shape)} do not fit; give "
+                "transitions [S, A, S] and rewards [S, A]"
+            )
+        if (transitions < 0).any() or not np.allclose(transitions.sum(-1), 1, atol=1e-4):
+            raise ValueError("TabularMDP: transitions[s, a] are no probabilities; let each row sum to 1")
+        found = tables | {"observation_space": spaces.Discrete(len(rewards))}
+        for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """The tables."""
+        return {"transitions": self.transitions, "rewards": self.rewards}
+
+    def with_params(self, params: Mapping[str, Any]) -> "TabularMDP":
+        """The same with other tables, which may be traced."""
+        return _with(self, params)
+
+    def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Starts an episode; the state is the observation."""
+        return jnp.int32(0), jnp.int32(0)
+
+    def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
+        """Draws the next state and the reward."""
+        move, noise = jax.random.split(key)
+        below = jnp.cumsum(jnp.asarray(self.transitions)[state, action])[:-1]
+        after = jnp.sum(jax.random.uniform(move) >= below, dtype=jnp.int32)
+        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise)
+        return after, after, reward, jnp.asarray(False), jnp.asarray(False)
+
+
+@dataclass(frozen=True, eq=False)
+class BernoulliBandit:
+    """A bandit whose arms pay 1 or 0. An episode does not end by itself.
+
+    Attributes:
+      success: probability with which each arm pays; a parameter as data. `[A]` float32
+    """
+
+    success: Any
+    observation_space = spaces.Discrete(1)
+    action_space: spaces.Discrete = field(init=False, repr=False)
+
+    def __post_init__(self):
+        success = np.asarray(self.success, np.float32)
+        if success.ndim != 1 or (success < 0).any() or (success > 1).any():
+            raise ValueError(f"BernoulliBandit: success={self.success!r} must be probabilities, one for each arm")
+        object.__setattr__(self, "success", success)
+        object.__setattr__(self, "action_space", spaces.Discrete(len(success)))
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """The probabilities."""
+        return {"success": self.success}
+
+    def with_params(self, params: Mapping[str, Any]) -> "BernoulliBandit":
+        """The same with other probabilities, which may be traced."""
+        return _with(self, params)
+
+    def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Starts an episode: there is nothing to see, and the observation is 0."""
+        return jnp.int32(0), jnp.int32(0)
+
+    def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
+        """Pulls an arm."""
+        reward = (jax.random.uniform(key) < jnp.asarray(self.success)[action]).astype(jnp.float32)
+        return state, state, reward, jnp.asarray(False), jnp.asarray(False)
+
+
+def _with(env: Any, params: Mapping[str, Any]) -> Any:
+    changed = copy.copy(env)
+    for name, value in params.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def random_mdps(
+    num_states: int, num_actions: int, *, concentration: float = 1.0, uniform_rewards: bool = False
+) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """A distribution of the tables of `TabularMDP`, for `env_params` (Duan et al., 2016, arXiv 1611.02779).
+
+    Args:
+      num_states: `S`.
+      num_actions: `A`.
+      concentration: of the symmetric Dirichlet distribution of each row of the transitions; nearly deterministic below 1.
+      uniform_rewards: whether mean rewards are uniform and not normal; mean and standard deviation are 1 either way.
+
+    Returns:
+      A function of a key that returns `transitions` `[S, A, S]` and `rewards` `[S, A]`, float32.
+
+    Raises:
+      ValueError: if a number is out of range.
+    """
+    whole("random_mdps: num_states", num_states)
+    whole("random_mdps: num_actions", num_actions)
+    if not concentration > 0:
+        raise ValueError(f"random_mdps: concentration={concentration!r} must be above 0")
+
+    def draw(key: jax.Array) -> dict[str, jax.Array]:
+        moves, means = jax.random.split(key)
+        shape = (num_states, num_actions)
+        transitions = jax.random.dirichlet(moves, jnp.full(num_states, concentration), shape)
+        bound = float(np.sqrt(3.0))
+        spread = jax.random.uniform(means, shape, minval=-bound, maxval=bound) if uniform_rewards else None
+        return {"transitions": transitions, "rewards": 1 + (jax.random.normal(means, shape) if spread is None else spread)}
+
+    return draw
+
+
+def random_bandits(num_arms: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """The uniform distribution of the arms of `BernoulliBandit`, for `env_params`; raises ValueError unless there is an arm.
+
+    Returns:
+      A function of a key that returns `success` `[A]` float32.
+    """
+    whole("random_bandits: num_arms", num_arms)
+    return lambda key: {"success": jax.random.uniform(key, (num_arms,))}
