@@ -65,6 +65,7 @@ RUN_HERE = (
     (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
+    (DATA, "What a policy would earn"),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
     (OWN_ENVIRONMENT, "Wrappers"),

@@ -185,8 +185,8 @@ def agent():
 
 
 @pytest.mark.parametrize(
-    "policy", ["GPUOnly", "SingleLearnerCoarse", "Central", *(pytest.param(p, marks=pytest.mark.slow) for p in (
-        "Environments", "MultiLearner", "SingleLearnerFine"))],
+    "policy", ["SingleLearnerCoarse", *(pytest.param(p, marks=pytest.mark.slow) for p in (
+        "GPUOnly", "Central", "Environments", "MultiLearner", "SingleLearnerFine"))],
 )  # fmt: skip
 def test_meta_learning_is_the_same_run_under_every_policy(policy):
     made, state, reference = agent()

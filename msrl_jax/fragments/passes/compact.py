@@ -31,7 +31,9 @@ from msrl_jax._compat import (
 from msrl_jax.fragments.placement import Placement
 
 _WORDS = ("float32", "int32", "uint32", "bool")
-_MOST_BYTES = 2**18  # of one array; a T4 reads and writes these in 1.7 us, an H100 in 0.2, and a kernel takes 2 to 3 to start
+# Of one array that is carried, and of one that is stacked, which is only written. Moving larger ones takes longer than a kernel
+# takes to start: a T4 reads and writes 256 KiB in 1.7 us, an H100 in 0.2, and a kernel starts in 2 to 3.
+_MOST_BYTES, _MOST_STACKED = 2**14, 2**18
 _FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: what is taken apart behind it are kernels too
 _STEPS = {50: 8, 300: 5}  # most steps that are one turn, of bodies of at most so many equations
 
@@ -59,7 +61,7 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
         if scan.length < _SHORTEST:
             return [eqn]
         results = [aval(v) for v in scan.body.jaxpr.outvars]
-        carry, rows = Together(results[: scan.num_carry]), Together(results[scan.num_carry :])
+        carry, rows = Together(results[: scan.num_carry]), Together(results[scan.num_carry :], most=_MOST_STACKED)
         steps = _steps(scan, eqn.params.get("unroll", 1))
         if not carry.small and not rows.small and steps == 1:
             return [eqn]
@@ -72,9 +74,9 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
 class Together:
     """Arrays of which the small ones are one vector of words; none of them if not `worth` it."""
 
-    def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True):
+    def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True, most: int = _MOST_BYTES):
         self._arrays = arrays
-        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= _MOST_BYTES  # noqa: E731
+        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= most  # noqa: E731
         small = [i for i, x in enumerate(arrays) if fits(x)]
         self.small = frozenset(small if worth and len(small) >= _FEWEST else ())
 

@@ -43,7 +43,7 @@ def loop(start, xs, reverse=False, length=None):
 
 def start():
     small = jnp.array([True, False]), jnp.int32(2**31 - 2), jnp.array([[0.5], [-0.0]], jnp.float32)
-    return jax.random.key(0), *small, jnp.float16(0.25), jnp.ones(2**16 + 1, jnp.float32)
+    return jax.random.key(0), *small, jnp.float16(0.25), jnp.ones(5000, jnp.float32)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
