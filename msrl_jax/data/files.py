@@ -37,6 +37,7 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
 
     Raises:
       ValueError: on another suffix.
+      TypeError: if it is neither a path nor a data set.
       ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     path = Path(path)
@@ -67,6 +68,8 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
     """
     if isinstance(path, Dataset):
         return path
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"data are {type(path).__name__}; give the path of a file, or a Dataset: from_episodes makes one")
     name, path = os.fspath(path), Path(path)
     if path.is_dir():
         return read_parts(path) if path.suffix == PARTS else _read_minari(path)

@@ -8,8 +8,10 @@ the rows of the data, `S` its episodes, `U` the updates of an iteration and `B` 
 
 import dataclasses
 import math
+import numbers
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import _checks, policies
 from msrl_jax.algorithms.agent import logical_axes, split_keys
+from msrl_jax.algorithms.config import Activation, NetworkKind
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
 from msrl_jax.algorithms.networks.policies import make_critics, taken_value
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
@@ -29,6 +32,7 @@ from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
+_NETWORKS = get_args(get_args(NetworkKind)[0])
 _UPDATES = 100  # of an iteration, at most
 _ROWS = 4096  # observations for which the policy chooses actions at once
 
@@ -55,20 +59,31 @@ class FittedQ:
     fits: int = 8
     batch_size: int = 256
     learning_rate: float = 1e-3
-    tau: float = 0.05
+    tau: float = 0.1
     hidden_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"
     network: Any = "auto"
     layer_norm: bool = False
 
     def __post_init__(self):
-        if not 0 <= self.discount < 1:
-            raise ValueError(f"FittedQ.discount={self.discount!r}: use a number from 0 to below 1, or values have no bound")
-        for name, least in (("num_updates", 1), ("fits", 2), ("batch_size", 1)):
+        for name, least in (("num_updates", 10), ("fits", 2), ("batch_size", 1)):
             object.__setattr__(self, name, _checks.whole(f"FittedQ.{name}", getattr(self, name), least=least))
+        if not (_is_real(self.discount) and 0 <= self.discount < 1):
+            raise ValueError(f"FittedQ.discount={self.discount!r}: use a number from 0 to below 1, or values have no bound")
         for name in ("learning_rate", "tau"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"FittedQ.{name}={getattr(self, name)!r}: use a number above 0, at most 1")
+            value = getattr(self, name)
+            if not (_is_real(value) and 0 < value <= 1):
+                raise ValueError(f"FittedQ.{name}={value!r}: use a number above 0, at most 1")
+        if not isinstance(self.hidden_sizes, tuple | list):
+            raise ValueError(f"FittedQ.hidden_sizes={self.hidden_sizes!r}: use a tuple of widths, such as (64, 64)")
+        sizes = tuple(_checks.whole("a width of FittedQ.hidden_sizes", size) for size in self.hidden_sizes)
+        object.__setattr__(self, "hidden_sizes", sizes)
+        if not isinstance(self.layer_norm, bool):
+            raise ValueError(f"FittedQ.layer_norm={self.layer_norm!r}: use True or False")
+        for name, known in (("activation", get_args(Activation)), ("network", _NETWORKS)):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in known:
+                raise ValueError(f"FittedQ.{name}={value!r}: use one of {', '.join(map(repr, known))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +92,17 @@ class OffPolicyEstimate:
 
     Attributes:
       value: the estimated discounted return of an episode.
-      interval: where it is with a probability of 95%, if the data cover what the policy does.
+      interval: where it is with a probability of 95%, if the data cover what the policy does, and the fits are done.
       values: the estimates of all fits. shape=[K], dtype=float64
       discount: the discount factor per step.
+      change: how much `value` has changed over the last tenth of the updates; fits that are done change little.
     """
 
     value: float
     interval: tuple[float, float]
     values: np.ndarray
     discount: float
+    change: float
 
     def __repr__(self) -> str:
         low, high = self.interval
@@ -142,9 +159,14 @@ def fitted_q(
 
     Raises:
       TypeError: if actions are neither discrete nor vectors of bounded floats.
-      ValueError: if the data do not fit the environment, are of several agents, or are one episode.
+      ValueError: if the data do not fit the environment, are of several agents, or are one episode; if values overflow.
+
+    Warns:
+      UserWarning: if the estimate still changes by more than a twentieth over the last tenth of the updates.
     """
-    settings = settings or FittedQ()
+    settings = FittedQ() if settings is None else settings
+    if not isinstance(settings, FittedQ):
+        raise TypeError(f"settings={settings!r}: give a FittedQ(...), of msrl_jax.experiment")
     if has_agents(env):
         raise ValueError("data of several agents cannot be evaluated; evaluate(episodes) plays")
     space = check_discrete_or_bounded("evaluate(data=...)", env.action_space)
@@ -158,13 +180,13 @@ def fitted_q(
     first_actions = policy_actions(env.action_space, _acted(act, firsts))
     scale = float(np.abs(returns_to_go(dataset, settings.discount)).max()) or 1.0
     discount = settings.discount * (1 - dataset.terminated.astype(np.float32))
-    rows = Rows(obs, dataset.action, dataset.reward / np.float32(scale), discount, next_obs, chosen)
+    rows = Rows(obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, chosen)
     drawn = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
     order, counts = _rows_of(episodes, drawn)
 
     critics = make_critics(env.observation_space, space, 1, settings)
     optimizer = optax.adam(settings.learning_rate)
-    updates = math.gcd(settings.num_updates, _UPDATES)
+    updates = math.gcd(settings.num_updates, max(settings.num_updates // 10, 1), _UPDATES)
 
     @fragment(role="buffer")
     def draw(keys, order, counts):
@@ -211,19 +233,37 @@ def fitted_q(
     axes = logical_axes(Fits, **dict.fromkeys(Fits._fields, P("env")) | {"rows": P()})
     state = Fits(*begun, order=order, counts=counts, rows=rows)
     program = compile(iteration, state, policy=policies.get(policy), devices=devices, axes=axes)
-    state, _ = program.run(state, settings.num_updates // updates)
-    value = jax.jit(jax.vmap(lambda params: taken_value(critics, params, firsts, jnp.asarray(first_actions))[0]))
-    found = np.asarray(value(jax.device_get(state.target_params)), np.float64) * scale
-    values = np.array([x[e].mean() for x, e in zip(found, drawn, strict=True)])
-    return OffPolicyEstimate(float(values.mean()), _interval(values), values, settings.discount)
+    first_value = jax.jit(jax.vmap(lambda params: taken_value(critics, params, firsts, jnp.asarray(first_actions))[0]))
+
+    def estimates(state: Fits) -> np.ndarray:
+        found = np.asarray(first_value(jax.device_get(state.target_params)), np.float64) * scale
+        return np.array([x[e].mean() for x, e in zip(found, drawn, strict=True)])
+
+    iterations = settings.num_updates // updates
+    state, _ = program.run(state, iterations - max(iterations // 10, 1))
+    before = estimates(state)
+    state, _ = program.run(state, max(iterations // 10, 1))
+    values = estimates(state)
+    if not np.isfinite(values).all():
+        raise ValueError(f"the estimate is {values.mean()}: values overflow; use smaller rewards, or a smaller learning_rate")
+    found = OffPolicyEstimate(
+        float(values.mean()), _interval(values), values, settings.discount, float(values.mean() - before.mean())
+    )
+    if abs(found.change) > 0.05 * max(abs(found.value), found.interval[1] - found.value):
+        warnings.warn(
+            f"the estimate {found.value:.4g} still changed by {found.change:.2g} over the last tenth of "
+            f"{settings.num_updates:,} updates; give FittedQ a larger num_updates or tau",
+            stacklevel=3,
+        )
+    return found
 
 
 def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
     """The discounted sums of the rewards from each row to the end of its episode, `[N]` float64."""
     sums, after = np.zeros(len(dataset)), 0.0
-    ended = dataset.ended
+    ended, reward = dataset.ended, dataset.reward.astype(np.float64)
     for i in range(len(dataset) - 1, -1, -1):
-        after = dataset.reward[i] + discount * (0.0 if ended[i] else after)
+        after = reward[i] + discount * (0.0 if ended[i] else after)
         sums[i] = after
     return sums
 
@@ -234,6 +274,10 @@ def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndar
     rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
     counts = np.array([len(x) for x in rows], np.int32)
     return np.stack([np.pad(x, (0, counts.max() - len(x))) for x in rows]).astype(np.int32), counts
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

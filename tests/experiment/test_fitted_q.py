@@ -1,5 +1,7 @@
 """Fitted Q evaluation against dynamic programming by hand, on any devices, and what it refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,19 @@ def test_returns_to_go_stop_at_the_ends_of_episodes():
     assert got[-1] == data.reward[-1] and got[length - 1] == data.reward[length - 1]
 
 
+def test_rewards_of_any_size():
+    data = ring_data()
+    huge = dataclasses.replace(data, reward=data.reward * np.float32(3e38))  # their sums are no float32
+    found = fitted_q(Ring(), acting([1, 1, 0, 0]), huge, dataclasses.replace(SMALL, fits=2))
+    assert found.value == pytest.approx(3e38 * value_by_hand([1, 1, 0, 0]), abs=0.03 * 3e38)
+
+
+def test_fits_that_are_not_done_warn():
+    with pytest.warns(UserWarning, match=r"still changed by .* give FittedQ a larger num_updates or tau"):
+        found = fitted_q(Ring(), acting([0] * STATES), ring_data(), dataclasses.replace(SMALL, num_updates=400, tau=0.005))
+    assert found.change > 0.05 * found.value
+
+
 @pytest.fixture(scope="module")
 def trained():
     small = {"num_envs": 4, "unroll_length": 32, "num_minibatches": 2, "eval_episodes": 0}
@@ -98,7 +113,7 @@ def trained():
 def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
     path = tmp_path / "played.npz"
     data = msrl.data.record(trained, 1600, path, num_envs=8)
-    settings = FittedQ(num_updates=300, fits=4, batch_size=64, discount=0.9)
+    settings = FittedQ(num_updates=300, fits=4, batch_size=64, discount=0.9, tau=0.5)
     found = trained.evaluate(data=path, settings=settings)
     assert found.values.shape == (4,) and found.discount == 0.9
     # Pendulum's rewards are from -16.3 to 0, so values are within these over 1 - discount.
@@ -109,9 +124,14 @@ def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
 
 def test_what_cannot_be_estimated(trained):
     data, env, act = ring_data(), Ring(), acting([0] * STATES)
-    for name, value in (("discount", 1.0), ("fits", 1), ("tau", 0), ("num_updates", 0.5)):
-        with pytest.raises(ValueError, match=f"FittedQ.{name}={value}: use"):
+    numbers = [("discount", 1.0), ("discount", "x"), ("fits", 1), ("tau", 0), ("learning_rate", None), ("num_updates", 0.5)]
+    for name, value in [*numbers, ("hidden_sizes", 8), ("layer_norm", "no"), ("activation", "foo"), ("network", "foo")]:
+        with pytest.raises(ValueError, match=rf"FittedQ\.{name}={value!r}: use"):
             FittedQ(**{name: value})
+    with pytest.raises(TypeError, match="give a FittedQ"):
+        fitted_q(env, act, data, {"discount": 0.9})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="from_episodes"):
+        trained.evaluate(data=[{"obs": [1]}])
     with pytest.raises(ValueError, match="one episode"):
         fitted_q(env, act, ring_data(1), SMALL)
     with pytest.raises(ValueError, match="no episode is played"):
