@@ -15,10 +15,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, vectorize_agents
+from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, spaces, vectorize_agents
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked, with_mask_of
-from msrl_jax.envs.spaces import flat_space, flatten
 from msrl_jax.fragments import fragment, fragment_scope
 
 
@@ -208,7 +207,7 @@ def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
 def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
     """Appends the one-hot number of the agent to vectors, or flattened observations in `space`: `[..., A, D + A]` float32."""
     plain = unmasked(obs)
-    vectors = plain if space is None else flatten(space, plain)
+    vectors = plain if space is None else spaces.flatten(space, plain)
     ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
     return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
 
@@ -220,4 +219,4 @@ def with_ids_space(space: Space, num_agents: int) -> Box:
             f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
             "agent_ids=False"
         )
-    return Box(-np.inf, np.inf, (flat_space(space).shape[0] + num_agents,))
+    return Box(-np.inf, np.inf, (spaces.flat_space(space).shape[0] + num_agents,))
