@@ -1,4 +1,4 @@
-"""CQL, IQL, AWAC and CRR with their defaults become better than the half-trained policy that made their data."""
+"""CQL, IQL and AWAC with their defaults become better than the half-trained policy that made their data."""
 
 import functools
 
@@ -10,10 +10,6 @@ import msrl_jax as msrl
 pytestmark = pytest.mark.slow
 
 SEEDS = 5
-VARIANTS = {
-    "awac": ("iql", {"critic": "policy"}),
-    "crr": ("iql", {"critic": "policy", "num_actions": 4, "weighting": "binary"}),
-}
 UPDATES = {"CartPole-v1": 20_000, "Pendulum-v1": 8_000}
 
 
@@ -33,14 +29,14 @@ def medium(env, seed=0):
 @functools.cache
 def learned(algorithm, env, seed=0):
     """Mean returns of greedy episodes. `[seeds]`"""
-    algorithm, options = VARIANTS.get(algorithm, (algorithm, {}))
-    options = options | {"seed": seed, "seeds": SEEDS, "eval_episodes": 64, "progress": False}
+    algorithm, options = ("iql", {"critic": "policy"}) if algorithm == "awac" else (algorithm, {})
+    options |= {"seed": seed, "seeds": SEEDS, "eval_episodes": 64, "progress": False}
     result = msrl.train(algorithm, env, data=medium(env, seed), total_steps=UPDATES[env], **options)
     return result.evaluation.mean_return
 
 
 @pytest.mark.parametrize("env", UPDATES)
-@pytest.mark.parametrize("algorithm", ["cql", "iql", "awac", "crr"])
+@pytest.mark.parametrize("algorithm", ["cql", "iql", "awac"])
 def test_medium_data_are_improved_on(algorithm, env):
     behavior, cloned, returns = medium(env).episodes.returns.mean(), learned("bc", env), learned(algorithm, env)
     assert np.mean(returns) > max(behavior, np.mean(cloned))
