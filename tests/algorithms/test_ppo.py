@@ -87,7 +87,7 @@ def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     assert {name for name, _ in found} == {"all-reduce"}
     *scalars, gradient = [size for _, size in found]
     assert num_params <= gradient <= num_params + 5
-    assert len(scalars) <= 3 and sum(scalars) <= 7
+    assert len(scalars) <= 4 and sum(scalars) <= 7  # how many episodes were cut is one of them
     assert collectives(build(env, num_envs=4 * E, unroll_length=2 * T)) == found
 
 

@@ -216,8 +216,8 @@ def test_the_pool_stays_where_actors_are():
     assert not [c for c in plan.crossings if "pool" in c.value or "draw_opponents" in c.value]
     up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
     assert 0 < up < 4 * 8 * 2 * 11 * 4
-    # Sums of episodes and of scores, six numbers, are all that actors say to each other.
-    assert plan.bytes_of_collectives["actors"] == 24
+    # Sums of episodes and of scores, six numbers, and how many were cut, are all that actors say to each other.
+    assert plan.bytes_of_collectives["actors"] == 28
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def unrolling(
     if isinstance(network, ActorCritic):
         draw_keys, choose, env_step, values, pop_episodes = actor(network, venv, unroll_length)
         act_on = lambda params, obs, memory, keys: (*choose(params, obs, keys), ())  # noqa: E731
-        return draw_keys, act_on, env_step, lambda params, final, _, truncated: values(params, final, truncated), pop_episodes
+        return draw_keys, act_on, env_step, lambda params, final_obs, *_: values(params, final_obs), pop_episodes
     draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
 
     @fragment(role="actor")

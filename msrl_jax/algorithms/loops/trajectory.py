@@ -64,7 +64,9 @@ def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Ca
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
     # learner does if these values depend on what actors do not see.
     @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
-    def bootstrap(params, final_obs, truncated):
+    def bootstrap(params, final_obs, truncated=None):
+        if truncated is None:  # all of them
+            return unflatten(network.value(params, flatten(final_obs)), unroll_length)
         return truncated_values(lambda final: network.value(params, final), final_obs, truncated)
 
     def act_on(params, obs, keys):
@@ -81,8 +83,9 @@ def truncated_values(
     `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
     whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
 
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
-    compute the values of all steps at once, since a loop that depends on data would wait for the host.
+    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that share
+    the environments tell one another how often, which is one integer. Other devices compute the values of all steps at once,
+    since a loop that depends on data would wait for the host.
     """
 
     def some(final: Any, truncated: jax.Array) -> jax.Array:
