@@ -83,9 +83,9 @@ def truncated_values(
     `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
     whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
 
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that share
-    the environments tell one another how often, which is one integer. Other devices compute the values of all steps at once,
-    since a loop that depends on data would wait for the host.
+    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that
+    share the environments tell one another how often, which is one integer. Other devices compute the values of all steps at
+    once, since a loop that depends on data would wait for the host.
     """
 
     def some(final: Any, truncated: jax.Array) -> jax.Array:
