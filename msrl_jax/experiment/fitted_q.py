@@ -233,10 +233,10 @@ def fitted_q(
     axes = logical_axes(Fits, **dict.fromkeys(Fits._fields, P("env")) | {"rows": P()})
     state = Fits(*begun, order=order, counts=counts, rows=rows)
     program = compile(iteration, state, policy=policies.get(policy), devices=devices, axes=axes)
-    first_value = jax.jit(jax.vmap(lambda params: taken_value(critics, params, firsts, jnp.asarray(first_actions))[0]))
+    first_value = jax.jit(jax.vmap(lambda params, *first: taken_value(critics, params, *first)[0], (0, None, None)))
 
     def estimates(state: Fits) -> np.ndarray:
-        found = np.asarray(first_value(jax.device_get(state.target_params)), np.float64) * scale
+        found = np.asarray(first_value(jax.device_get(state.target_params), firsts, first_actions), np.float64) * scale
         return np.array([x[e].mean() for x, e in zip(found, drawn, strict=True)])
 
     iterations = settings.num_updates // updates
