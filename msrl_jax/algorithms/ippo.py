@@ -181,8 +181,8 @@ class IPPO:
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
-            value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
-            return truncated_values(value, final, truncated, and_last=recurrent)
+            value, final = lambda params, final: step(params, *final)[0][1], (final_obs, final_state, carries)
+            return truncated_values(value, params, final, truncated, and_last=recurrent)
 
         @fragment(role="learner")
         def estimate_advantages(params, experience, now, value, bootstrap_value, scale):

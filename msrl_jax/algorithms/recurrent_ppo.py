@@ -116,8 +116,8 @@ class RecurrentPPO:
         # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-            return truncated_values(value, (final_obs, carries), truncated, and_last=True)
+            value = lambda params, final: network.step(params, *final)[0][1]  # noqa: E731
+            return truncated_values(value, params, (final_obs, carries), truncated, and_last=True)
 
         @fragment(role="learner")
         def estimate_advantages(t, value, bootstrap_value):

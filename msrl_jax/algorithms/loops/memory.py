@@ -72,8 +72,8 @@ def unrolling(
     # The actors have the carries. If a value depends on what they do not see too, they compute the features for it.
     @fragment(role="actor")
     def bootstrap(params, final_obs, carries, truncated):
-        value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated, and_last=True)
+        value = lambda params, final: network.step(params, *final)[0][1]  # noqa: E731
+        return truncated_values(value, params, (final_obs, carries), truncated, and_last=True)
 
     @fragment(role="learner")
     def value_privileged(params, final):

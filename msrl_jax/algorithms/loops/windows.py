@@ -31,7 +31,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
 
 def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
     """Outputs `[T, B, ...]` for the true successors of steps; where an episode is truncated, that is not the next step."""
-    value = lambda final: network.step(params, *final)[0]  # noqa: E731
-    last = truncated_values(value, (window.next_obs, carries), window.truncated, and_last=True)
+    value = lambda params, final: network.step(params, *final)[0]  # noqa: E731
+    last = truncated_values(value, params, (window.next_obs, carries), window.truncated, and_last=True)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
     return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])

@@ -37,12 +37,12 @@ def test_values_of_truncated_steps_are_those_of_all_steps_and_a_cpu_computes_no_
     obs, memory = rng.random((9, E, 2, 3), np.float32), rng.random((9, E, 2), np.float32)
     truncated = rng.random((9, E)) < share
 
-    def value(final):
+    def value(_, final):
         jax.debug.callback(lambda: calls.append(1))
         obs, (memory,) = final
         return jnp.tanh(obs).sum(-1) * memory  # [E, 2]
 
-    got = jax.jit(lambda *final: truncated_values(value, final, truncated, and_last=and_last))(obs, (memory,))
+    got = jax.jit(lambda *final: truncated_values(value, None, final, truncated, and_last=and_last))(obs, (memory,))
     jax.effects_barrier()
     needed = truncated | and_last & (np.arange(9) == 8)[:, None]
     assert got.shape == (9, E, 2) and len(calls) == needed.sum(0).max()
@@ -53,13 +53,13 @@ def test_values_of_truncated_steps_of_several_members_and_of_images(monkeypatch)
     rng = np.random.default_rng(0)
     images, truncated = rng.integers(0, 255, (2, T, E, 5, 5, 1), np.uint8), rng.random((2, T, E)) < 0.5
 
-    def value(images):
+    def value(_, images):
         return images.astype(jnp.float32).mean((1, 2, 3))
 
-    got = jax.jit(jax.vmap(lambda x, truncated: truncated_values(value, x, truncated)))(images, truncated)
+    got = jax.jit(jax.vmap(lambda x, truncated: truncated_values(value, None, x, truncated)))(images, truncated)
     np.testing.assert_allclose(got[truncated], images.mean((3, 4, 5))[truncated], rtol=1e-6)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))  # as on other devices
-    np.testing.assert_allclose(truncated_values(value, images[0], truncated[0]), images[0].mean((2, 3, 4)), rtol=1e-6)
+    np.testing.assert_allclose(truncated_values(value, None, images[0], truncated[0]), images[0].mean((2, 3, 4)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", range(4))
