@@ -128,6 +128,8 @@ def api_page() -> str:
             value = getattr(owner, name)
             if inspect.isclass(value):
                 lines += [f".. autoclass:: {name}", ""]
+                fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+                lines += [f"   - ``{f.name}``: {f.metadata['doc']}" for f in fields if "doc" in f.metadata] + [""]
             elif inspect.isfunction(value):
                 lines += [f".. autofunction:: {name}", ""]
         lines += ["```", ""]

@@ -135,7 +135,7 @@ def config(
             return made
 
         defaults = {f.name: f.default for f in dataclasses.fields(new)}
-        _check_fields(unflatten(tuple(map(defaults.get, static)), map(defaults.get, leaves)))
+        check_fields(unflatten(tuple(map(defaults.get, static)), map(defaults.get, leaves)))
         before = {n.lower(): c for n, c in ALGORITHMS.items()}.get(name.lower())
         if before is not None and (before.__module__, before.__qualname__) != (new.__module__, new.__qualname__):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
@@ -187,7 +187,7 @@ def _check_declaration(cls: type) -> None:
 
 def _check(self: Any) -> None:
     """Checks a config that is made; `words.check` checks what stands for something, and the rest of it then."""
-    _check_fields(self)
+    check_fields(self)
     if hasattr(self, "check") and not any(is_word(getattr(self, name)) for name in tunable_fields(type(self))):
         self.check()
 
@@ -217,8 +217,8 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
-def _check_fields(self: Any) -> None:
-    """Raises ValueError unless every field has a value of its type and in its bounds."""
+def check_fields(self: Any) -> None:
+    """Raises ValueError unless every `field` of a dataclass has a value of its type and in its bounds."""
     hints = typing.get_type_hints(type(self))
     for f in dataclasses.fields(self):
         value, kind = getattr(self, f.name), hints[f.name]

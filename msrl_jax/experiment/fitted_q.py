@@ -8,10 +8,9 @@ the rows of the data, `S` its episodes, `U` the updates of an iteration and `B` 
 
 import dataclasses
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax import _checks, policies
+from msrl_jax import policies
 from msrl_jax.algorithms.agent import logical_axes, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind
+from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
 from msrl_jax.algorithms.networks.policies import make_critics, taken_value
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
@@ -32,58 +31,26 @@ from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
-_NETWORKS = get_args(get_args(NetworkKind)[0])
 _UPDATES = 100  # of an iteration, at most
 _ROWS = 4096  # observations for which the policy chooses actions at once
 
 
 @dataclasses.dataclass(frozen=True)
 class FittedQ:
-    """How critics are fitted.
+    """How critics are fitted."""
 
-    Attributes:
-      discount: discount factor per step, below 1.
-      num_updates: updates of each critic.
-      fits: critics, each of episodes drawn anew, `K`.
-      batch_size: rows of an update, `B`.
-      learning_rate: step size of Adam.
-      tau: share that the targets move per update.
-      hidden_sizes: widths of dense layers.
-      activation: as in the configs of algorithms.
-      network: as in the configs of algorithms.
-      layer_norm: whether hidden dense layers are normalized.
-    """
+    discount: float = field(default=0.99, low=0, below=1, doc="discount factor per step.")
+    num_updates: int = field(default=5_000, low=10, doc="updates of each critic.")
+    fits: int = field(default=8, low=2, doc="critics, each of episodes drawn anew, `K`.")
+    batch_size: int = field(default=256, doc="rows of an update, `B`.")
+    learning_rate: float = field(default=1e-3, above=0, high=1, doc="step size of Adam.")
+    tau: float = field(default=0.1, above=0, high=1, doc="share that the targets move per update.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers.")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images.')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized.")
 
-    discount: float = 0.99
-    num_updates: int = 5_000
-    fits: int = 8
-    batch_size: int = 256
-    learning_rate: float = 1e-3
-    tau: float = 0.1
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "relu"
-    network: Any = "auto"
-    layer_norm: bool = False
-
-    def __post_init__(self):
-        for name, least in (("num_updates", 10), ("fits", 2), ("batch_size", 1)):
-            object.__setattr__(self, name, _checks.whole(f"FittedQ.{name}", getattr(self, name), least=least))
-        if not (_is_real(self.discount) and 0 <= self.discount < 1):
-            raise ValueError(f"FittedQ.discount={self.discount!r}: use a number from 0 to below 1, or values have no bound")
-        for name in ("learning_rate", "tau"):
-            value = getattr(self, name)
-            if not (_is_real(value) and 0 < value <= 1):
-                raise ValueError(f"FittedQ.{name}={value!r}: use a number above 0, at most 1")
-        if not isinstance(self.hidden_sizes, tuple | list):
-            raise ValueError(f"FittedQ.hidden_sizes={self.hidden_sizes!r}: use a tuple of widths, such as (64, 64)")
-        sizes = tuple(_checks.whole("a width of FittedQ.hidden_sizes", size) for size in self.hidden_sizes)
-        object.__setattr__(self, "hidden_sizes", sizes)
-        if not isinstance(self.layer_norm, bool):
-            raise ValueError(f"FittedQ.layer_norm={self.layer_norm!r}: use True or False")
-        for name, known in (("activation", get_args(Activation)), ("network", _NETWORKS)):
-            value = getattr(self, name)
-            if isinstance(value, str) and value not in known:
-                raise ValueError(f"FittedQ.{name}={value!r}: use one of {', '.join(map(repr, known))}")
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,10 +241,6 @@ def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndar
     rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
     counts = np.array([len(x) for x in rows], np.int32)
     return np.stack([np.pad(x, (0, counts.max() - len(x))) for x in rows]).astype(np.int32), counts
-
-
-def _is_real(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
