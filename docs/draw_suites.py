@@ -1,4 +1,7 @@
-"""Draws `suites.gif`: an untrained agent in an environment of each suite (`MUJOCO_GL=egl python docs/draw_suites.py`)."""
+"""Draws `suites.gif`: an untrained agent in an environment of each suite.
+
+`MUJOCO_GL=egl python docs/draw_suites.py`, with the extras `envs`, `marl`, `navix` and `video`, so on Python 3.12 or later.
+"""
 
 from pathlib import Path
 
@@ -13,8 +16,9 @@ SHOWN = {
     "CartPole-v1": "ppo", "Breakout-MinAtar": "ppo", "brax:halfcheetah": "ppo", "playground:CheetahRun": "ppo",
     "craftax:Craftax-Classic-Symbolic-v1": "ppo", "xminigrid:MiniGrid-FourRooms": "ppo", "jumanji:Snake-v1": "ppo",
     "gymnasium:Walker2d-v5": "ppo", "jaxmarl:MPE_simple_spread_v3": "ippo", "pgx:connect_four": "self_play",
+    "envpool:Pong-v5": "ppo", "navix:Navix-DoorKey-8x8-v0": "ppo",
 }  # fmt: skip
-STEPS, SIZE, COLUMNS, TEXT = 30, 150, 5, 16
+STEPS, SIZE, COLUMNS, TEXT = 30, 150, 6, 16
 
 
 def pictures(env: str, algo: str) -> np.ndarray:

@@ -202,7 +202,7 @@ class Explain(What):
         "a table."
     )  # fmt: skip
     envs_per_device: int | None = option(None, "environments for each of these devices, instead of num_envs.")
-    beside: tuple[str, ...] = option((), "other distribution policies, whose plans follow.")
+    beside: tuple[str, ...] = option((), "other distribution policies; a table compares their plans.")
     seeds: int = option(1, "number of runs to train at once.")
     out: Path | None = option(None, "write pictures of the plans: a page, FILE.html, or one plan, FILE.svg.")
 

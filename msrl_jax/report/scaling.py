@@ -82,7 +82,8 @@ def _cells(row: Scaled, columns: Sequence[str]) -> list[str]:
     def each(name: str, text: Callable[[int], str] = size) -> str:
         """A number of every placement; once, if it is the same for all."""
         values = {placement: text(number) for placement, number in d[name].items()}
-        return ", ".join(f"{k} {x}" for k, x in values.items()) if len({*values.values()}) > 1 else next(iter(values.values()))
+        differ = len({*values.values()}) > 1
+        return ", ".join(f"{k} {x}" for k, x in values.items()) if differ else next(iter(values.values()), "-")
 
     cells = {
         "policy": row.policy, "devices": row.devices, "idle": str(d["idle"]), "envs": str(row.num_envs or "-"),
@@ -98,6 +99,6 @@ def format_table(rows: Sequence[Scaled]) -> str:
     Launches are a column if all plans count them, which those for CPUs do not.
     """
     columns = ["policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory"]
-    if all(any(row.plan.launches.values()) for row in rows):
+    if all(row.plan.launches for row in rows):
         columns.insert(columns.index("arriving"), "launches")
     return "\n".join(table(columns, [_cells(row, columns) for row in rows]))

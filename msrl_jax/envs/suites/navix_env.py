@@ -59,7 +59,7 @@ class NavixEnvironment:
 
     def render(self, state: PyTree) -> np.ndarray:
         """The grid."""
-        return np.asarray(common.load("navix.observations").rgb(state.state), np.uint8)
+        return np.asarray(common.load("navix.observations").rgb(jax.tree.map(jnp.asarray, state.state)), np.uint8)
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
         """Whether the last step was rewarded."""

@@ -120,9 +120,13 @@ class Plan:
 
     @property
     def launches(self) -> dict[str, int]:
-        """What each device of a placement launches per iteration: kernels, library calls, copies and collectives."""
+        """What each device of a placement launches per iteration: kernels, library calls, copies and collectives.
+
+        Placements of CPUs, where launches are not counted, are left out.
+        """
         found = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
-        return {name: sum(n for placement, n in found if placement == name) for name in self.placements}
+        each = {name: sum(n for placement, n in found if placement == name) for name in self.placements}
+        return {name: number for name, number in each.items() if number}
 
     @property
     def bytes_crossing(self) -> int:

@@ -70,9 +70,15 @@ def _some(devices: Sequence[str]) -> str:
 
 
 def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
-    counts = [f"{number:,} @ {name}" for name, number in plan.launches.items() if number]
+    counts = [f"{number:,} @ {name}" for name, number in plan.launches.items()]
     least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.least_seconds.items()]
     predicted = f"; predicted, at least {', '.join(least)}" if least else ""
+    in_all = dict.fromkeys([d for name in plan.launches for d in plan.placements[name]], 0)
+    for name, number in plan.launches.items():
+        in_all |= {d: in_all[d] + number for d in plan.placements[name]}
+    if (most := max(in_all.values())) > max(plan.launches.values()):
+        device = next(d for d, number in in_all.items() if number == most)
+        predicted += f"; {device}, which placements share, launches {most:,} in all"
     head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
     rows = [
         (title[p.name], x.fragment or "-", " x ".join(map(str, x.trips)) or "-", str(p.runs * x.times), str(x.kernels),
@@ -129,7 +135,7 @@ def table_of(plan: Plan) -> str:
         ],
     ) if found else ["  none"] if not unclear else []  # fmt: skip
     lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
-    if any(plan.launches.values()):
+    if plan.launches:
         lines += _launch_lines(plan, title)
     if plan.host_calls:
         lines += ["", "called by the host"]

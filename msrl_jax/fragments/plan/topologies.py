@@ -64,9 +64,12 @@ def plan_devices(spec: str) -> list[Device]:
       The devices, those of one host together.
 
     Raises:
+      TypeError: if `spec` is no text.
       ValueError: if there is no such topology, or this process has fewer CPU devices.
       ImportError: if the compiler of the platform is not installed.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"devices {spec!r}: give one text; use {FORMS}")
     platform, *rest = spec.lower().split(":")
     if platform not in ("tpu", "gpu", "cpu"):
         near = suggestion(platform, ("tpu", "gpu", "cpu"))

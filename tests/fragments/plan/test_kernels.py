@@ -135,6 +135,24 @@ def test_launches_of_programs_whose_kernels_are_known():
     assert "launches of each device" in str(looped) and looped.least_seconds["all"] >= 11e-6
 
 
+@pytest.mark.long
+def test_placements_that_share_a_device_launch_together():
+    @msrl.fragment(role="env")
+    def step(x):
+        return jnp.sin(x) @ x
+
+    @msrl.fragment(role="learner")
+    def learn(x):
+        return jnp.cos(x) @ x
+
+    state = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    policy = msrl.policies.SingleLearnerFine()
+    plan = msrl.compile(lambda x: (learn(step(x)), {}), state, policy=policy, devices=gpu()).explain()
+    assert len(plan.launches) == 2
+    in_all = sum(plan.launches.values())
+    assert f"which placements share, launches {in_all} in all" in " ".join(str(plan).split())
+
+
 # Launches of an iteration outside of loops, of every turn of a loop, and of all; without `passes/compact.py` these are 3,395
 # and 14,120.
 MOST = {
@@ -162,4 +180,4 @@ def test_an_iteration_launches_few_kernels(algorithm):
 
 def test_cpus_launch_nothing():
     plan = planned(lambda x: (x + 1, {}), jax.ShapeDtypeStruct((4,), jnp.float32), jax.devices()[:1])
-    assert plan.launches == {"all": 0} and not plan.least_seconds and "launches" not in str(plan)
+    assert plan.launches == {} and not plan.least_seconds and "launches" not in str(plan)
