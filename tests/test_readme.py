@@ -56,6 +56,7 @@ RUN_HERE = (
     (IN_BRIEF, "A loop of your own"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
+    (ALGORITHMS, "Goals in hindsight"),
     (ALGORITHMS, "Networks of your own"),
     (ALGORITHMS, "Optimizers"),
     (ALGORITHMS, "Schedules"),
@@ -69,6 +70,7 @@ RUN_HERE = (
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
     (OWN_ENVIRONMENT, "Wrappers"),
+    (OWN_ENVIRONMENT, "Goals to reach"),
     (OWN_ENVIRONMENT, "Actions of several integers"),
     (ENVIRONMENT_METHODS, "Legal actions"),
     (ENVIRONMENT_METHODS, "What the critic sees"),
@@ -484,6 +486,17 @@ def test_an_environment_of_ones_own(run_sections):
         report = envs.check(run.behavior.env, steps=20)
         assert report.ok, report
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
+
+
+@pytest.mark.long
+def test_goals_in_hindsight(run_sections):
+    (maze,), _ = run_sections(ALGORITHMS, "Goals in hindsight", steps=2048)
+    (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
+    for run in (maze["result"], bits["result"]):
+        assert run.description["config"]["relabel"] == 0.8
+        assert run.evaluation.metrics["success"].shape == run.evaluation.returns.shape
+    report = envs.check(bits["Bits"](4), steps=40)
+    assert report.ok and not report.notes
 
 
 @pytest.mark.long

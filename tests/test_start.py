@@ -73,7 +73,7 @@ print(sorted({"jax", "flax", "optax", "gymnax", "jaxmarl", "numpy"} & set(sys.mo
 
 def test_names_that_are_listed_without_imports_are_those_of_the_registries():
     found = names_in_sources()
-    assert {"KuhnPoker", "RockPaperScissors"} < set(found["environments"]) <= set(msrl.envs.names())
+    assert {"KuhnPoker", "PointMaze", "RockPaperScissors"} < set(found["environments"]) <= set(msrl.envs.names())
     assert found["algorithms"] == msrl.algorithms.names() and found["policies"] == msrl.policies.names()
 
 
@@ -94,7 +94,7 @@ suites = {"brax", "gymnax", "gymnasium", "jaxmarl", "jumanji", "mujoco_playgroun
 print(sorted(suites & set(sys.modules)))
 names = envs.names()
 import gymnax
-ours = {"KuhnPoker", "RockPaperScissors"} | {name for name in names if ":" in name}
+ours = {"KuhnPoker", "PointMaze", "RockPaperScissors"} | {name for name in names if ":" in name}
 assert sorted({*gymnax.registered_envs, *ours}) == sorted(names), "the names that were read are those of gymnax"
 from gymnax.environments import Pong
 gymnax.register("Mine-v0", Pong)

@@ -32,6 +32,7 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import NStep
+from msrl_jax.replay.relabelling import Strategy
 
 
 @config(
@@ -43,6 +44,7 @@ from msrl_jax.replay import NStep
         "distribution=c51|qr": "num_atoms",
         "prioritised=True": "alpha beta",
         "distribution=iqn": "num_fractions num_target_fractions num_choice_fractions",
+        "relabel!=0|0.0": "relabel_by",
         "munchausen=True": "munchausen_scale munchausen_temperature munchausen_clip",
     },
 )
@@ -63,6 +65,8 @@ class DQN:
     capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    relabel: float = field(default=0.0, low=0, high=1, doc="share of sampled steps given achieved goals (HER). Usual: 0.8.")
+    relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
     learning_rate: float = tunable(default=0.00025, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

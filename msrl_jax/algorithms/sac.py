@@ -28,6 +28,7 @@ from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least
+from msrl_jax.replay.relabelling import Strategy
 
 
 @config(
@@ -38,6 +39,7 @@ from msrl_jax.fragments.counters import Counter, at_least
         "distribution=c51|qr": "num_atoms",
         "distribution=qr": "num_dropped",
         "core!=none": "burn_in trace_length",
+        "relabel!=0|0.0": "relabel_by",
     },
 )
 class SAC:
@@ -56,6 +58,8 @@ class SAC:
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    relabel: float = field(default=0.0, low=0, high=1, doc="share of sampled steps given achieved goals (HER). Usual: 0.8.")
+    relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
     learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")

@@ -478,7 +478,7 @@ def names_in_sources() -> dict[str, list[str]]:
 
     return {
         "algorithms": found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
-        "environments": sorted([*_suites.names(), "KuhnPoker", "RockPaperScissors"]),
+        "environments": sorted([*_suites.names(), "KuhnPoker", "PointMaze", "RockPaperScissors"]),
         "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
     }
 

@@ -34,6 +34,7 @@ class Environment(Protocol):
     a method `report(state)`, which returns the scalars of the state after a step by name; several agents share them.
     Optional too are a mapping `default_params` from names to numbers or arrays, and a method `with_params(params)` that returns
     the same environment with other, perhaps traced, values of some of them: see `RandomizeParams`.
+    `goals.GoalEnvironment` says what goal-conditioned environments have besides.
     A method `render(state)` is optional: it returns an image of a state, `[H, W, 3]` uint8, always of the same size, for
     videos, with `render_fps` of them per second. It is called with NumPy arrays, outside of `jax.jit`.
     """

@@ -14,6 +14,7 @@ from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
+from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.privileged import with_privileged
@@ -254,3 +255,22 @@ def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterat
         yield f"all first observations of {name} are equal; if episodes should begin differently, use the key or seed of reset"
     if (mask := played["mask"]) is not None and has_masks(env) and mask.all():
         yield f"{name}.action_mask allowed all actions in all states"
+    if hasattr(env, "goal_reward"):
+        yield from _of_goals(env, name, played)
+
+
+def _of_goals(env: Any, name: str, played: dict[str, Any]) -> Iterator[str]:
+    """Where a step pays something else than `goal_reward`, which learning in hindsight takes instead."""
+    try:
+        goals, obs = goals_of(env), played["final_obs"]
+    except (TypeError, ValueError) as error:
+        yield str(error)
+        return
+    reward, ends = jax.device_get(jax.jit(jax.vmap(jax.vmap(goals.reward)))(goals.achieved(obs), goals.desired(obs)))
+    if (bad := ~np.isclose(reward, played["reward"], rtol=1e-3, atol=1e-4)).any():
+        yield (
+            f"the reward of {name}.step is {played['reward'][bad][0]} where its goal_reward is {reward[bad][0]}; steps that "
+            "are relabelled get the second one"
+        )
+    if (ends & ~played["terminated"]).any():
+        yield f"{name}.goal_reward terminates where {name}.step does not; let both do the same"

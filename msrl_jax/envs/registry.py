@@ -11,9 +11,10 @@ from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
+from msrl_jax.envs.mazes import PointMaze
 
 _factories: dict[str, Callable[..., Environment]] = {
-    "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors,
+    "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors, "PointMaze": PointMaze,
 }  # fmt: skip
 
 

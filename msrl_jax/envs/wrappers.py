@@ -22,6 +22,7 @@ class EnvironmentWrapper(Wrapper):
     """
 
     agents = of_env("agents")
+    goal_reward = of_env("goal_reward")
     action_mask = property(lambda self: self._of_state("action_mask"))
     global_state = property(lambda self: self._of_state("global_state"))
     privileged_state = property(lambda self: self._of_state("privileged_state"))

@@ -13,3 +13,4 @@ from msrl_jax.replay.buffers import uniform as uniform
 from msrl_jax.replay.fifo import Fifo as Fifo
 from msrl_jax.replay.fifo import FifoState as FifoState
 from msrl_jax.replay.fifo import fifo as fifo
+from msrl_jax.replay.relabelling import Relabelling as Relabelling

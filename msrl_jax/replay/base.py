@@ -85,6 +85,8 @@ class Transition(NamedTuple):
       next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
       carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
       present: whether the step counts; None if all do. A window with another step has the weight 0. shape=(), bool
+      episode: twice the number of the episode in its environment, plus 1 at its last step; a buffer that relabels goals adds
+        it, others have `()`. shape=(), int32
     """
 
     obs: Any
@@ -95,6 +97,7 @@ class Transition(NamedTuple):
     next_obs: Any
     carry: Any = ()
     present: Any = None
+    episode: Any = ()
 
 
 class NStep(NamedTuple):

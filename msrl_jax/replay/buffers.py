@@ -21,6 +21,7 @@ from msrl_jax.replay.base import (
     bytes_on_devices,
     check_numbers,
 )
+from msrl_jax.replay.relabelling import Relabelling, number_episodes, relabel, with_episodes
 from msrl_jax.replay.ring import Ring, Storage, make_ring
 
 
@@ -44,6 +45,7 @@ def uniform(
     min_size: int | None = None,
     shards: int | None = None,
     storage: Storage | None = None,
+    relabelling: Relabelling | None = None,
 ) -> Replay:
     """Makes a buffer from which every window is drawn with the same probability (Lin, 1992; Mnih et al., 2015).
 
@@ -61,6 +63,7 @@ def uniform(
       shards: `G`, the largest number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
         depend on it. By default the greatest common divisor of the two and 8.
       storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`.
+      relabelling: how sampled n-step transitions get goals that were achieved later; None leaves them as they were.
 
     Returns:
       The buffer.
@@ -69,8 +72,9 @@ def uniform(
       ValueError: if sizes do not fit each other or the devices' memory, or a codec cannot pack its leaves.
     """
     ring = make_ring(
-        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
-        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
+        with_episodes(example, relabelling, discount), capacity=capacity, num_envs=num_envs, unroll_length=unroll_length,
+        batch_size=batch_size, length=length, stride=stride, min_size=min_size, shards=shards, storage=storage,
+        discount=discount,
     )  # fmt: skip
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
@@ -83,7 +87,7 @@ def uniform(
         probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
         return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
 
-    return _replay(ring, discount, draw)
+    return _replay(ring, discount, relabelling, draw)
 
 
 def prioritized(
@@ -99,6 +103,7 @@ def prioritized(
     min_size: int | None = None,
     shards: int | None = None,
     storage: Storage | None = None,
+    relabelling: Relabelling | None = None,
     alpha: float = 0.6,
     epsilon: float = 1e-6,
     beta: float | None = None,
@@ -125,8 +130,9 @@ def prioritized(
     if not epsilon:
         raise ValueError("epsilon=0 never draws a window again if its TD error was 0; use a small number such as 1e-6")
     ring = make_ring(
-        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
-        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
+        with_episodes(example, relabelling, discount), capacity=capacity, num_envs=num_envs, unroll_length=unroll_length,
+        batch_size=batch_size, length=length, stride=stride, min_size=min_size, shards=shards, storage=storage,
+        discount=discount,
     )  # fmt: skip
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
@@ -187,7 +193,7 @@ def prioritized(
         return state._replace(priorities=state.priorities._replace(tree=tree, largest=largest))
 
     axes = Priorities(tree=P(SHARD_AXIS), largest=P(SHARD_AXIS))  # pyright: ignore[reportArgumentType]
-    return _replay(ring, discount, draw, weigh, init, insert, update, axes)
+    return _replay(ring, discount, relabelling, draw, weigh, init, insert, update, axes)
 
 
 def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
@@ -228,6 +234,7 @@ def fold(
 def _replay(
     ring: Ring,
     discount: float | None,
+    relabelling: Relabelling | None,
     draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]],
     weigh: Callable[[jax.Array, Any], jax.Array] = lambda probability, fraction: jnp.ones_like(probability),
     priorities: Callable[[], Any] = tuple,
@@ -246,6 +253,8 @@ def _replay(
         return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), priorities())
 
     def insert(state: ReplayState, items: Any) -> ReplayState:
+        if relabelling is not None:
+            items = number_episodes(ring, state.items, state.added, items)
         held, lost = ring.insert(state.items, state.added, items)
         added = (state.added + ring.unroll_length) % ring.modulus
         filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
@@ -255,16 +264,23 @@ def _replay(
         """The steps of windows after their first ones. `[S, b]`"""
         return jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
 
-    def read(held: list[Any], at: Indices) -> Any:
+    def read(held: list[Any], at: Indices, *drawing: Any) -> Any:
         if discount is None:
             return ring.take(held, at, jnp.int32(0) if ring.length == 1 else offsets(at), lambda item: item)
         offset = offsets(at)
         ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
-        reward, last, weight = fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
+        reward = ring.take(held, at, offset, lambda item: item.reward)
+        goal: Any = None
+        if relabelling is not None:
+            goal, (reward, *ends) = relabel(ring, relabelling, discount, held, at, offset, (reward, *ends), *drawing)
+        reward, last, weight = fold(reward, *ends, discount=discount)
         if last.ndim > 1:  # of several agents; those whose sums end before others' have terminated, and need no successor
             last = last.max(-1)
         obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
-        return NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
+        next_obs = ring.take(held, at, last, lambda item: item.next_obs)
+        if relabelling is not None:
+            obs, next_obs = (relabelling.goals.replace(x, goal) for x in (obs, next_obs))
+        return NStep(obs, action, reward, weight, next_obs)
 
     def present(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window count, those after the end of an episode included."""
@@ -283,8 +299,13 @@ def _replay(
                 f"the buffer holds {state.filled} steps of each environment, but a window is length={ring.length} steps long; "
                 f"insert {ring.length} before sampling, and learn once `ready(state)`"
             )
-        at, probability = draw(state, jax.random.split(key, ring.shards))
-        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at)
+        keys = jax.random.split(key, ring.shards)
+        at, probability = draw(state, keys)
+        drawing = ()
+        if relabelling is not None:
+            around = at.step - (state.added - state.filled), state.added - 1 - at.step
+            drawing = tuple(x % ring.modulus for x in around), keys
+        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at, *drawing)
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
         env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         probability = whole(probability)

@@ -12,13 +12,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
+from msrl_jax.envs.goals import Goals
 from msrl_jax.fragments.plan.cost import collectives
 from tests.support.history import EXAMPLE, steps
 
+VECTORS = Goals(lambda obs: obs, lambda obs: obs, lambda obs, goal: goal, lambda a, b: (-jnp.abs(a - b).sum(), (a == b).all()))
 KINDS = {
     "transitions": functools.partial(replay.uniform, length=3, discount=0.9, storage={"obs": "bfloat16"}),
     "sequences": functools.partial(replay.uniform, length=4, stride=2),
     "prioritized": functools.partial(replay.prioritized, length=3, discount=0.9),
+    "relabelled": functools.partial(replay.uniform, length=2, discount=0.9, relabelling=replay.Relabelling(VECTORS)),
 }
 NUM_ENVS, UNROLL, BATCH = 16, 2, 32
 

@@ -85,8 +85,9 @@ OPTIMIZED = {
 }  # fmt: skip
 for _name, _options in OPTIMIZED.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
+PARTICULAR["sac+goals"] = PARTICULAR["sac"] | {"relabel": 0.8, "n_step": 2}
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
-ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
+ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}, "PointMaze": {"max_steps": 10}}
 
 
 def relative_difference(a, b):

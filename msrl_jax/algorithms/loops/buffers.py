@@ -20,10 +20,11 @@ from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.envs.spaces import is_integers
-from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
+from msrl_jax.replay import Indices, Relabelling, Replay, ReplayState, Sample, Transition
 
 
 def check_data(config: Any, given: Collection[str] = ()) -> None:
@@ -47,8 +48,13 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
 
 
 def n_step_buffer(env: Environment, config: Any) -> Replay:
-    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if there is one."""
-    windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
+    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if there is one.
+
+    Goals of the run's own transitions are relabelled if the config has it so; raises TypeError if there are no goals.
+    """
+    windows: dict[str, Any] = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
+    if getattr(config, "relabel", 0):
+        windows |= {"relabelling": Relabelling(goals_of(env), config.relabel, config.relabel_by)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
         return _buffer(obs, action, config, config.batch_size, config.shards, **windows)

@@ -39,10 +39,16 @@ class History(NamedTuple):
 
 
 def check_memory(config: Any) -> None:
-    """Raises ValueError if an algorithm with a memory is to learn from a data set too."""
+    """Raises ValueError if an algorithm with a memory is to learn from a data set too, or in hindsight."""
+    name = type(config).__name__
+    if config.core != "none" and config.relabel:
+        raise ValueError(
+            f"{name}.relabel={config.relabel} replaces goals of single steps, but {name}.core learns from sequences, of which "
+            "memories saw the old ones; use core='none', or leave relabel out"
+        )
     if config.core != "none" and config.data is not None:
         raise ValueError(
-            f"{type(config).__name__}.core learns from sequences with what was remembered, but data have single steps; "
+            f"{name}.core learns from sequences with what was remembered, but data have single steps; "
             "use core='none', or leave data out"
         )
 

@@ -1,0 +1,113 @@
+"""Goal-conditioned environments: observations name a goal, and the reward of a step is known for every other goal too.
+
+Such an environment lets an agent learn from a step as if another goal had been meant: `replay/relabelling.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax._compat import used_inputs
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, emitted, env_name, is_on_host, layers, strong
+from msrl_jax.envs.check_types import compare_types, returned, show
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.params import RandomizeParams, with_params
+from msrl_jax.envs.privileged import are_privileged
+
+KEYS = ("observation", "achieved_goal", "desired_goal")  # those of Gymnasium-Robotics
+
+
+class GoalEnvironment(Environment, Protocol):
+    """An environment whose observations are dicts with the keys `observation`, `achieved_goal` and `desired_goal`.
+
+    The desired goal stays the same in an episode. The two goals are in the same space, of any kind.
+    """
+
+    def goal_reward(self, achieved: PyTree, desired: PyTree) -> tuple[jax.Array, jax.Array]:
+        """What a step pays that leads to an achieved goal while another one is desired; `step` has to return the same.
+
+        Args:
+          achieved: the `achieved_goal` of the observation after the step.
+          desired: a `desired_goal`.
+
+        Returns:
+          The reward, a scalar; and whether the step terminates the episode because of the goal, a scalar bool.
+        """
+        ...
+
+
+class Goals(NamedTuple):
+    """How goals are read and replaced, as functions of one observation or of several; all but `reward` compute nothing."""
+
+    achieved: Callable[[Any], PyTree]  # obs -> its achieved goal
+    desired: Callable[[Any], PyTree]  # obs -> its desired goal
+    replace: Callable[[Any, PyTree], Any]  # (obs, goal) -> the observation with another desired goal
+    reward: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]  # `goal_reward`, of one pair of goals
+
+
+def goals_of(env: Environment) -> Goals:
+    """The goals of a goal-conditioned environment, which may be wrapped.
+
+    Args:
+      env: the environment, a `GoalEnvironment`.
+
+    Returns:
+      The functions of its goals; observations may have masks.
+
+    Raises:
+      TypeError: if observations lack a key, if there is no `goal_reward`, or if a goal or what it returns has another type.
+      ValueError: if `goal_reward` depends on parameters that are drawn for every episode.
+    """
+    name, space = env_name(env), env.observation_space
+    if are_privileged(space):
+        raise TypeError(
+            f"the critic sees the privileged_state of {name}, in which goals cannot be replaced; train in "
+            "msrl_jax.envs.Unprivileged(env)"
+        )
+    if not isinstance(space, spaces.Dict) or not set(KEYS) <= set(space.spaces):
+        raise TypeError(
+            f"observations of {name} are {space}; those of a goal-conditioned environment are a Dict with {', '.join(KEYS)}, "
+            "so give it such a space, or leave the wrapper out that flattens them"
+        )
+    if is_on_host(env) or not hasattr(env, "goal_reward"):
+        place = " on a device: it is simulated on the host" if is_on_host(env) else ""
+        raise TypeError(f"{name} has no method goal_reward(achieved, desired) -> (reward, terminated){place}; give it one")
+    reward_of: Callable[..., Any] = env.goal_reward  # type: ignore[attr-defined]
+    achieved, desired = (spaces.struct(space.spaces[key]) for key in KEYS[1:])
+    compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
+    where = f"{name}.goal_reward"
+    found = jax.eval_shape(lambda *goals: strong(returned(reward_of(*goals), where, "reward, terminated")), achieved, desired)
+    if any(x.shape for x in found) or found[1].dtype != bool:
+        raise TypeError(
+            f"{where} returned {', '.join(map(show, found))}; return the reward, float32[], and whether the goal terminates "
+            "the episode, bool[]"
+        )
+    _check_constant(env, achieved, desired)
+
+    def reward(achieved: PyTree, desired: PyTree) -> tuple[jax.Array, jax.Array]:
+        reward, terminated = reward_of(achieved, desired)
+        return jnp.asarray(reward, jnp.float32), jnp.asarray(terminated)
+
+    return Goals(
+        achieved=lambda obs: unmasked(obs)["achieved_goal"],
+        desired=lambda obs: unmasked(obs)["desired_goal"],
+        replace=lambda obs, goal: with_mask_of(obs, {**unmasked(obs), "desired_goal": goal}),
+        reward=reward,
+    )
+
+
+def _check_constant(env: Environment, *goals: PyTree) -> None:
+    """Raises ValueError if `goal_reward` depends on parameters of the episode, which a buffer does not know."""
+    for inner in layers(env):
+        if isinstance(inner, RandomizeParams):
+            params = emitted(inner.reset)[0].params
+            jaxpr = jax.make_jaxpr(lambda params, *g, env=inner.env: with_params(env, params).goal_reward(*g))(params, *goals)
+            for name, is_used in zip(sorted(params), used_inputs(jaxpr.jaxpr), strict=False):
+                if is_used:
+                    raise ValueError(
+                        f"goal_reward of {env_name(env)} depends on {name}, which env_params draw for every episode; leave it "
+                        "out of env_params, or relabel no goals"
+                    )
