@@ -182,7 +182,8 @@ class Layout:
             return host_placement()
         raise ValueError(
             f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
-            f"it places {sorted(self.roles)}. Mark the fragment with one of these, or add {role!r} to the policy's layout"
+            f"it places {sorted(self.roles)}. Mark the fragment with one of these, also with a suffix of your own "
+            f"({f'{min(self.roles, default=HOST)}:{general}'!r}), or add {role!r} to the policy's layout"
         )
 
     @property
