@@ -33,7 +33,7 @@ GOALS = {"goal": envs.uniform([-0.5, -0.5], [0.5, 0.5])}
 STEPS, NEW_TASKS = 3_200_000, 200
 RETURNS = "return_before", "return_after"  # the metrics of MAML: before and after the step, on average over tasks and rollouts
 TRAINED = {"MAML": 0.3, "pretrained": 0.0}  # sizes of the step in training: without one, all tasks get one policy
-RATES = {"MAML": 0.2, "pretrained": 0.2, "pretrained, step tuned": 2.5, "random, step tuned": 3.0}  # on new tasks
+RATES = {"MAML": 0.25, "pretrained": 0.25, "pretrained, step tuned": 2.5, "random, step tuned": 3.0}  # on new tasks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,11 +220,11 @@ def test_bad_input_is_refused_at_once():
 
 
 @pytest.mark.slow
-def test_one_step_gains_more_from_the_parameters_of_maml_unless_those_of_one_policy_take_a_tuned_step():
+def test_one_step_gains_more_from_the_parameters_of_maml_than_from_those_of_one_policy_or_from_new_ones():
     runs = {name: example.train(rate, 5) for name, rate in example.TRAINED.items()}
     found = {name: example.on_new_tasks(runs.get(name.partition(",")[0]), x, 5) for name, x in example.RATES.items()}
     before, after = found["MAML"].T
     assert (after > before + 10).all()
     for other in ("pretrained", "random, step tuned"):
         assert after.min() > found[other][:, 1].max() + 5, other
-    assert abs(after.mean() - found["pretrained, step tuned"][:, 1].mean()) < 1
+    assert (after > found["pretrained, step tuned"][:, 1]).all(), "by little"
