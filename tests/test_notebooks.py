@@ -113,7 +113,8 @@ def test_from_sb3_to_eight_devices_is_the_same_training_under_both_policies():
     assert found["devices"] == [1, 8]
     for name, values in found["one"].items():
         assert found["eight"][name] == pytest.approx(values, rel=1e-5), name
-    assert found["cartpole"] > 300 and found["acted"][0] == found["acted"][1] and found["seeds"][1] == 4
+    # Of the seeds 10000 to 10031 the lowest returned 239; 22 is chance. Last bits, and so the path, are those of the processor.
+    assert found["cartpole"] > 150 and found["acted"][0] == found["acted"][1] and found["seeds"][1] == 4
     assert all(0.7 < final <= 0.875 for final in found["returns"])
     assert "equal to the last bit" in printed(notebook) and "Traceback" not in printed(notebook)
     (plans,) = plans_in(notebook)
