@@ -148,7 +148,7 @@ def advantage_loss(
     log_prob, entropy, value, carry = evaluate(network, params, t, memory)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(last_values(network, params, last_obs, carry))
-    advantage, target = estimate(config, t, now, last_value, bootstrap_value)
+    advantage, _, target, _ = estimate(config, t, now, last_value, bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),
         "value_loss": mean(value_loss(value, target), t.present),

@@ -18,6 +18,7 @@ from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_trai
 from msrl_jax.algorithms.networks.layers import flatten, make_torsos
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
+from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -32,6 +33,7 @@ class PPOState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    value_size: ValueSize | tuple[()] = ()  # how large the critic's targets are, if values are scaled
     novelty: Any = ()  # of `random_network_distillation`
 
 
@@ -51,7 +53,7 @@ class PPO:
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -62,6 +64,7 @@ class PPO:
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    scale_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
     intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
@@ -81,20 +84,21 @@ class PPO:
             params = network.init(params_key, obs)
             return PPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                begin_novelty(key),
+                value_size() if self.scale_values else (), begin_novelty(key),
             )  # fmt: skip
 
         axes = logical_axes(
-            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P()
-        )
+            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+            value_size=P(), novelty=P(),
+        )  # fmt: skip
 
         draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
 
         @fragment(role="learner")
-        def estimate_advantages(params, t, last_obs, bootstrap_value):
+        def estimate_advantages(params, size, t, last_obs, bootstrap_value):
             value = values(network, params, t.obs)
-            advantage, target = estimate(self, t, value, network.value(params, last_obs), bootstrap_value)
-            return t, advantage, value, target
+            advantage, value, target, size = estimate(self, t, value, network.value(params, last_obs), bootstrap_value, size)
+            return size, (t, advantage, value, target)
 
         @fragment(role="learner")
         def gradients(params, batch, times):
@@ -111,12 +115,12 @@ class PPO:
         run_updates = proximal_updates(self, optimizer, gradients)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
-            batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
+        def learn(params, opt_state, progress, key, size, trajectory, last_obs, bootstrap_value):
+            size, batch = estimate_advantages(params, size, trajectory, last_obs, bootstrap_value)
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
+            return params, opt_state, key, size, metrics | in_force(learning_rate, opt_state)
 
         def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
             def step(carry, keys):
@@ -131,10 +135,10 @@ class PPO:
             bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
-            params, opt_state, key, metrics = learn(
-                state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
+            params, opt_state, key, size, metrics = learn(
+                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, obs, bootstrap_value
             )
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, novelty)
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, size, novelty)
             return after, {**metrics, **found, **episodes}
 
         return Agent(

@@ -28,6 +28,7 @@ from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members
 from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
+from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import unmasked
@@ -46,6 +47,7 @@ class RecurrentPPOState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     is_first: jax.Array  # whether these observations are the first of an episode, bool [E]
     carry: Carry  # the recurrent state of the actors, [E, H] each
+    value_size: ValueSize | tuple[()] = ()  # how large the critic's targets are, if values are scaled
     novelty: Any = ()  # of `random_network_distillation`
 
 
@@ -65,7 +67,7 @@ class RecurrentPPO:
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -77,6 +79,7 @@ class RecurrentPPO:
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    scale_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
     intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
@@ -97,12 +100,12 @@ class RecurrentPPO:
             return RecurrentPPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
                 is_first=jnp.ones(self.num_envs, bool), carry=network.initial_carry((self.num_envs,)),
-                novelty=begin_novelty(key),
+                value_size=value_size() if self.scale_values else (), novelty=begin_novelty(key),
             )  # fmt: skip
 
         axes = logical_axes(
             RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            is_first=P("env"), carry=P("env"), novelty=P(),
+            is_first=P("env"), carry=P("env"), value_size=P(), novelty=P(),
         )  # fmt: skip
 
         @fragment(role="actor")
@@ -120,8 +123,8 @@ class RecurrentPPO:
             return truncated_values(value, params, (final_obs, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def estimate_advantages(t, value, bootstrap_value):
-            return estimate(self, t, value, bootstrap_value[-1], bootstrap_value)
+        def estimate_advantages(t, value, bootstrap_value, size):
+            return estimate(self, t, value, bootstrap_value[-1], bootstrap_value, size)
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
@@ -139,15 +142,16 @@ class RecurrentPPO:
         run_updates = proximal_updates(self, optimizer, gradients)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
+        def learn(params, opt_state, progress, key, size, experience, carry, bootstrap_value):
             trajectory, is_first, value = experience
             value = network.value(params, with_privileged_of(unmasked(trajectory.obs), value))
             bootstrap_value = network.value(params, bootstrap_value)
-            batch = (trajectory, is_first, value, *estimate_advantages(trajectory, value, bootstrap_value))
+            advantage, value, target, size = estimate_advantages(trajectory, value, bootstrap_value, size)
+            batch = trajectory, is_first, value, advantage, target
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self)
             params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
+            return params, opt_state, key, size, metrics | in_force(learning_rate, opt_state)
 
         def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
             def step(before, keys):
@@ -165,10 +169,10 @@ class RecurrentPPO:
             bootstrap_value = with_privileged_of(unmasked(final_obs), last)
             novelty, trajectory, found = explore(state.novelty, experience[0], obs, progress)
             experience = trajectory, *experience[1:]
-            params, opt_state, key, metrics = learn(
-                state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
+            params, opt_state, key, size, metrics = learn(
+                state.params, state.opt_state, progress, state.key, state.value_size, experience, state.carry, bootstrap_value
             )
-            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry, novelty)
+            after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry, size, novelty)
             return after, {**metrics, **found, **episodes}
 
         return Agent(

@@ -97,8 +97,8 @@ def test_the_same_again_agrees_and_a_broken_loss_does_not(folder, first, tmp_pat
     assert again.verdict == "agrees" and again.record.seeds == first.record.seeds
     np.testing.assert_array_equal(scores(again.record), scores(first.record))
     assert [each.probability for each in again.agreements.values()] == [1.0, 1.0]
-    loss = msrl.algorithms.ppo.ppo_loss
-    monkeypatch.setattr(msrl.algorithms.ppo, "ppo_loss", lambda *args: (lambda value, aux: (-value, aux))(*loss(*args)))
+    loss = msrl.algorithms.ppo.ppo_loss  # what is better than expected becomes less likely:
+    monkeypatch.setattr(msrl.algorithms.ppo, "ppo_loss", lambda *args: loss(*args[:4], -args[4], *args[5:]))
     command = ["reproduce", "small", "--out", str(tmp_path / "broken"), "--progress", "none", "--json"]
     assert cli.main(command) == 1
     text, line = capsys.readouterr().out.rsplit("\n", 2)[:2]

@@ -17,6 +17,7 @@ from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
 from msrl_jax.algorithms.optimizers import KL, adapted, descend, global_norm, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
+from msrl_jax.algorithms.returns.value_size import ValueSize
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part, are_privileged
@@ -129,9 +130,28 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
 
 
 def estimate(
-    config: Any, t: Trajectory, value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Advantages, standardized unless that is for minibatches or not wanted, and targets of the values; see `next_values`."""
+    config: Any,
+    t: Trajectory,
+    value: jax.Array,
+    last_value: jax.Array,
+    bootstrap_value: jax.Array,
+    size: ValueSize | tuple[()] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array, ValueSize | tuple[()]]:
+    """Advantages, standardized unless that is for minibatches or not wanted; and what the critic learns.
+
+    Args:
+      config: of the algorithm.
+      t: the experience.
+      value: the critic's outputs. `[T, E]`
+      last_value: those for the observations after the unroll. `[E]`
+      bootstrap_value: those for the last observations of episodes, see `next_values`. `[T, E]`
+      size: a `ValueSize`, by which values are divided for the critic; `()` if they are not.
+
+    Returns:
+      Advantages; values and their targets, as the critic's outputs should be; `[T, E]` each; and the size with these targets.
+    """
+    if size:
+        value, last_value, bootstrap_value = (x * size.size for x in (value, last_value, bootstrap_value))
     next_value = next_values(value, last_value, bootstrap_value, t.truncated)
     advantage = gae(
         t.reward, value, next_value, t.terminated, t.truncated, t.present,
@@ -140,7 +160,13 @@ def estimate(
     target = value + advantage
     if t.bonus is not None:
         advantage += t.bonus
-    return standardize(advantage, t.present) if config.normalize_advantage in ("batch", "worker") else advantage, target
+    if config.normalize_advantage in ("batch", "worker"):
+        advantage = standardize(advantage, t.present)
+    if size:
+        size = size.updated(target, t.present)
+        # Not centered: while the mean of the targets moves, the critic would have to move every value with it.
+        value, target = value / size.size, target / size.size
+    return advantage, value, target, size
 
 
 def check_minibatches(config: Any, *, recurrent: bool) -> None:

@@ -1,0 +1,67 @@
+"""The running size of value targets, against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms.returns.value_size import value_size
+from tests.support.agents import make_still
+from tests.support.random_walk import RandomWalk
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_size_of_targets_that_count(masked):
+    rng = np.random.default_rng(0)
+    targets = 5 + 3 * rng.normal(size=(4, 7, 2))
+    counts = rng.random((4, 7, 2)) < 0.7 if masked else np.ones((4, 7, 2), bool)
+    counts[2] = not masked
+    size, square, weight = value_size(), 0.0, 0.0
+    assert size.size == 1
+    for target, count in zip(targets, counts, strict=True):
+        size = size.updated(jnp.asarray(target, jnp.float32), jnp.asarray(count) if masked else None)
+        if count.any():
+            square, weight = (0.99999 * a + 0.00001 * b for a, b in ((square, (target[count] ** 2).mean()), (weight, 1.0)))
+    np.testing.assert_allclose(size.size, np.sqrt(square / weight), rtol=1e-4)
+    assert value_size().updated(jnp.float32([[0.3, -0.4]]), None).size == 1
+
+
+@pytest.mark.parametrize(("center", "spread"), [(100.0, 1.0), (-30.0, 1.0), (1e-3, 300.0)])
+def test_the_size_stays_right_in_long_runs(center, spread):
+    """Half a million updates and then a change of the targets, against the closed form of the decaying sums."""
+    draws = np.random.default_rng(1).normal(center, spread, (64, 2, 4)).astype(np.float32)
+    later = draws + np.float32(3 * spread)
+
+    @jax.jit
+    def run(size, draws, number):
+        return jax.lax.fori_loop(0, number, lambda i, size: size.updated(draws[i % 64], None), size)
+
+    size = run(run(value_size(), draws, 500_032), later, 50_048)
+    left = 0.99999**50_048
+    weights = np.array([left * (1 - 0.99999**500_032), 1 - left])
+    weights /= weights.sum()
+    squares = np.array([np.square(x.astype(np.float64)).mean() for x in (draws, later)])
+    np.testing.assert_allclose(size.size, np.sqrt(weights @ squares), rtol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "recurrent_ppo"])
+def test_critics_learn_values_of_the_size_of_one(algorithm):
+    """Rewards of hundreds give value losses of thousands, and of the size of 1 where values are scaled."""
+
+    class InCents(RandomWalk):
+        def step(self, key, state, action):
+            state, obs, reward, terminated, truncated = super().step(key, state, action)
+            return state, obs, 1000 * reward, terminated, truncated
+
+    def last_loss(scaled):
+        agent = make_still(
+            algorithm, InCents(), num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1,
+            scale_values=scaled,
+        )  # fmt: skip
+        _, metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=3))(
+            jax.random.key(0)
+        )
+        return float(metrics["value_loss"][-1])
+
+    assert last_loss(False) > 1000
+    assert last_loss(True) < 10
