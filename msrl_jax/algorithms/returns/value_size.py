@@ -35,7 +35,7 @@ class ValueSize(NamedTuple):
         square, number = jnp.square(target), target.size
         if counts is not None:
             square, number = jnp.where(counts, square, 0.0), counts.sum()
-        mean = square.sum() / jnp.maximum(number, 1)
+        mean = (square.sum() / jnp.maximum(number, 1)).astype(jnp.float32)
         weight = _DECAY * self.weight + (1 - _DECAY)
         moved = compensated_sum(self.square, (1 - _DECAY) / weight * (mean - self.square), self.rest)
         new = ValueSize(moved[0], weight, moved[1])
@@ -44,4 +44,4 @@ class ValueSize(NamedTuple):
 
 def value_size() -> ValueSize:
     """The size before any target: 1."""
-    return ValueSize(*[jnp.zeros(())] * 3)
+    return ValueSize(*[jnp.zeros((), jnp.float32)] * 3)
