@@ -41,7 +41,8 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _matmul_backward(residuals, g):
     x, w = residuals
-    return g @ w.T, jax.lax.platform_dependent(x, g, cpu=_weight_gradient_on_cpu, default=_weight_gradient)
+    dw = jax.lax.platform_dependent(x, g, cpu=_weight_gradient_on_cpu, default=_weight_gradient)
+    return (g @ w.T).astype(x.dtype), dw.astype(w.dtype)
 
 
 matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)

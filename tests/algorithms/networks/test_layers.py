@@ -21,6 +21,16 @@ def test_matmul_and_its_gradients_equal_a_plain_product():
     np.testing.assert_allclose(dw, np.einsum("tbi,tbo->io", wide[0], wide[2]), rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_keep_the_types_of_what_is_multiplied():
+    """Environments give observations of 64 bits where those are on, and parameters have 32."""
+    with jax.enable_x64(True):
+        x, w = jnp.arange(6, dtype=jnp.float64).reshape(2, 3), jnp.ones((3, 2), jnp.float32)
+        product, pullback = jax.vjp(matmul, x, w)
+        dx, dw = pullback(jnp.ones_like(product))
+        assert product.dtype == dx.dtype == jnp.float64 and dw.dtype == jnp.float32
+        np.testing.assert_array_equal(dw, np.asarray(x).sum(0)[:, None].repeat(2, axis=1))
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_convolution_and_its_gradients_are_sums_over_patches(stride):
     x, w, g = normal((4, 6 + 3 * (stride - 1), 7 + 5 * (stride - 1), 3), (3, 2, 3, 5), (4, 4, 6, 5))
