@@ -1,6 +1,7 @@
 """Layers with custom gradients equal the usual layers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
