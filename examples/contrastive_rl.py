@@ -47,9 +47,14 @@ ALGORITHMS = {
 }
 
 
-def energies(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Minus the distances of representations `[..., R]`, so the largest is 0. `[...]`"""
-    return -jnp.sqrt(jnp.sum((x - y) ** 2, -1) + 1e-6)  # the derivative of a root has no limit at 0
+def energies(squared_distances: jax.Array) -> jax.Array:
+    """Minus the distances of representations, so the largest is 0. `[...]`"""
+    return -jnp.sqrt(jnp.maximum(squared_distances, 0) + 1e-6)  # the derivative of a root has no limit at 0
+
+
+def all_energies(pair: jax.Array, goal: jax.Array) -> jax.Array:
+    """Energies of all pairs and all goals `[B, R]`, by a product of matrices, which is faster than differences. `[B, B]`"""
+    return energies(jnp.sum(pair**2, -1)[:, None] + jnp.sum(goal**2, -1) - 2 * pair @ goal.T)
 
 
 def contrastive_losses(logits: jax.Array, penalty: Any) -> jax.Array:
@@ -132,12 +137,13 @@ class ContrastiveRL:
             # Gradients flow through `trained` only; the actor's loss takes the critic of `params` as a constant.
             def loss(trained: Any):
                 pair, goal = represent(trained["critic"], obs, action)
-                logits = energies(pair[:, None], goal)  # of all pairs and all goals, wherever they lie
+                logits = all_energies(pair, goal)  # wherever they lie
                 losses = contrastive_losses(logits, self.penalty)
                 new_action, log_prob = policy.apply(trained["actor"], wanted).sample_and_log_prob(
                     jax.random.split(acting, self.batch_size)
                 )
-                value = energies(*represent(params["critic"], wanted, new_action))
+                pair, goal = represent(params["critic"], wanted, new_action)
+                value = energies(jnp.sum((pair - goal) ** 2, -1))
                 soft = soft_value(value, log_prob, temperature)
                 total = losses.mean() - soft.mean()
                 total += temperature_loss(trained["log_temperature"], log_prob, -0.5 * action_size).mean()

@@ -57,9 +57,9 @@ def numpy_losses(pair, goal, penalty):
 
 
 def plain_energies(critic, obs, action, goal):
-    """Energies of all pairs and all goals, as minus the roots of squared distances multiplied out. `[B, B]`"""
+    """Energies of all pairs and all goals, from all differences. `[B, B]`"""
     pair, goal = plain_mlp(critic["pair"], jnp.concatenate([obs, action], -1)), plain_mlp(critic["goal"], goal)
-    return -jnp.sqrt((pair**2).sum(-1)[:, None] + (goal**2).sum(-1) - 2 * pair @ goal.T + 1e-6)
+    return -jnp.sqrt(((pair[:, None] - goal) ** 2).sum(-1) + 1e-6)
 
 
 def plain_critic_loss(critic, batch, penalty):
