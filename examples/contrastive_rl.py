@@ -1,7 +1,7 @@
 """Contrastive RL (Eysenbach et al., 2022, arXiv 2206.07568): goals are reached without rewards.
 
-    python examples/contrastive_rl.py --maze u --svg docs/example_contrastive_rl.svg
-    python examples/contrastive_rl.py --maze spiral --policy SingleLearnerCoarse --cpu-devices 4
+    python examples/contrastive_rl.py --svg docs/example_contrastive_rl.svg
+    python examples/contrastive_rl.py --tasks spiral --policy SingleLearnerCoarse --cpu-devices 4
 
 A critic learns to tell which of many goals was achieved after a state and an action. What it then says of a goal is, but for a
 constant, the logarithm of how probable it is to be there later, in steps that the discount weighs; an actor maximizes it. The
@@ -10,6 +10,7 @@ entropy are those of the package's SAC. In the shape descriptions, `B` is the ba
 """
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,17 +34,26 @@ from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.report import curves
 
-MAZES = {
-    "u": {"tolerance": 0.05, "max_steps": 50},
-    "spiral": {"tolerance": 0.25, "max_steps": 100},
-}
-STEPS = {"u": 15_000, "spiral": 100_000}
 SIZES = {"hidden_sizes": (64, 64), "batch_size": 256}
-SAC = {"tau": 0.02, **SIZES}
 ALGORITHMS = {
     "contrastive RL": ("contrastive_rl", SIZES),
-    "SAC with HER": ("sac", SAC | {"relabel": 0.8}),
-    "SAC": ("sac", SAC),
+    "SAC with HER": ("sac", SIZES | {"tau": 0.02, "relabel": 0.8}),
+    "SAC": ("sac", SIZES | {"tau": 0.02}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A maze, for how many steps it is learned, and the learning rate of each of `ALGORITHMS`."""
+
+    maze: envs.PointMaze
+    steps: int
+    learning_rates: tuple[float, ...]
+
+
+TASKS = {
+    "spiral": Task(envs.PointMaze("spiral"), 40_000, (3e-3, 1e-2, 1e-2)),
+    "u": Task(envs.PointMaze("u", 50, tolerance=0.05), 15_000, (3e-3, 1e-3, 1e-3)),
 }
 
 
@@ -83,12 +93,12 @@ class ContrastiveRL:
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e5 to 1e7.")
     learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 3e-4 to 1e-3.")
+    learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 3e-4 to 3e-3.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     representation_size: int = field(default=64, doc="numbers that represent a pair, or a goal, `R`. Usual: 64.")
     penalty: float = tunable(default=0.1, low=0, doc="weight of the squared logarithms of sums. Usual: 0.1.")
-    other_goals: float = tunable(default=0.5, low=0, high=1, doc="share of the actor's goals from other pairs. Usual: 0 to 1.")
+    other_goals: float = tunable(default=1.0, low=0, high=1, doc="share of the actor's goals from other pairs. Usual: 0.5, 1.")
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="first weight of the entropy. Usual: 0.1 to 1.")
 
     # What the parts of the package read besides.
@@ -169,50 +179,59 @@ class ContrastiveRL:
         return off_policy_agent(self, venv, buffer, rule, explore)
 
 
-def train(name: str, maze: str, seeds: int, **given: Any) -> msrl.Result:
-    """Trains an algorithm of `ALGORITHMS` in a maze on some seeds, without a display."""
+def train(task: Task, name: str, seeds: int, **given: Any) -> msrl.Result:
+    """Trains one of `ALGORITHMS` in a maze on some seeds, without a display."""
     algorithm, settings = ALGORITHMS[name]
-    given = {"total_steps": STEPS[maze], "eval_episodes": 0, "progress": False} | settings | given
-    return msrl.train(algorithm, envs.make("PointMaze", maze=maze, **MAZES[maze]), seeds=seeds, **given)
+    settings = settings | {"learning_rate": task.learning_rates[list(ALGORITHMS).index(name)]}
+    given = {"total_steps": task.steps, "chunk": 1 + task.steps // 3200, "eval_episodes": 0, "progress": False} | given
+    return msrl.train(algorithm, task.maze, seeds=seeds, **settings, **given)
 
 
-def successes(result: msrl.Result, seeds: int, episodes: int) -> np.ndarray:
-    """The shares of new episodes that reach their goals, by greedy agents. `[seeds]`"""
+def in_training(result: msrl.Result) -> np.ndarray:
+    """The shares of the episodes in the last tenth of the steps that reach their goals. `[seeds]`"""
+    shares = result.history["episode_success"].reshape(len(result.history["step"]), -1)
+    return np.nanmean(shares[result.history["step"] > 0.9 * result.history["step"][-1]], 0)
+
+
+def of_greedy(result: msrl.Result, seeds: int, episodes: int) -> np.ndarray:
+    """The shares of new episodes that reach their goals if the most probable actions are taken. `[seeds]`"""
     found = [result.evaluate(episodes, seed=1000, member=member).metrics["success"] for member in range(seeds)]
     return np.array([np.mean(x) for x in found])
 
 
-def figure(runs: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Draws shares of episodes that reach their goals in training, `(steps [C], shares [C, seeds])`, with 95% intervals."""
+def figure(runs: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> str:
+    """Draws what shares of episodes reach their goals in training, by task and algorithm, with 95% intervals of the means.
+
+    The values are steps `[C]` and shares `[C, seeds]`.
+    """
     with curves.styled():
-        drawn, (panel,) = curves.figure_of(1)
-        for number, (name, (steps, rows)) in enumerate(runs.items()):
-            curves.draw(panel, name, number, *curves.mean_curve(steps, rows))
-        panel.set(xlabel="environment steps", ylabel="episodes that reach their goal", ylim=(0, 1.02))
+        drawn, panels = curves.figure_of(len(runs))
+        for panel, (task, by_algorithm) in zip(panels, runs.items(), strict=True):
+            for number, (name, (steps, shares)) in enumerate(by_algorithm.items()):
+                curves.draw(panel, name, number, *curves.mean_curve(steps, shares))
+            panel.set(title=task, xlabel="environment steps", ylabel="episodes that reach their goal", ylim=(0, 1.02))
         return curves.svg_of(curves.finished(drawn))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains all algorithms on all seeds, and prints how many goals they reach."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--maze", choices=MAZES, default="u")
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="environment steps of each seed")
-    parser.add_argument("--only", choices=ALGORITHMS, nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--episodes", type=int, default=200, help="that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--svg", type=Path, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-    given = {"policy": args.policy, "seed": args.first_seed} | ({"total_steps": args.steps} if args.steps else {})
-    runs = {}
-    for name in args.only:
-        result = train(name, args.maze, args.seeds, **given)
-        found = successes(result, args.seeds, args.episodes)
-        runs[name] = result.history["step"], result.history["episode_success"]
-        print(f"{args.maze}, {name}: {found.mean():.3f}, on each seed", *found.round(3), flush=True)
+    runs: dict[str, dict[str, Any]] = {task: {} for task in args.tasks}
+    for task in args.tasks:
+        for name in ALGORITHMS:
+            result = train(TASKS[task], name, args.seeds, policy=args.policy)
+            runs[task][name] = result.history["step"], result.history["episode_success"]
+            greedy = of_greedy(result, args.seeds, args.episodes)
+            for how, shares in {"in training": in_training(result), "greedy": greedy}.items():
+                print(f"{task}, {name}, {how}: {shares.mean():.2f}, on each seed", *shares.round(2), flush=True)
     if args.svg:
         args.svg.write_text(figure(runs))
 

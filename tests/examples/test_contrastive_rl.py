@@ -71,7 +71,7 @@ def plain_critic_loss(critic, batch, penalty):
 
 @functools.cache
 def before_an_update():
-    agent, config = build(num_updates=1, initial_temperature=0.3)
+    agent, config = build(num_updates=1, initial_temperature=0.3, other_goals=0.5)
     return agent, config, start(agent, 9, counting(agent))
 
 
@@ -168,6 +168,7 @@ def test_bad_input_is_refused_before_anything_compiles():
         example.ContrastiveRL(batch_size=1)
 
 
-def test_the_figure_has_a_curve_for_each_algorithm():
-    svg = example.figure({name: (np.arange(4), np.linspace(0, 1, 8).reshape(4, 2)) for name in example.ALGORITHMS})
-    assert all(f">{name}<" in svg for name in example.ALGORITHMS)
+def test_the_figure_has_a_panel_for_each_task_and_a_curve_for_each_algorithm():
+    runs = {name: (np.arange(4), np.linspace(0, 1, 8).reshape(4, 2)) for name in example.ALGORITHMS}
+    svg = example.figure(dict.fromkeys(example.TASKS, runs))
+    assert all(svg.count(f">{name}<") == 2 for name in example.ALGORITHMS) and svg.count(">environment steps<") == 2
