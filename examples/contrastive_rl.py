@@ -187,10 +187,11 @@ def train(task: Task, name: str, seeds: int, **given: Any) -> msrl.Result:
     return msrl.train(algorithm, task.maze, seeds=seeds, **settings, **given)
 
 
-def in_training(result: msrl.Result) -> np.ndarray:
-    """The shares of the episodes in the last tenth of the steps that reach their goals. `[seeds]`"""
-    shares = result.history["episode_success"].reshape(len(result.history["step"]), -1)
-    return np.nanmean(shares[result.history["step"] > 0.9 * result.history["step"][-1]], 0)
+def in_training(result: msrl.Result, begin: float = 0.9, end: float = 1.0) -> np.ndarray:
+    """The shares of the episodes between two fractions of the run that reach their goals. `[seeds]`"""
+    done = result.history["step"] / result.history["step"][-1]
+    shares = result.history["episode_success"].reshape(len(done), -1)
+    return np.nanmean(shares[(done > begin) & (done <= end)], 0)
 
 
 def of_greedy(result: msrl.Result, seeds: int, episodes: int) -> np.ndarray:
@@ -230,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = train(TASKS[task], name, args.seeds, policy=args.policy)
             runs[task][name] = result.history["step"], result.history["episode_success"]
             greedy = of_greedy(result, args.seeds, args.episodes)
-            for how, shares in {"in training": in_training(result), "greedy": greedy}.items():
+            found = {"from 30% to 50%": in_training(result, 0.3, 0.5), "the last tenth": in_training(result), "greedy": greedy}
+            for how, shares in found.items():
                 print(f"{task}, {name}, {how}: {shares.mean():.2f}, on each seed", *shares.round(2), flush=True)
     if args.svg:
         args.svg.write_text(figure(runs))

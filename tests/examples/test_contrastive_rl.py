@@ -172,3 +172,18 @@ def test_the_figure_has_a_panel_for_each_task_and_a_curve_for_each_algorithm():
     runs = {name: (np.arange(4), np.linspace(0, 1, 8).reshape(4, 2)) for name in example.ALGORITHMS}
     svg = example.figure(dict.fromkeys(example.TASKS, runs))
     assert all(svg.count(f">{name}<") == 2 for name in example.ALGORITHMS) and svg.count(">environment steps<") == 2
+
+
+@pytest.mark.slow
+def test_in_the_spiral_it_needs_fewer_steps_than_hindsight_which_ends_above_it():
+    runs = [example.train(example.TASKS["spiral"], name, 3) for name in ("contrastive RL", "SAC with HER")]
+    early, late = ([example.in_training(result, *part) for result in runs] for part in ((0.3, 0.5), (0.9, 1.0)))
+    assert early[0].mean() > early[1].mean() + 0.05
+    assert (late[0] > 0.85).all() and late[1].mean() > late[0].mean()
+
+
+@pytest.mark.slow
+def test_it_does_not_reach_small_goals_in_steps_in_which_hindsight_does():
+    contrastive, hindsight = (example.train(example.TASKS["u"], name, 3) for name in ("contrastive RL", "SAC with HER"))
+    assert (example.in_training(hindsight) > 0.95).all() and (example.in_training(contrastive) < 0.9).all()
+    assert example.of_greedy(contrastive, 3, 100).max() < 0.5
