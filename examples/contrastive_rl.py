@@ -22,7 +22,7 @@ import numpy as np
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.algorithms import Agent, config, field, tunable
+from msrl_jax.algorithms import SAC, Agent, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.networks.distributions import choose
@@ -33,13 +33,6 @@ from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.report import curves
-
-SIZES = {"hidden_sizes": (64, 64), "batch_size": 256}
-ALGORITHMS = {
-    "contrastive RL": ("contrastive_rl", SIZES),
-    "SAC with HER": ("sac", SIZES | {"tau": 0.02, "relabel": 0.8}),
-    "SAC": ("sac", SIZES | {"tau": 0.02}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +172,19 @@ class ContrastiveRL:
         return off_policy_agent(self, venv, buffer, rule, explore)
 
 
+SIZES: Any = {"hidden_sizes": (64, 64), "batch_size": 256}
+ALGORITHMS = {
+    "contrastive RL": ContrastiveRL(**SIZES),
+    "SAC with HER": SAC(tau=0.02, relabel=0.8, **SIZES),
+    "SAC": SAC(tau=0.02, **SIZES),
+}
+
+
 def train(task: Task, name: str, seeds: int, **given: Any) -> msrl.Result:
     """Trains one of `ALGORITHMS` in a maze on some seeds, without a display."""
-    algorithm, settings = ALGORITHMS[name]
-    settings = settings | {"learning_rate": task.learning_rates[list(ALGORITHMS).index(name)]}
+    rate = task.learning_rates[list(ALGORITHMS).index(name)]
     given = {"total_steps": task.steps, "chunk": 1 + task.steps // 3200, "eval_episodes": 0, "progress": False} | given
-    return msrl.train(algorithm, task.maze, seeds=seeds, **settings, **given)
+    return msrl.train(ALGORITHMS[name], task.maze, seeds=seeds, learning_rate=rate, **given)
 
 
 def in_training(result: msrl.Result, begin: float = 0.9, end: float = 1.0) -> np.ndarray:
