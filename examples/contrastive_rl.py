@@ -61,7 +61,7 @@ def all_energies(pair: jax.Array, goal: jax.Array) -> jax.Array:
 
 
 def contrastive_losses(logits: jax.Array, penalty: Any) -> jax.Array:
-    """InfoNCE both ways: which goal is a pair's, and which pair a goal's; 2408.11052, eqs. 3 and 4.
+    """InfoNCE both ways: which goal is a pair's, and which pair a goal's (arXiv 1807.03748, 2408.11052).
 
     Args:
       logits: of pairs of a state and an action (rows) and goals (columns); those on the diagonal belong together. `[B, B]`
