@@ -65,7 +65,7 @@ def contrastive_losses(logits: jax.Array, penalty: Any) -> jax.Array:
 
     Args:
       logits: of pairs of a state and an action (rows) and goals (columns); those on the diagonal belong together. `[B, B]`
-      penalty: the weight of the squared logarithms of the rows' sums, without which a constant of each row would be free.
+      penalty: the weight of the squared logarithms of the rows' sums.
 
     Returns:
       The loss of each pair. `[B]`
