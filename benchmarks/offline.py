@@ -48,8 +48,7 @@ class Sizes:
     """How long everything runs."""
 
     num_envs: int = 8  # of the online run
-    online_steps: int = 100_000
-    online_evaluations: int = 25
+    iterations: int = 60  # of the online run, each of which ends with an evaluation and a checkpoint
     rows: int = 30_000
     lanes: int = 10  # environments that a data set is recorded in
     updates: int = 3_000
@@ -66,7 +65,7 @@ class Sizes:
         return FittedQ(num_updates=self.fit_updates, fits=self.num_fits, batch_size=self.fit_batch_size)
 
 
-TINY = Sizes(2, 1_024, 4, 600, 2, 20, 16, 2, 4, 2, 20, 16)
+TINY = Sizes(2, 4, 600, 2, 20, 16, 2, 4, 2, 20, 16)
 
 
 def normalized(returns: Any, random: float, expert: float) -> np.ndarray:
@@ -84,12 +83,12 @@ def nearest(scores: Sequence[float], targets: Sequence[float]) -> list[int]:
 
 
 def trained(env: str, seed: int, sizes: Sizes, folder: Path) -> msrl.Result:
-    """The online run, with a checkpoint at each of its evaluations."""
-    every, config = sizes.online_steps // sizes.online_evaluations, recipe(ENVS[env]).algorithm
+    """The online run, with an evaluation and a checkpoint after each iteration."""
+    config = dataclasses.replace(recipe(ENVS[env]).algorithm, num_envs=sizes.num_envs)
+    every = config.num_envs * config.unroll_length
     return msrl.train(
-        dataclasses.replace(config, num_envs=sizes.num_envs), env, total_steps=sizes.online_steps, seed=seed, eval_every=every,
-        checkpoint_every=every, keep_checkpoints=sizes.online_evaluations + 1, eval_episodes=sizes.episodes, out=folder,
-        chunk=1, progress=False,
+        config, env, total_steps=sizes.iterations * every, seed=seed, eval_episodes=sizes.episodes, eval_every=every,
+        checkpoint_every=every, keep_checkpoints=sizes.iterations, out=folder, chunk=1, progress=False,
     )  # fmt: skip
 
 
@@ -149,15 +148,14 @@ def measure(env: str, seed: int, sizes: Sizes) -> dict[str, Any]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         online = trained(env, seed, sizes, Path(folder, "online"))
-        known = np.flatnonzero(np.isfinite(online.history["eval_return"]))
-        iterations, returns = (online.history[x][known] for x in ("iteration", "eval_return"))
+        returns = online.history["eval_return"]
         dice = msrl.data.record(online, sizes.rows, epsilon=1.0, seed=seed, num_envs=sizes.lanes)
         random, expert = _data_return(dice), float(returns.max())
         scores = normalized(returns, random, expert)
         at = {"medium": int(np.abs(scores - 50).argmin()), "expert": int(scores.argmax())}
 
         def agent(number: int) -> msrl.Result:
-            return msrl.Result.load(Path(folder, "online"), checkpoint=int(iterations[number]))
+            return msrl.Result.load(Path(folder, "online"), checkpoint=number + 1)
 
         makers = {"random": None, **{kind: agent(number) for kind, number in at.items()}}
         data = {"random": dice}
@@ -165,7 +163,7 @@ def measure(env: str, seed: int, sizes: Sizes) -> dict[str, Any]:
             data[kind] = msrl.data.record(makers[kind], sizes.rows, seed=seed, num_envs=sizes.lanes)
         runs = offline_runs(env, data, seed, sizes)
         offline = {name: float(normalized(_returns(run)[0], random, expert)) for name, run in runs.items()}
-        policies = [(f"ppo after {int(iterations[i])} iterations", agent(i)) for i in nearest(list(scores), TARGETS)]
+        policies = [(f"ppo, iteration {i + 1}", agent(i)) for i in nearest(list(scores), TARGETS)]
         names = list(runs)
         policies += [(" of ".join(names[i]), runs[names[i]]) for i in nearest(list(offline.values()), TARGETS)]
         chosen = selection(policies, makers, data, sizes)
