@@ -62,8 +62,8 @@ class Sizes:
     @property
     def fitted_q(self) -> FittedQ:
         """The settings of fitted Q evaluation; without normalized layers, estimates diverged on seed 10,000."""
-        sizes = {"num_updates": self.fit_updates, "fits": self.num_fits, "batch_size": self.fit_batch_size}
-        return FittedQ(layer_norm=True, **sizes)
+        batch_size = self.fit_batch_size
+        return FittedQ(num_updates=self.fit_updates, fits=self.num_fits, batch_size=batch_size, layer_norm=True)
 
 
 TINY = Sizes(2, 4, 600, 2, 20, 16, 2, 4, 2, 20, 16)
