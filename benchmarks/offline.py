@@ -219,10 +219,11 @@ def page(record: dict[str, Any]) -> str:
     lines = [_line(head), "|---" * len(head) + "|"]
     for env, row in record["environments"].items():
         for kind in DATA:
-            found, own = score_estimates(row, kind), normalized(row["data"][kind]["return"], row["random"], row["expert"])
+            found = score_estimates(row, kind)
+            own = float(normalized(row["data"][kind]["return"], row["random"], row["expert"]))
             ahead = winners(found)
             verdict = f"**{ahead[0]}**" if len(ahead) == 1 else f"tie: {', '.join(ahead)}"
-            lines.append(_line([env, kind, f"{own:.0f}", *map(str, found.values()), verdict]))
+            lines.append(_line([env, kind, str(round(own)), *map(str, found.values()), verdict]))
     head = ("environment", "data", "Spearman", "regret", "still changing", "covered: worst, best")
     lines += ["", _line(head), "|---" * len(head) + "|"]
     for env, row in record["environments"].items():
@@ -231,12 +232,12 @@ def page(record: dict[str, Any]) -> str:
         for kind in DATA:
             moving = sum(x > 0.05 for x in chosen["changes"][kind])
             covered = chosen["covered"][kind]
-            cells = f"{chosen['spearman'][kind]:.2f}", f"{chosen['regret'][kind]:.0f}", f"{moving} of {len(chosen['names'])}"
+            cells = f"{chosen['spearman'][kind]:.2f}", str(round(chosen['regret'][kind])), f"{moving} of {len(chosen['names'])}"
             lines.append(_line([env, kind, *cells, "-" if covered is None else f"{covered[worst]:.2f}, {covered[best]:.2f}"]))
     lines += ["", _line(("environment", "random", "expert", "scores of the eight policies")), "|---" * 4 + "|"]
     for env, row in record["environments"].items():
         each = zip(row["selection"]["names"], row["selection"]["scores"], strict=True)
-        policies = ", ".join(f"{name}: {score:.0f}" for name, score in each)
+        policies = ", ".join(f"{name}: {round(score)}" for name, score in each)
         lines.append(_line([env, f"{row['random']:.1f}", f"{row['expert']:.1f}", policies]))
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     seconds = sum(row["seconds"] for row in record["environments"].values())
