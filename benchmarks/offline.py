@@ -9,6 +9,7 @@ between selecting online and offline).
 """
 
 import argparse
+import bisect
 import dataclasses
 import json
 import tempfile
@@ -66,7 +67,7 @@ class Sizes:
         return FittedQ(num_updates=self.fit_updates, fits=self.num_fits, batch_size=batch_size, layer_norm=True)
 
 
-TINY = Sizes(2, 4, 600, 2, 20, 16, 2, 4, 2, 20, 16)
+TINY = Sizes(2, 4, 3_000, 2, 20, 16, 2, 4, 2, 20, 16)
 
 
 def normalized(returns: Any, random: float, expert: float) -> np.ndarray:
@@ -153,15 +154,20 @@ def measure(env: str, seed: int, sizes: Sizes) -> dict[str, Any]:
         dice = msrl.data.record(online, sizes.rows, epsilon=1.0, seed=seed, num_envs=sizes.lanes)
         random, expert = _data_return(dice), float(returns.max())
         scores = normalized(returns, random, expert)
-        at = {"medium": int(np.abs(scores - 50).argmin()), "expert": int(scores.argmax())}
 
         def agent(number: int) -> msrl.Result:
             return msrl.Result.load(Path(folder, "online"), checkpoint=number + 1)
 
-        makers = {"random": None, **{kind: agent(number) for kind, number in at.items()}}
+        def played(number: int) -> float:
+            return _data_return(msrl.data.record(agent(number), sizes.rows // 3, seed=seed + 1, num_envs=sizes.lanes))
+
+        best = int(scores.argmax())
+        half_way = bisect.bisect_left(range(best), (random + expert) / 2, key=played)
+        makers = {"random": None, "medium": agent(half_way), "expert": agent(best)}
         data = {"random": dice}
-        for kind in at:
+        for kind in ("medium", "expert"):
             data[kind] = msrl.data.record(makers[kind], sizes.rows, seed=seed, num_envs=sizes.lanes)
+            print(f"{env}, {kind} data: {_data_return(data[kind]):.1f}", flush=True)
         runs = offline_runs(env, data, seed, sizes)
         offline = {name: float(normalized(_returns(run)[0], random, expert)) for name, run in runs.items()}
         policies = [(f"ppo, iteration {i + 1}", agent(i)) for i in nearest(list(scores), TARGETS)]
