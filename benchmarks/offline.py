@@ -243,12 +243,12 @@ def page(record: dict[str, Any]) -> str:
     lines += ["", _line(("environment", "random", "expert", "scores of the eight policies")), "|---" * 4 + "|"]
     for env, row in record["environments"].items():
         each = zip(row["selection"]["names"], row["selection"]["scores"], strict=True)
-        policies = ", ".join(f"{name}: {round(score)}" for name, score in each)
+        policies = "; ".join(f"{name}: {round(score)}" for name, score in each)
         lines.append(_line([env, f"{row['random']:.1f}", f"{row['expert']:.1f}", policies]))
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     seconds = sum(row["seconds"] for row in record["environments"].values())
     about = record["machine"]
-    return "\n".join([*lines, "", f"{seconds / 60:.0f} minutes on {about['cpu']}, {about['cores']} cores in use. {versions}."])
+    return "\n".join([*lines, "", f"{seconds / 60:.0f} minutes on {about['cpu']} (cores: {about['cores']}). {versions}."])
 
 
 def figure(record: dict[str, Any]) -> str:
