@@ -113,7 +113,7 @@ def trained():
 def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
     path = tmp_path / "played.npz"
     data = msrl.data.record(trained, 1600, path, num_envs=8)
-    settings = FittedQ(num_updates=300, fits=4, batch_size=64, discount=0.9, tau=0.5)
+    settings = FittedQ(num_updates=600, fits=4, batch_size=64, discount=0.9, tau=0.5)
     found = trained.evaluate(data=path, settings=settings)
     assert found.values.shape == (4,) and found.discount == 0.9
     # Pendulum's rewards are from -16.3 to 0, so values are within these over 1 - discount.
