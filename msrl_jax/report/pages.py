@@ -28,8 +28,8 @@ _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published"
 _ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
 of 256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
 bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)). *Published* are returns of others at equal
-steps, with their wall time on their hardware where they give it. Ours is that of all seeds together, on two cores where other
-work may have run beside. Curves are means over the seeds with the same intervals."""
+steps, with their wall time on their hardware where they give it. Ours is that of all seeds together, on the hardware that is
+named with each recipe, where other work may have run beside. Curves are means over the seeds with the same intervals."""
 
 
 @dataclasses.dataclass(frozen=True)
