@@ -1,5 +1,6 @@
 """Codecs: pack arrays that cross from one placement to another."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -14,6 +15,19 @@ from msrl_jax._compat import ShapedArray
 
 
 @dataclass(frozen=True)
+class Changes:
+    """How packed words cross if their receiver keeps those that it has: only the ones that changed, with their places.
+
+    Attributes:
+      one_in: at most one word in so many crosses as a change. If more have changed, all words cross.
+      every: in one of so many exchanges all words cross.
+    """
+
+    one_in: int
+    every: int
+
+
+@dataclass(frozen=True)
 class Codec:
     """Packs and unpacks arrays with pure functions that JAX can trace.
 
@@ -25,6 +39,7 @@ class Codec:
       holds: array -> bool, whether `decode` keeps the codec's promise; None if it always does.
       promise: the precision of the unpacked values in words, for plans and errors.
       lossless: whether unpacked values equal the original, as XLA compares: -0.0 is 0.0, and so may numbers below 1.2e-38 be.
+      changes: how only changes cross between placements; None if the packed form crosses whole.
     """
 
     name: str
@@ -34,6 +49,7 @@ class Codec:
     holds: Callable[[jax.Array], jax.Array] | None
     promise: str
     lossless: bool
+    changes: Changes | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -143,7 +159,31 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
     )
 
 
-CODECS: dict[str, Codec] = {c.name: c for c in (BFLOAT16, SCALED_UINT8, UINT8)}
+def delta(one_in: int = 64, every: int = 100) -> Codec:
+    """Makes a codec that sends parameters in bfloat16, and of these words only the ones that changed since the last exchange.
+
+    What arrives is what `"bfloat16"` gives, bit by bit. With a small learning rate most updates round to nothing in bfloat16:
+    AstraFlow reports that over 98% of the words stay as they are in an update of a language model.
+
+    Args:
+      one_in: at most one word in so many crosses as a change, as 6 bytes: a word and its place. If more have changed, all
+        words cross, 2 bytes each.
+      every: in one of so many exchanges all words cross.
+
+    Returns:
+      The codec, for parameters that are whole on each device of a placement, in one process.
+
+    Raises:
+      ValueError: if `one_in` is below 4, with which changes take about as many bytes as all words, or `every` below 1.
+    """
+    if not isinstance(one_in, int) or not isinstance(every, int) or one_in < 4 or every < 1:
+        raise ValueError(f"delta({one_in!r}, {every!r}): changes are at most one word in 4, and an exchange in 1 is whole")
+    changes = Changes(one_in, every)
+    name = "delta" if changes == Changes(64, 100) else f"delta({one_in}, {every})"
+    return dataclasses.replace(BFLOAT16, name=name, changes=changes)
+
+
+CODECS: dict[str, Codec] = {c.name: c for c in (BFLOAT16, SCALED_UINT8, UINT8, delta())}
 
 
 def register(codec: Codec) -> Codec:
@@ -162,7 +202,7 @@ def register(codec: Codec) -> Codec:
 
 
 def names() -> list[str]:
-    """The names of all codecs; `get` takes `"frame_stack(n)"` too."""
+    """The names of all codecs; `get` takes `"frame_stack(n)"` and `"delta(n, every)"` too."""
     return sorted(CODECS)
 
 
@@ -170,7 +210,7 @@ def get(codec: str | Codec) -> Codec:
     """A codec by name.
 
     Args:
-      codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" with a number; or a codec.
+      codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" or "delta(n, every)" with numbers; or a codec.
 
     Returns:
       The codec.
@@ -183,8 +223,9 @@ def get(codec: str | Codec) -> Codec:
         return codec
     if not isinstance(codec, str):
         raise TypeError(f"{codec!r} is no codec; use one of {', '.join(map(repr, CODECS))}, 'frame_stack(n)', or a Codec")
-    if call := re.fullmatch(r"frame_stack\((\d+)(?:, *(\d+))?\)", codec):
-        return frame_stack(*(int(n) for n in call.groups() if n))
+    if call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
+        name, *numbers = call.groups()
+        return (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
     if codec not in CODECS:
-        raise ValueError(f"unknown codec {codec!r}; there are {', '.join(CODECS)} and frame_stack(n)")
+        raise ValueError(f"unknown codec {codec!r}; there are {', '.join(CODECS)}, frame_stack(n) and delta(n, every)")
     return CODECS[codec]

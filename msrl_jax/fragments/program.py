@@ -18,6 +18,7 @@ from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
+from msrl_jax.fragments.runtime.changes import Sent, label_of
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
@@ -256,6 +257,15 @@ class Program(Generic[State]):
             parts.append(metrics)
         return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
 
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """What codecs that send changes have sent so far: for every transfer with one, its ends and first value."""
+        senders = self._executor.senders if self._executor else {}
+        return {
+            f"{i.sources[0].placement.name} -> {i.results[0].placement.name}: {label_of(i.results[0])}": sender.sent
+            for i, sender in senders.items()
+        }
+
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
 
@@ -290,6 +300,8 @@ class Program(Generic[State]):
                 yield i, self._executables.compiled[i]
             if coalesced := self._executables.coalesced.get(i):
                 yield from ((i, coalesced.join), (i, coalesced.split))
+            if sends := self._executables.patching.get(i):
+                yield from ((i, program) for program in (sends.join, sends.compare, sends.split, sends.patch))
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""

@@ -40,7 +40,7 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
         found = [name for name in storage if name in parts]
         chosen = storage[found[-1]] if found else None
         c = None if chosen is None else codecs.get(chosen)
-        if c and (c.name.startswith("frame_stack") or not c.takes(x)):
+        if c and (c.changes or c.name.startswith("frame_stack") or not c.takes(x)):
             what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
             if c.name == np.dtype(x.dtype).name:
                 raise ValueError(f"{what}: {leaf} is {c.name} already; leave it out")

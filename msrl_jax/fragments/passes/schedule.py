@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
+from msrl_jax.codecs import get
 from msrl_jax.fragments.graph.nodes import Graph, Node
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
 from msrl_jax.fragments.passes.partition import Group, Partition
@@ -59,6 +60,12 @@ class _Names:
             self.constants[value] = np.asarray(literal.val, aval(literal).dtype)
             self._literals[key] = value
         return self._literals[key]
+
+
+def _apart(value: Value) -> str:
+    """The codec of a value, if that sends changes, which need a Move of their own."""
+    codec = get(value.packed.edge.codec) if value.packed else None
+    return codec.name if codec and codec.changes else ""
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,12 @@ class _Emitter:
 
     def flush(self) -> None:
         for pairs in self._moves.values():
-            sources, results = zip(*pairs, strict=True)
-            self.out.append(Move(sources, results))
+            groups: dict[str, list[tuple[Value, Value]]] = {}
+            for pair in pairs:
+                groups.setdefault(_apart(pair[1]), []).append(pair)
+            for group in groups.values():
+                sources, results = zip(*group, strict=True)
+                self.out.append(Move(sources, results))
         self._moves.clear()
 
     def index(self, placement: Placement) -> Value:

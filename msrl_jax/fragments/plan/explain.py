@@ -24,6 +24,8 @@ from msrl_jax.fragments.runtime.memory import lacking_memory
 _TINY_BODY = 1_000_000
 # Exchanges of fewer bytes than this are negligible.
 _SMALL = 1024
+# Bytes of a changed word and its place.
+_CHANGE = 6
 
 
 def explain(
@@ -130,6 +132,8 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
             label, aval, codec = whole.label, whole.aval, whole.codec
             copies = max(arriving) // max(v.nbytes for v in parts)
             unpacked = copies * aval.size * aval.dtype.itemsize
+            if changes := get(whole.edge.codec).changes:
+                arriving = [copies * _CHANGE * math.ceil(aval.size / changes.one_in)]
         yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(arriving), times, codec, unpacked)
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from msrl_jax.fragments.graph.host import IN_TRACES, HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.runtime.changes import Patching, Sender
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
 from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
 
@@ -142,6 +143,7 @@ class Executor:
             + [v.index for v in executables.shardings],
             default=0,
         )
+        self.senders: dict[Move, Sender] = {}
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
@@ -237,6 +239,8 @@ class Executor:
         if i.is_copy:
             return self._call(i, i.sources, i.results)
         ins, outs = _slots(i.sources), _slots(i.results)
+        if patching := self._executables.patching.get(i):
+            return self._assigned(self._sender(i, patching), ins, outs)
         if len(i.processes) > 1:
             return self._assigned(self._cross(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
@@ -258,6 +262,13 @@ class Executor:
     def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._around(_put_one_copy if to_one else _put, "transfer")
+
+    def _sender(self, i: Move, patching: Patching) -> Sender:
+        here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
+        there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
+        wait = self._around(lambda array: jax.block_until_ready(array), "wait")
+        self.senders[i] = Sender(patching, [*here, *there], self._transfer(i), wait)
+        return self.senders[i]
 
     def _send_coalesced(self, i: Move, coalesced: Coalesced) -> Call:
         put, num_alone = self._transfer(i), len(coalesced.alone)

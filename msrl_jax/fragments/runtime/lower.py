@@ -22,6 +22,7 @@ from msrl_jax.fragments.passes.compact import compacted, kernels_matter
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.placement import Placement
+from msrl_jax.fragments.runtime.changes import changes_of, compile_patching
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, on_own_mesh, replicated
 from msrl_jax.fragments.runtime.memory import is_planned
 
@@ -49,7 +50,9 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
     executables.shardings.update({v: s or replicated(v) for v, s in known.items()})
     for i, _ in walk(body):
-        if isinstance(i, Move):
+        if isinstance(i, Move) and not i.is_copy and (changes := changes_of(i)):
+            executables.patching[i] = compile_patching(i, changes, executables)
+        elif isinstance(i, Move):
             coalesce(i, executables)
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
 
