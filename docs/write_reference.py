@@ -19,7 +19,8 @@ THEMES = {
 API = {
     "msrl_jax": [
         "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "compete", "Leaderboard", "runs_page", "plot_runs", "profile",
+        "Mean", "sweep", "SweepResult", "compete", "Leaderboard", "choose_policy", "Choice", "runs_page",
+        "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],

@@ -11,8 +11,10 @@ from msrl_jax import replay as replay
 from msrl_jax import report as report
 from msrl_jax import search as search
 from msrl_jax.experiment import PBT as PBT
+from msrl_jax.experiment import Choice as Choice
 from msrl_jax.experiment import Experiment as Experiment
 from msrl_jax.experiment import Result as Result
+from msrl_jax.experiment import choose_policy as choose_policy
 from msrl_jax.experiment import replay_step as replay_step
 from msrl_jax.experiment import train as train
 from msrl_jax.fragments import Delayed as Delayed

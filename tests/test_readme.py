@@ -613,7 +613,8 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     assert config.get("learning_rate") == rates.get(given)
     assert "--recipe" in arguments or all(f"--{field.replace('_', '-')}" in arguments for field in config)
     named = getattr(args, "policy", None) or ()
-    for policy in map(msrl.policies.get, [named] if isinstance(named, str) else named):
+    names = [named] if isinstance(named, str) else named
+    for policy in map(msrl.policies.get, (name for name in names if name != "auto")):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 

@@ -258,6 +258,7 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         use_cpu_devices(max(1, *map(cpus_of, args.devices)))
     from msrl_jax import policies
     from msrl_jax.experiment.arguments import make_experiment
+    from msrl_jax.experiment.choosing import choose_policy
     from msrl_jax.experiment.folder import write_text
     from msrl_jax.fragments.plan.picture import page_of
     from msrl_jax.report.scaling import format_table, plans
@@ -267,7 +268,10 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
     for name in names if args.devices else ():
         rows += plans(args.algo, args.env, name, args.devices, args.envs_per_device, **common, **config)
     experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-    placed = [policies.get(name or experiment.usual_policy) for name in names] if not rows else []
+    note = functools.partial(print, file=sys.stderr)
+    reasons = [choose_policy(experiment, note=note)] if "auto" in names and not rows else []
+    usual = [name or experiment.usual_policy for name in names if not rows]
+    placed = [reasons[0].policy if name == "auto" else policies.get(name) for name in usual]
     found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if args.out is not None:
         page = found[0].svg() if args.out.suffix == ".svg" else page_of(found, f"{args.algo} on {args.env}")
@@ -277,8 +281,9 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         return 0
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
-    data = [plan.to_dict() | {"parameters": parts} for plan in found]
-    _show(args, data if len(data) > 1 else data[0], "\n\n".join([*map(str, found), "\n".join(lines)]))
+    chosen = {"choice": reasons[0].to_dict()} if reasons else {}
+    data = [plan.to_dict() | {"parameters": parts} | chosen for plan in found]
+    _show(args, data if len(data) > 1 else data[0], "\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]))
     return 0
 
 

@@ -44,7 +44,8 @@ class What(Command):
     )
     policy: str | None = option(
         None, "distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1, or "
-        "MODULE:CLASS; GPUOnly if not given, or MultiLearner if the host simulates the environment."
+        "MODULE:CLASS, or auto: the fastest, by a short calibration; GPUOnly if not given, or MultiLearner if the host "
+        "simulates the environment."
     )  # fmt: skip
 
 

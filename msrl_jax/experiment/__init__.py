@@ -5,6 +5,8 @@ from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
 from msrl_jax.experiment.callbacks import WandB as WandB
 from msrl_jax.experiment.checkpoint import CheckpointError as CheckpointError
+from msrl_jax.experiment.choosing import Choice as Choice
+from msrl_jax.experiment.choosing import choose_policy as choose_policy
 from msrl_jax.experiment.evaluate import Evaluation as Evaluation
 from msrl_jax.experiment.fitted_q import FittedQ as FittedQ
 from msrl_jax.experiment.fitted_q import OffPolicyEstimate as OffPolicyEstimate

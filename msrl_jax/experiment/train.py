@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compiling, _recipes, policies
+from msrl_jax import _compiling, _recipes
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -19,6 +20,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
+from msrl_jax.experiment.choosing import resolved
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
@@ -68,9 +70,9 @@ def train(
         `Experiment` stands for all arguments that decide what is computed.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
-        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the
-        computation.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); `"auto"` measures which is the
+        fastest of those that compute the same run, see `choose_policy`. By default `"GPUOnly"`, or `"MultiLearner"` if the
+        host simulates the environment. It decides where the parts run and does not change the computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -153,7 +155,8 @@ def train(
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy
-            where = policies.get(usual if policy is None else policy)
+            say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
+            where = resolved(usual if policy is None else policy, experiment, devices, say)
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
             saver = None if path is None else Checkpoints(path, every, keep, recording)

@@ -1,6 +1,8 @@
 """The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
 import contextlib
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -23,12 +25,15 @@ from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
+from msrl_jax.fragments.runtime.timing import Prediction, measure_costs, predict
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
 
 # How many iterations beyond the staleness the host may be ahead of the devices: hides dispatch and bounds memory.
 _AHEAD = 2
+# Iterations of a fused program that are measured together.
+_TIMED = 8
 
 
 class Delayed(NamedTuple):
@@ -329,6 +334,31 @@ class Program(Generic[State]):
         self._check_setting()
         self._ready()
         return measure_dispatch(self.schedule, self._executables, self._fill(state, copy=True))
+
+    def predict(self, state: State | Delayed, *, delay: float = 0.0) -> Prediction:
+        """Predicts the time of an iteration, from a few that measure its instructions one by one.
+
+        Args:
+          state: the state, which stays valid; what the iterations make of it is thrown away.
+          delay: seconds that every transfer between placements takes longer than measured.
+
+        Returns:
+          The prediction. If the policy fuses the loop, it is the time of an iteration of that program, without transfers.
+        """
+        self._check_setting()
+        leaves = self._fill(state, copy=True)
+        if self._fused is None:
+            self._ready()
+            costs = measure_costs(self.schedule, self._executables, leaves)
+            return predict(self.schedule, costs, ahead=_AHEAD + self.layout.staleness, delay=delay)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            leaves, _ = self._chunk(leaves, _TIMED, _TIMED)
+            jax.block_until_ready(leaves)
+            times.append((time.perf_counter() - start) / _TIMED)
+        seconds = statistics.median(times[1:])  # JAX prepares a program in its first call
+        return Prediction(seconds, {self.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
 
     @contextlib.contextmanager
     def named_in_traces(self) -> Iterator[None]:

@@ -286,6 +286,11 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if parameters:
             raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
         return policy
+    if policy == "auto":
+        raise ValueError(
+            'policy "auto" measures a run, so train and explain take it, but nothing else does; name one of '
+            f"{', '.join(names())}"
+        )
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters
     first, colon, rest = name.partition(":")

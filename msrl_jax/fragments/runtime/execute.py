@@ -135,9 +135,14 @@ class Executor:
     The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
     """
 
-    def __init__(self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call):
-        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time."""
-        self._schedule, self._executables, self._around = schedule, executables, around
+    def __init__(
+        self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call,
+        each: Callable[[Instruction, Step], Step] = lambda i, step: step,
+    ):  # fmt: skip
+        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
+        and `each` the step of an instruction.
+        """
+        self._schedule, self._executables, self._around, self._each = schedule, executables, around, each
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
             + [v.index for v in executables.shardings],
@@ -178,6 +183,9 @@ class Executor:
         return after, [slots[v.index] for v in self._schedule.metrics], measured
 
     def _step(self, i: Instruction) -> Step:
+        return self._each(i, self._made(i))
+
+    def _made(self, i: Instruction) -> Step:
         match i:
             case HostCall():
                 return self._host_call(i)

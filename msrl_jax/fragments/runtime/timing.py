@@ -1,0 +1,146 @@
+"""What the instructions of an iteration cost, measured one by one; and what an iteration takes if they overlap as they may."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+
+from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.execute import Executor, Slots, Step
+from msrl_jax.fragments.runtime.transfer import Leaves
+
+
+class Cost(NamedTuple):
+    """The cost of an instruction, in seconds."""
+
+    dispatch: float  # until its call returns
+    total: float  # until its results are there
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an iteration takes, in seconds. The parts overlap, so they add up to more than the whole.
+
+    Attributes:
+      seconds: one iteration, if many follow each other.
+      programs: placement -> seconds that its devices work.
+      transfers: seconds that values are on their way.
+      dispatch: seconds of the host.
+      exchanges: transfers.
+    """
+
+    seconds: float
+    programs: Mapping[str, float]
+    transfers: float
+    dispatch: float
+    exchanges: int
+
+
+def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, iterations: int = 4) -> dict[Instruction, Cost]:
+    """Measures every instruction alone, over a few iterations that consume the memory of `leaves`; returns the medians."""
+    found: dict[Instruction, list[Cost]] = defaultdict(list)
+
+    def timed(i: Instruction, step: Step) -> Step:
+        if isinstance(i, Loop | Free):
+            return step
+        made = [v.index for v in i.makes()]
+
+        def measured(slots: Slots) -> None:
+            start = time.perf_counter()
+            step(slots)
+            returned = time.perf_counter()
+            jax.block_until_ready([slots[k] for k in made])
+            found[i].append(Cost(returned - start, time.perf_counter() - start))
+
+        return measured
+
+    execute = Executor(schedule, executables, each=timed)
+    for iteration in range(1 + iterations):
+        if iteration == 1:
+            found.clear()  # JAX prepares a program in its first call
+        leaves, *_ = execute(leaves)
+        jax.block_until_ready(leaves)
+    return {i: Cost(*map(statistics.median, zip(*costs, strict=True))) for i, costs in found.items()}
+
+
+@dataclass
+class _Clock:
+    """The times at which values are there, devices are free and the host goes on."""
+
+    costs: Mapping[Instruction, Cost]
+    delay: float  # seconds that each transfer takes longer
+    host: float = 0.0
+    ready: dict[Value, float] = field(default_factory=dict)
+    busy: dict[Device, float] = field(default_factory=dict)
+
+    def run(self, instructions: Iterable[Instruction]) -> None:
+        for i in instructions:
+            if isinstance(i, Loop):
+                self.loop(i)
+            elif not isinstance(i, Free):
+                self.one(i, self.costs[i])
+
+    def one(self, i: Instruction, cost: Cost) -> None:
+        is_exchange = isinstance(i, Move) and not i.is_copy
+        devices = i.placement.devices if isinstance(i, Run) else ()
+        begin = max(self.host, *(self.ready.get(v, 0.0) for v in i.reads()), *(self.busy.get(d, 0.0) for d in devices), 0.0)
+        self.host += cost.dispatch
+        end = max(self.host, begin + cost.total + (self.delay if is_exchange else 0.0))
+        if isinstance(i, HostCall):
+            self.host = end
+        self.ready.update(dict.fromkeys(i.makes(), end))
+        self.busy.update(dict.fromkeys(devices, end))
+
+    def loop(self, i: Loop) -> None:
+        for c in i.carry:
+            self.ready[c.enter] = self.ready.get(c.init, 0.0)
+        for _ in range(i.length):
+            self.run(i.body)
+            left = [self.ready.get(c.leave, 0.0) for c in i.carry]
+            self.ready.update(zip((c.enter for c in i.carry), left, strict=True))
+        for c in i.carry:
+            self.ready[c.result] = self.ready[c.enter]
+
+
+def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
+    """Predicts the time of an iteration from the costs of its instructions.
+
+    The host dispatches them in order; a program starts once its devices are free and its inputs are there.
+
+    Args:
+      schedule: the instructions.
+      costs: what each costs, except for loops.
+      ahead: how many iterations the host may be ahead of the devices.
+      delay: seconds that every transfer between placements takes longer than measured.
+
+    Returns:
+      The prediction.
+    """
+    clock, ends = _Clock(costs, delay), []
+    copies = [pair for values in zip(schedule.inputs, schedule.outputs, strict=True) for pair in zip(*values, strict=True)]
+    for iteration in range(2 * ahead + 8):
+        clock.run(schedule.body)
+        ends.append(max([clock.host, *clock.ready.values()]))
+        clock.ready = {enter: clock.ready.get(leave, 0.0) for enter, leave in copies}
+        if iteration >= ahead:
+            clock.host = max(clock.host, ends[iteration - ahead])
+    steady = ends[-4:]
+    programs: dict[str, float] = defaultdict(float)
+    transfers = dispatch = 0.0
+    exchanges = 0
+    for i, times in walk(schedule.body):
+        if isinstance(i, Loop | Free):
+            continue
+        dispatch += times * costs[i].dispatch
+        if isinstance(i, Run):
+            programs[i.placement.name] += times * costs[i].total
+        elif isinstance(i, Move) and not i.is_copy:
+            transfers += times * (costs[i].total + delay)
+            exchanges += times
+    return Prediction((steady[-1] - steady[0]) / (len(steady) - 1), dict(programs), transfers, dispatch, exchanges)

@@ -1,0 +1,163 @@
+"""`policy="auto"`: the fastest of the policies that compute the same run, why, and what it cannot know."""
+
+import itertools
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import policies
+from msrl_jax.cli import main
+from msrl_jax.experiment import choosing
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.fragments.runtime.execute import Executor
+from msrl_jax.fragments.runtime.timing import Prediction
+from msrl_jax.report.bench import program_runner
+
+SMALL = {"num_envs": 8, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 1, "hidden_sizes": (8,)}
+
+
+def small(**changes):
+    return make_experiment("ppo", "CartPole-v1", overrides=SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def choice():
+    return msrl.choose_policy(small(), policies=["GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine"], delay=1.0)
+
+
+def test_slow_transfers_choose_a_policy_without_any(choice):
+    assert choice.policy == policies.GPUOnly()
+    names = [type(a.policy).__name__ for a in choice.alternatives]
+    assert names == ["GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine"]
+    _, coarse, fine = (a.prediction for a in choice.alternatives)
+    assert coarse.exchanges == 2 and fine.exchanges > 2 * 4
+    assert 2.0 <= coarse.seconds < 2.5 and fine.seconds >= 2 * 4
+    text = str(choice)
+    assert text.startswith("GPUOnly: ") and "if transfers take 1000 ms longer" in text and "times as long" in text
+    assert json.loads(json.dumps(choice.to_dict()))["alternatives"][1]["prediction"]["exchanges"] == 2
+
+
+def fixed(monkeypatch, seconds):
+    """Lets every policy take the seconds of its name."""
+
+    def predict(program, state, *, delay=0.0):
+        return Prediction(seconds[program.layout.policy.partition("(")[0]], {}, 0.0, 0.0, 0)
+
+    monkeypatch.setattr(msrl.Program, "predict", predict)
+
+
+def test_what_a_short_measurement_does_not_tell_apart_is_said(monkeypatch):
+    fixed(monkeypatch, {"GPUOnly": 1.05, "MultiLearner": 1.0, "SingleLearnerCoarse": 2.0})
+    found = msrl.choose_policy(small(), policies=["GPUOnly", "MultiLearner", "SingleLearnerCoarse"])
+    assert found.policy == policies.MultiLearner()
+    assert "SingleLearnerCoarse 2 times as long" in found.reason and "does not tell it from GPUOnly" in found.reason
+
+
+def test_training_with_auto_is_training_with_the_chosen_policy(monkeypatch, tmp_path, capsys):
+    others = dict.fromkeys(policies.names(), 2.0)
+    fixed(monkeypatch, others | {"SingleLearnerCoarse": 1.0})
+    common = {"total_steps": 64, "progress": "lines", **SMALL}
+    auto = msrl.train("ppo", "CartPole-v1", policy="auto", out=tmp_path / "run", **common)
+    assert "policy SingleLearnerCoarse: 1,000 ms per iteration" in capsys.readouterr().err
+    named = msrl.train("ppo", "CartPole-v1", policy="SingleLearnerCoarse", **common)
+    assert auto.description["policy"] == named.description["policy"] == "SingleLearnerCoarse"
+    params = (jax.tree.leaves(r.state.params) for r in (auto, named))
+    assert all(np.array_equal(a, b) for a, b in zip(*params, strict=True))
+    again = msrl.train("ppo", "CartPole-v1", out=tmp_path / "run", resume=True, **(common | {"total_steps": 128}))
+    assert again.description["policy"] == "SingleLearnerCoarse"
+
+
+def test_policies_that_cannot_run_it_are_listed_with_the_reason():
+    nine = policies.SingleLearnerCoarse(learners=9)
+    found = msrl.choose_policy(small(), policies=["GPUOnly", nine])
+    assert found.policy == policies.GPUOnly() and found.alternatives[1].prediction is None
+    assert "SingleLearnerCoarse:learners=9: " in str(found) and "needs 10 devices" in str(found)
+    with pytest.raises(ValueError, match=r"found no policy that can run this: SingleLearnerCoarse:learners=9: .*needs 10"):
+        msrl.choose_policy(small(), policies=[nine])
+
+
+def test_on_one_device_nothing_is_measured():
+    found = msrl.choose_policy(small(), devices=jax.devices()[:1])
+    assert found.policy == policies.GPUOnly() and found.alternatives[0].prediction is None and "one device" in str(found)
+
+
+UNKNOWN = [
+    (lambda: msrl.choose_policy(small(), policies=[]), "has no candidate"),
+    (lambda: msrl.choose_policy(small(), policies=["SingleLearnerCoarse:staleness=1"]), "acts with old parameters"),
+    (lambda: msrl.choose_policy(small(), delay=-1.0), "delay=-1.0 must be a number of seconds of at least 0"),
+    (lambda: policies.get("auto"), "train and explain take it"),
+    (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "without stepping its simulators"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), UNKNOWN)
+def test_what_it_cannot_know_is_said_with_a_remedy(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask()
+
+
+def test_devices_that_are_only_planned_are_not_measured(monkeypatch):
+    monkeypatch.setattr(choosing, "is_planned", lambda device: device.id == 2)
+    with pytest.raises(ValueError, match=r"cannot measure devices that are not there, such as .*; name a policy instead"):
+        msrl.choose_policy(small(), devices=jax.devices())
+
+
+def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
+    fixed(monkeypatch, dict.fromkeys(policies.names(), 2.0) | {"Central": 1.0})
+    given = "explain --policy auto --num-envs 8 --unroll-length 4 --num-minibatches 2"
+    assert main(given.split()) == 0
+    out = capsys.readouterr()
+    assert "measuring GPUOnly" in out.err and out.out.startswith("Central: ") and "\nCentral(): " in out.out
+    assert main([*given.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choice"]["policy"] == "Central"
+
+
+CASES = [
+    ("ppo", {"num_envs": 16, "unroll_length": 8, "num_minibatches": 4}),
+    ("ppo", {"num_envs": 256, "unroll_length": 16, "num_minibatches": 4, "hidden_sizes": (128, 128)}),
+    ("a2c", {"num_envs": 64, "unroll_length": 8}),
+    ("impala", {"num_envs": 64, "unroll_length": 16}),
+    ("dqn", {"num_envs": 16}),
+]
+DELAYS = (0.0, 2e-4, 1e-3, 6e-3)
+
+
+@pytest.mark.slow
+def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
+    """20 cases: algorithms and sizes times delays of a transfer, which the host sleeps."""
+
+    def slowed(delay):
+        def around(call, what):
+            def later(*args):
+                time.sleep(delay)
+                return call(*args)
+
+            return later if what == "transfer" and delay else call
+
+        return around
+
+    regrets = {}
+    for number, (algo, sizes) in enumerate(CASES):
+        experiment = make_experiment(algo, "CartPole-v1", overrides=sizes)
+        programs = {name: experiment.compile(policies.get(name)) for name in policies.names()}
+        for delay in DELAYS:
+            predicted, measured = {}, {}
+            for name, program in programs.items():
+                predicted[name] = program.predict(experiment.start(program), delay=delay).seconds
+                if not program.is_fused:
+                    program._executor = Executor(program.schedule, program._executables, slowed(delay))
+                count = max(1, round(0.3 / predicted[name]))
+                measured[name] = 1 / program_runner(experiment, program, count).run(1.0)
+                if not program.is_fused:
+                    program._executor = Executor(program.schedule, program._executables)
+            best = min(predicted, key=predicted.get)
+            regrets[number, delay] = measured[best] / min(measured.values())
+            print(algo, sizes, delay, best, min(measured, key=measured.get), regrets[number, delay])
+    assert len(regrets) == len(list(itertools.product(CASES, DELAYS))) == 20
+    assert sum(r <= 1.1 for r in regrets.values()) >= 18, regrets
+
+
