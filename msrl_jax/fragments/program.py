@@ -22,7 +22,7 @@ from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.changes import Sent, label_of
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
-from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch, named_in_traces, waiting
+from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
 from msrl_jax.fragments.runtime.timing import Prediction, measure_costs, predict
@@ -360,12 +360,28 @@ class Program(Generic[State]):
         seconds = statistics.median(times[1:])  # JAX prepares a program in its first call
         return Prediction(seconds, {self.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
 
-    @contextlib.contextmanager
-    def named_in_traces(self) -> Iterator[None]:
+    def named_in_traces(self) -> contextlib.AbstractContextManager[None]:
         """Lets traces of `jax.profiler` tell what the host dispatches, transfers and waits for, which takes a little time."""
+        return self._with_calls(named_in_traces)
+
+    def delayed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Lets the host sleep before each transfer between placements: what a slower network would do to a run."""
+
+        def later(call: Callable[..., Any], what: str) -> Callable[..., Any]:
+            def slow(*args: Any) -> Any:
+                time.sleep(seconds)
+                return call(*args)
+
+            return slow if what == "transfer" and seconds else call
+
+        return self._with_calls(later)
+
+    @contextlib.contextmanager
+    def _with_calls(self, around: Around) -> Iterator[None]:
+        """Replaces what dispatches; see `Executor`."""
         before = None if self.is_fused else self._ready()
         if before is not None:
-            self._executor = Executor(self.schedule, self._executables, named_in_traces)
+            self._executor = Executor(self.schedule, self._executables, around)
         try:
             yield
         finally:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from msrl_jax import policies
 from msrl_jax.cli import main
 from msrl_jax.experiment import choosing
 from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.fragments.runtime.execute import Executor
 from msrl_jax.fragments.runtime.timing import Prediction
 from msrl_jax.report.bench import program_runner
 
@@ -129,17 +127,6 @@ DELAYS = (0.0, 2e-4, 1e-3, 6e-3)
 @pytest.mark.slow
 def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
     """20 cases: algorithms and sizes times delays of a transfer, which the host sleeps."""
-
-    def slowed(delay):
-        def around(call, what):
-            def later(*args):
-                time.sleep(delay)
-                return call(*args)
-
-            return later if what == "transfer" and delay else call
-
-        return around
-
     regrets = {}
     for number, (algo, sizes) in enumerate(CASES):
         experiment = make_experiment(algo, "CartPole-v1", overrides=sizes)
@@ -148,12 +135,9 @@ def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
             predicted, measured = {}, {}
             for name, program in programs.items():
                 predicted[name] = program.predict(experiment.start(program), delay=delay).seconds
-                if not program.is_fused:
-                    program._executor = Executor(program.schedule, program._executables, slowed(delay))
                 count = max(1, round(0.3 / predicted[name]))
-                measured[name] = 1 / program_runner(experiment, program, count).run(1.0)
-                if not program.is_fused:
-                    program._executor = Executor(program.schedule, program._executables)
+                with program.delayed(delay):
+                    measured[name] = 1 / program_runner(experiment, program, count).run(1.0)
             best = min(predicted, key=predicted.get)
             regrets[number, delay] = measured[best] / min(measured.values())
             print(algo, sizes, delay, best, min(measured, key=measured.get), regrets[number, delay])
