@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from benchmarks import thesis
 
-PAGE = "# Thesis\n\n<!-- thesis: begin -->\nold\n<!-- thesis: end -->\n"
+PAGE = "# Thesis\n\n<!-- thesis: begin -->\nstale\n<!-- thesis: end -->\n"
 
 
 def row(policy, delay, predicted, measured):
@@ -41,5 +41,5 @@ def test_tiny_runs_fill_the_record_the_page_and_the_figure(tmp_path, monkeypatch
     assert all(r["exchanges"] == 2 and r["measured"] > 0.2 and r["predicted"] > 0.2 for r in slow)
     assert all(r["exchanges"] == 0 for r in rows if r["policy"] == "GPUOnly")
     text = page.read_text()
-    assert "old" not in text and " of 4 cases" in text and "| 16 | 100 ms |" in text
+    assert "stale" not in text and " of 4 cases" in text and "| 16 | 100 ms |" in text
     assert svg.read_text().startswith("<?xml") and thesis.page(json.loads(record.read_text())) in text
