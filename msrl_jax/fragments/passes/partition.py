@@ -11,6 +11,7 @@ A third rule keeps effects as they are under `jax.jit`: a node with effects (a c
 if no program reads its results, and programs with effects keep their order.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -267,6 +268,7 @@ def _needed_at(
 def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     """Groups nodes into programs: each joins the earliest program of its placement that then waits for nothing new."""
     groups: list[Group] = []
+    joinable: dict[Placement | None, list[Group]] = defaultdict(list)
     made_in: dict[tuple[Var, Placement | None], Group] = {}
     last_effect: set[Group] = set()
     before = _host_calls_before(region)
@@ -286,11 +288,12 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
             direct = sources(node, at) | (last_effect if node.has_effects else set())
             waits_for = direct.union(*(g.waits_for for g in direct))
             alone = at is None or node.is_host_call
-            open_groups = [] if alone else [g for g in groups if g.placement == at and not g.is_host_call]
-            group = next((g for g in open_groups if waits_for - {g} <= g.waits_for), None)
+            group = None if alone else next((g for g in joinable[at] if waits_for - {g} <= g.waits_for), None)
             if group is None:
                 group = Group(at, [], waits_for)
                 groups.append(group)
+                if not alone:
+                    joinable[at].append(group)
             group.nodes.append(node)
             if node.has_effects:
                 last_effect = {group}
