@@ -258,7 +258,7 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         use_cpu_devices(max(1, *map(cpus_of, args.devices)))
     from msrl_jax import policies
     from msrl_jax.experiment.arguments import make_experiment
-    from msrl_jax.experiment.choosing import choose_policy
+    from msrl_jax.experiment.choosing import choose_policy, is_auto
     from msrl_jax.experiment.folder import write_text
     from msrl_jax.fragments.plan.picture import page_of
     from msrl_jax.report.scaling import format_table, plans
@@ -269,9 +269,9 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         rows += plans(args.algo, args.env, name, args.devices, args.envs_per_device, **common, **config)
     experiment = make_experiment(args.algo, args.env, overrides=config, **common)
     note = functools.partial(print, file=sys.stderr)
-    reasons = [choose_policy(experiment, note=note)] if "auto" in names and not rows else []
+    reasons = [choose_policy(experiment, note=note)] if any(map(is_auto, names)) and not rows else []
     usual = [name or experiment.usual_policy for name in names if not rows]
-    placed = [reasons[0].policy if name == "auto" else policies.get(name) for name in usual]
+    placed = [reasons[0].policy if is_auto(name) else policies.get(name) for name in usual]
     found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if args.out is not None:
         page = found[0].svg() if args.out.suffix == ".svg" else page_of(found, f"{args.algo} on {args.env}")

@@ -124,13 +124,18 @@ def choose_policy(
     return Choice(known[0].policy, (*known, *(a for a in measured if not a.prediction)), _reason(known, delay))
 
 
+def is_auto(policy: object) -> bool:
+    """Whether a policy is to be chosen; case is ignored, as in the names of policies."""
+    return isinstance(policy, str) and policy.lower() == "auto"
+
+
 def resolved(
     policy: str | DistributionPolicy, experiment: Experiment, devices: Sequence[Device] | None, say: Callable[[str], Any]
 ) -> DistributionPolicy:
-    """The policy itself, or the chosen one if it is "auto"; `say` is called with the reason."""
-    if policy != "auto":
+    """The policy itself, or the chosen one if it is "auto"; `say` is called with lines of text about the choice."""
+    if not is_auto(policy):
         return registry.get(policy)
-    choice = choose_policy(experiment, devices=devices)
+    choice = choose_policy(experiment, devices=devices, note=lambda line: say(f"policy auto: {line}"))
     say(f"policy {choice.reason}")
     return choice.policy
 

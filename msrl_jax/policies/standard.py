@@ -286,10 +286,10 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if parameters:
             raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
         return policy
-    if policy == "auto":
+    if policy.lower().partition(":")[0] == "auto":
         raise ValueError(
-            'policy "auto" measures a run, so train and explain take it, but nothing else does; name one of '
-            f"{', '.join(names())}"
+            f'policy {policy!r}: "auto", which has no parameters, measures a run, so train and explain take it, but nothing else '
+            f"does; name one of {', '.join(names())}"
         )
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters

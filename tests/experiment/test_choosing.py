@@ -59,7 +59,7 @@ def test_training_with_auto_is_training_with_the_chosen_policy(monkeypatch, tmp_
     others = dict.fromkeys(policies.names(), 2.0)
     fixed(monkeypatch, others | {"SingleLearnerCoarse": 1.0})
     common = {"total_steps": 64, "progress": "lines", **SMALL}
-    auto = msrl.train("ppo", "CartPole-v1", policy="auto", out=tmp_path / "run", **common)
+    auto = msrl.train("ppo", "CartPole-v1", policy="AUTO", out=tmp_path / "run", **common)
     assert "policy SingleLearnerCoarse: 1,000 ms per iteration" in capsys.readouterr().err
     named = msrl.train("ppo", "CartPole-v1", policy="SingleLearnerCoarse", **common)
     assert auto.description["policy"] == named.description["policy"] == "SingleLearnerCoarse"
@@ -87,7 +87,8 @@ UNKNOWN = [
     (lambda: msrl.choose_policy(small(), policies=[]), "has no candidate"),
     (lambda: msrl.choose_policy(small(), policies=["SingleLearnerCoarse:staleness=1"]), "acts with old parameters"),
     (lambda: msrl.choose_policy(small(), delay=-1.0), "delay=-1.0 must be a number of seconds of at least 0"),
-    (lambda: policies.get("auto"), "train and explain take it"),
+    (lambda: policies.get("Auto"), "train and explain take it"),
+    (lambda: msrl.train("ppo", policy="auto:learners=2", progress=False), "has no parameters"),
     (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "without stepping its simulators"),
 ]
 
