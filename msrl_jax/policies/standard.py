@@ -288,7 +288,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         return policy
     if policy.lower().partition(":")[0] == "auto":
         raise ValueError(
-            f'policy {policy!r}: "auto", which has no parameters, measures a run, so train and explain take it, but nothing else '
+            f'policy {policy!r}: "auto", which has no parameters, measures a run; train and explain take it, nothing else '
             f"does; name one of {', '.join(names())}"
         )
     name, given = parse_spec(policy, prefixes=True)
