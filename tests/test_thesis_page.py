@@ -13,7 +13,8 @@ PAGE = "# Thesis\n\n<!-- thesis: begin -->\nstale\n<!-- thesis: end -->\n"
 
 
 def row(policy, delay, predicted, measured):
-    return {"num_envs": 32, "policy": policy, "delay": delay, "exchanges": 2, "predicted": predicted, "measured": measured}
+    same = {"case": "PPO", "steps": 8, "exchanges": 2}
+    return same | {"policy": policy, "delay": delay, "predicted": predicted, "measured": measured}
 
 
 def test_a_choice_costs_what_the_chosen_policy_was_measured_to_take():
@@ -30,16 +31,16 @@ def test_tiny_runs_fill_the_record_the_page_and_the_figure(tmp_path, monkeypatch
     page.write_text(PAGE)
     monkeypatch.setattr(thesis, "POLICIES", ("GPUOnly", "SingleLearnerCoarse"))
     monkeypatch.setattr(thesis, "FIXED", {"unroll_length": 4, "num_minibatches": 2, "num_epochs": 1})
-    sizes = ["--envs", "8", "16", "--delays", "0", "0.1", "--seconds", "0.05", "--repeats", "1"]
+    sizes = ["--envs", "8", "--agents", "3", "--delays", "0", "0.1", "--seconds", "0.05", "--repeats", "1"]
     thesis.main([*sizes, "--json", str(record), "--docs", str(page), "--svg", str(svg)])
     rows = json.loads(record.read_text())["rows"]
-    assert [(r["num_envs"], r["policy"], r["delay"]) for r in rows] == [
-        (n, p, d) for n in (8, 16) for p in thesis.POLICIES for d in (0, 0.1)
+    assert [(r["case"], r["policy"], r["delay"]) for r in rows] == [
+        (n, p, d) for n in ("PPO, 8 environments", "MAPPO, 3 agents") for p in thesis.POLICIES for d in (0, 0.1)
     ]
     # Two transfers of an iteration take 0.2 s longer, and one program of all devices none.
     slow = [r for r in rows if r["policy"] != "GPUOnly" and r["delay"]]
     assert all(r["exchanges"] == 2 and r["measured"] > 0.2 and r["predicted"] > 0.2 for r in slow)
     assert all(r["exchanges"] == 0 for r in rows if r["policy"] == "GPUOnly")
     text = page.read_text()
-    assert "stale" not in text and " of 4 cases" in text and "| 16 | 100 ms |" in text
+    assert "stale" not in text and " of 4 cases" in text and "| MAPPO, 3 agents | 100 ms |" in text
     assert svg.read_text().startswith("<?xml") and thesis.page(json.loads(record.read_text())) in text
