@@ -1,7 +1,6 @@
 """The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -25,7 +24,7 @@ from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
-from msrl_jax.fragments.runtime.timing import Prediction, measure_costs, predict
+from msrl_jax.fragments.runtime.timing import Prediction, measure_costs, predict, time_chunks
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
@@ -351,13 +350,7 @@ class Program(Generic[State]):
             self._ready()
             costs = measure_costs(self.schedule, self._executables, leaves)
             return predict(self.schedule, costs, ahead=_AHEAD + self.layout.staleness, delay=delay)
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            leaves, _ = self._chunk(leaves, _TIMED, _TIMED)
-            jax.block_until_ready(leaves)
-            times.append((time.perf_counter() - start) / _TIMED)
-        seconds = statistics.median(times[1:])  # JAX prepares a program in its first call
+        seconds = time_chunks(lambda leaves: self._chunk(leaves, _TIMED, _TIMED)[0], leaves) / _TIMED
         return Prediction(seconds, {self.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
 
     def named_in_traces(self) -> contextlib.AbstractContextManager[None]:
