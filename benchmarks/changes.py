@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     record: dict[str, Any] = {"machine": machine(), "versions": our_versions(), "commit": commit(), "rows": []}
     record["what"] = f"{args.algo.rpartition(':')[2]} on {args.env.rpartition(':')[2]}"
+    config = {name: tuple(x) if isinstance(x, list) else x for name, x in args.config.items()}
     for rate in args.rates:
-        record["rows"].append(measure(args.algo, args.env, args.field, rate, args.iterations, **args.config))
+        record["rows"].append(measure(args.algo, args.env, args.field, rate, args.iterations, **config))
         print(json.dumps(record["rows"][-1]), flush=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.docs:

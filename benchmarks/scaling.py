@@ -9,20 +9,30 @@ writes scaling.json and scaling.md. Environments grow with the devices.
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from msrl_jax.fragments.plan.topologies import cpus_of
-from msrl_jax.report.scaling import format_markdown, plans
+from msrl_jax.report.scaling import Scaled, cells_of, plans
 
 POLICIES = (
     *("GPUOnly", "MultiLearner", "SingleLearnerCoarse", "SingleLearnerCoarse:learners={half}"),
     *("SingleLearnerFine:learners={half}", "Environments", "Central", "Central:workers={half},shards={half}"),
 )
+COLUMNS = ("policy", "devices", "idle", "dispatches", "arriving", "collectives", "in bytes", "memory", "tracing", "XLA")
 
 
-def main() -> None:
+def format_markdown(rows: Sequence[Scaled]) -> str:
+    """Formats plans as a Markdown table; the first row of a policy names it."""
+    cells = [cells_of(row, COLUMNS) for row in rows]
+    named = [[f"`{first}`" if not k or cells[k - 1][0] != first else "", *rest] for k, (first, *rest) in enumerate(cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *named])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Plans every policy for all devices and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", nargs="+", default=["ppo"])
@@ -32,16 +42,14 @@ def main() -> None:
     parser.add_argument("--envs-per-device", type=int, default=8)
     parser.add_argument("--config", type=json.loads, default={}, help="fields of the config, as JSON")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    if cpus := max(map(cpus_of, args.devices)):
-        jax.config.update("jax_num_cpu_devices", cpus)
+    args = parser.parse_args(argv)
+    config = {name: tuple(x) if isinstance(x, list) else x for name, x in args.config.items()}
     rows, refused = [], []
     for algo in args.algo:
         for policy in args.policy:
             for devices in args.devices:
                 try:
-                    rows += plans(algo, args.env, policy, [devices], args.envs_per_device, **args.config)
+                    rows += plans(algo, args.env, policy, [devices], args.envs_per_device, **config)
                 except ValueError as error:
                     refused.append({"algorithm": algo, "policy": policy, "devices": devices, "why": str(error)})
                     print(f"{algo}, {policy} on {devices}: {error}", flush=True)
@@ -53,4 +61,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    if cpus := max((cpus_of(word) for word in sys.argv[1:] if word.startswith("cpu:")), default=0):
+        jax.config.update("jax_num_cpu_devices", cpus)
     main()

@@ -26,6 +26,8 @@ class Scaled:
     count: int  # of devices
     num_envs: int | None  # None for an algorithm that has none
     plan: Plan
+    tracing_seconds: float  # to trace the iteration and to cut it into programs
+    xla_seconds: float  # to compile the programs
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers of each device as plain Python data, by placement; times and bytes are of one iteration."""
@@ -70,13 +72,16 @@ def plans(
             experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
             text = experiment.usual_policy if policy is None else policy
             placed = policies.get(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
-            plan = experiment.compile(placed, there).explain()
+            program = experiment.compile(placed, there)
+            before, plan = program.compile_seconds, program.explain()
         num_envs = getattr(experiment.algorithm, "num_envs", None)
-        found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan))
+        seconds = before, program.compile_seconds - before
+        found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan, *seconds))
     return found
 
 
-def _cells(row: Scaled, columns: Sequence[str]) -> list[str]:
+def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
+    """The cells of a row of a table."""
     d = row.to_dict()
 
     def each(name: str, text: Callable[[int], str] = size) -> str:
@@ -89,6 +94,7 @@ def _cells(row: Scaled, columns: Sequence[str]) -> list[str]:
         "policy": row.policy, "devices": row.devices, "idle": str(d["idle"]), "envs": str(row.num_envs or "-"),
         "dispatches": str(d["dispatches"]), "launches": each("launches", "{:,}".format), "arriving": each("bytes_arriving"),
         "collectives": each("collectives", str), "in bytes": each("bytes_of_collectives"), "memory": each("memory"),
+        "tracing": f"{row.tracing_seconds:.1f} s", "XLA": f"{row.xla_seconds:.1f} s",
     }  # fmt: skip
     return [cells[name] for name in columns]
 
@@ -101,4 +107,4 @@ def format_table(rows: Sequence[Scaled]) -> str:
     columns = ["policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory"]
     if all(row.plan.launches for row in rows):
         columns.insert(columns.index("arriving"), "launches")
-    return "\n".join(table(columns, [_cells(row, columns) for row in rows]))
+    return "\n".join(table(columns, [cells_of(row, columns) for row in rows]))

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import scaling as script
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
 from msrl_jax.cli import actions, program
@@ -109,3 +110,16 @@ def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, m
         monkeypatch.setattr(module, "use_cpu_devices", lambda count: None)
     code, _, error = explain(capsys, *flags)
     assert code == program.BAD_INPUT and message in error and error.count("\n") == 1
+
+
+def test_the_script_writes_its_tables_and_what_was_refused(tmp_path, capsys):
+    given = ["--algo", "a2c", "--policy", "GPUOnly", "Central:shards=2", "--devices", "cpu:2", "cpu:4"]
+    config = json.dumps(SMALL | {"hidden_sizes": [16]})
+    script.main([*given, "--envs-per-device", "4", "--config", config, "--out", str(tmp_path / "it")])
+    found = json.loads((tmp_path / "it.json").read_text())
+    assert [(row["policy"], row["count"]) for row in found["rows"]] == [("GPUOnly", 2), ("GPUOnly", 4), ("Central:shards=2", 4)]
+    assert all(row["tracing_seconds"] > 0 and row["xla_seconds"] > 0 for row in found["rows"])
+    assert "needs 3 devices" in found["refused"][0]["why"] and "needs 3 devices" in capsys.readouterr().out
+    head, _, first, second, third = (tmp_path / "it.md").read_text().splitlines()
+    assert head.startswith("| policy | devices |") and first.startswith("| `GPUOnly` | cpu:2 | 0 | 1 |")
+    assert second.startswith("|  | cpu:4 | 0 | 1 |") and third.startswith("| `Central:shards=2` | cpu:4 |")
