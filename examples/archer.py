@@ -28,6 +28,7 @@ from examples.twenty_questions import UTTERANCE, Dialogues, TwentyQuestions
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import Agent, config, field, tunable
 from msrl_jax.algorithms.agent import split_keys
+from msrl_jax.algorithms.loops.off_policy import select
 from msrl_jax.algorithms.losses import clipped_surrogate_loss, value_loss
 from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
 from msrl_jax.fragments.counters import at_least
@@ -36,12 +37,9 @@ from msrl_jax.report import curves
 
 ENV = TwentyQuestions(turns=10)
 NAMES = {"archer": "ArCHer", "cloning": "filtered cloning", "ppo": "PPO of tokens"}
-SETTINGS: Any = {
-    "archer": {},
-    "cloning": {"critic_updates": 0, "actor_updates": 4, "warmup": 0},
-    "ppo": {"critic_updates": 4, "actor_updates": 4, "warmup": 0},
-}
-ITERATIONS, TOKENS = 45, ENV.turns * (UTTERANCE + 1)  # tokens of a dialogue
+BASELINE: dict[str, Any] = {"actor_updates": 4, "warmup": 0}
+SETTINGS = {"archer": {}, "cloning": BASELINE | {"critic_updates": 0}, "ppo": BASELINE | {"critic_updates": 4}}
+ITERATIONS, TOKENS = 40, ENV.turns * (UTTERANCE + 1)  # tokens of a dialogue
 CAPACITY, SHARE = 100_000, 10  # dialogues that are kept; filtered cloning takes the best of so many
 
 
@@ -93,38 +91,36 @@ class ArCHer:
     method: Literal["archer", "cloning", "ppo"] = field(default="archer", doc="how the actor learns. Usual: archer.")
     num_envs: int = field(default=64, doc="dialogues per iteration, `E`. Usual: 128.")
     batch_size: int = field(default=32, doc="dialogues of an update, `B`; PPO takes all new ones. Usual: 32.")
-    cloning_steps: int = field(default=1000, low=0, doc="updates in which it learns to talk, before the run. Usual: 1000.")
+    cloning_steps: int = field(default=2500, low=0, doc="updates in which it learns to talk, before the run. Usual: 2500.")
     warmup: int = field(default=5, low=0, doc="first iterations, in which only critics learn. Usual: 5 to 20.")
-    critic_updates: int = field(default=10, low=0, doc="per iteration. Usual: 10 to 50.")
-    actor_updates: int = field(default=2, doc="per iteration. Usual: 3.")
+    critic_updates: int = field(default=12, low=0, doc="per iteration. Usual: 12 to 50.")
+    actor_updates: int = field(default=3, doc="per iteration. Usual: 3.")
     critic_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam for critics. Usual: 1e-5 to 1e-3.")
     actor_rate: float = tunable(default=2e-4, above=0, doc="step size of Adam for actors. Usual: 1e-6 to 3e-4.")
     discount: float = tunable(default=0.95, low=0, high=1, doc="discount factor per turn. Usual: 0.95.")
     tau: float = tunable(default=0.1, above=0, high=1, doc="by how much of the way target networks follow. Usual: 0.1.")
-    size: int = field(default=64, doc="width of both transformers. Usual: 64 to 768.")
+    size: int = field(default=64, doc="width of both transformers, a multiple of their 4 heads. Usual: 64 to 768.")
     layers: int = field(default=2, doc="layers of each. Usual: 2 to 12.")
-    heads: int = field(default=4, doc="heads of a layer; they divide `size`. Usual: 4 to 12.")
 
     def build(self, env):  # noqa: D102
-        if not isinstance(env, TwentyQuestions) or self.size % self.heads:
-            raise ValueError(f"archer plays TwentyQuestions, with heads={self.heads} that divide size={self.size}; not {env}")
+        if not isinstance(env, TwentyQuestions) or self.size % 4:
+            raise ValueError(f"archer plays TwentyQuestions with size a multiple of 4; not {type(env).__name__}, {self.size}")
         turns, length, tokens = env.turns, env.turns * (UTTERANCE + 1), len(env.tables[0])
-        make: Any = functools.partial(game.Transformer, self.size, self.layers, self.heads, tokens, length)
+        make: Any = functools.partial(game.Transformer, self.size, self.layers, tokens, length)
         actor_net, critic_net = make(tokens), make(4)
         is_archer, rates = self.method == "archer", {"actor": self.actor_rate, "critic": self.critic_rate}
         optimizers = {name: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)) for name, rate in rates.items()}
         sizes: Any = {"capacity": CAPACITY, "num_envs": self.num_envs, "batch_size": self.batch_size, "unroll_length": 1}
         buffer = replay.uniform(jax.eval_shape(functools.partial(game.simple_dialogue, env), jax.random.key(0)), **sizes)
         n, updates = self.critic_updates, self.critic_updates + self.actor_updates
-        talking = game.cloned(env, actor_net, self.cloning_steps)
+        talking, lower = game.cloned(env, actor_net, self.cloning_steps), functools.partial(jnp.min, axis=-1)
         of_tokens = functools.partial(token_advantages, discount=self.discount ** (1 / UTTERANCE), gae_lambda=0.95)
         utter, silence = functools.partial(game.utter, actor_net), functools.partial(game.silence, actor_net)
+        speak = msrl.fragment(role="actor", name="speak")(jax.vmap(utter, (None, 0, 0, 0)))
 
         def act(state, obs, key=None, memory=()):
             keys = None if key is None else jax.random.split(key, len(obs))
             return jax.vmap(utter, (None, 0, 0, None if key is None else 0))(state.params["actor"], obs, memory, keys)
-
-        speak = msrl.fragment(role="actor", name="speak")(jax.vmap(utter, (None, 0, 0, 0)))
 
         @msrl.fragment(role="env")
         def begin(keys):
@@ -172,10 +168,8 @@ class ArCHer:
         @msrl.fragment(role="learner:critic")
         def judge(params, dialogues, others):  # advantages of tokens, [B, H, U], or one for all of an utterance, [B, H, 1]
             own, proposed = game.read(critic_net, params, dialogues.turns, others)
-            if is_archer:
-                return standardize(proposed[..., -1, :2].min(-1) - own[..., 0, 2:].min(-1), dialogues.counts)[..., None]
-            advantage = of_tokens(own, dialogues)
-            return standardize(advantage, jnp.broadcast_to(dialogues.counts[..., None], advantage.shape))
+            found = of_tokens(own, dialogues) if not is_archer else lower(proposed[..., -1:, :2]) - lower(own[..., :1, 2:])
+            return standardize(found, jnp.broadcast_to(dialogues.counts[..., None], found.shape))
 
         @msrl.fragment(role="learner:actor")
         def actor_gradients(params, old_params, dialogues, others, advantage):
@@ -197,8 +191,7 @@ class ArCHer:
         @msrl.fragment(role="server:actor")
         def update_actor(params, opt_state, grads, ready):
             updates, new = optimizers["actor"].update(grads, opt_state, params)
-            new = optax.apply_updates(params, updates), new
-            return jax.tree.map(functools.partial(jnp.where, ready), new, (params, opt_state))
+            return select(ready, (optax.apply_updates(params, updates), new), (params, opt_state))
 
         def iteration(state, progress):
             keys, now, start = begin(state.keys)
@@ -222,11 +215,10 @@ class ArCHer:
             (critic, target, critic_opt), losses = jax.lax.scan(critic_step, critic, (batches, others))
 
             def actor_step(carry: Any, batch: Any):
-                (dialogues, draw), others, advantage = batch, None, 1.0
-                if is_archer:
-                    others = propose(carry[0], dialogues.turns[None], draw[None])[0]
-                if self.method != "cloning":  # values are those before the updates in PPO
-                    advantage = judge(critic if is_archer else target, dialogues, others)
+                dialogues, draw = batch
+                others = propose(carry[0], dialogues.turns[None], draw[None])[0] if is_archer else None
+                values = critic if is_archer else target  # those before the updates in PPO
+                advantage = 1.0 if self.method == "cloning" else judge(values, dialogues, others)
                 return update_actor(*carry, actor_gradients(carry[0], params["actor"], dialogues, others, advantage), ready), ()
 
             (actor, actor_opt), _ = jax.lax.scan(actor_step, (params["actor"], opt_state["actor"]), of_actor)
@@ -265,9 +257,8 @@ class Apart:
 
 def train(method: Any, seeds: int, iterations: int = ITERATIONS, **given: Any) -> msrl.Result:
     """Trains by one of the methods on some seeds, without a display."""
-    algorithm = ArCHer(method=method, **SETTINGS[method])
-    given = {"chunk": 1, "eval_episodes": 0, "progress": False} | given
-    return msrl.train(algorithm, ENV, seeds=seeds, total_steps=iterations * algorithm.num_envs * TOKENS, **given)
+    given = {"total_steps": iterations * ArCHer.num_envs * TOKENS, "chunk": 1, "eval_episodes": 0, "progress": False} | given
+    return msrl.train(ArCHer(method=method, **SETTINGS[method]), ENV, seeds=seeds, **given)
 
 
 def in_the_end(result: msrl.Result, part: float = 0.2) -> np.ndarray:

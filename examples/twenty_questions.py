@@ -126,10 +126,10 @@ class Transformer(nn.Module):
 
     size: int
     layers: int
-    heads: int
     vocabulary: int
     length: int
     outputs: int
+    heads: int = 4
 
     @nn.compact
     def __call__(self, tokens, places, distance, memory=None):

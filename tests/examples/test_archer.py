@@ -24,7 +24,7 @@ FAST, SLOW = ("SingleLearnerCoarse", "MultiLearner", "Central", APART), ("GPUOnl
 QUESTIONS = (("is it soft", "cat"), ("has it legs", "cat chair"))
 ENV = game.TwentyQuestions(3, ("cat", "chair", "pen"), QUESTIONS)
 SMALL = {"num_envs": 8, "batch_size": 8, "cloning_steps": 2, "critic_updates": 1, "actor_updates": 1, "warmup": 0}
-NET = {"size": 8, "layers": 2, "heads": 2}
+NET = {"size": 8, "layers": 2}
 TOKENS = len(ENV.tables[0])
 H, U = ENV.turns, game.UTTERANCE
 
@@ -54,8 +54,9 @@ def test_the_oracle_answers_by_the_table_and_each_answer_but_the_last_costs_one(
     assert envs.check(ENV).ok and envs.check(game.TwentyQuestions()).ok
 
 
-def dialogues(number=6, env=ENV, seed=0):
-    return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(seed), number))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def dialogues(number=6, env=ENV):
+    return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(0), number))
 
 
 def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
@@ -78,7 +79,7 @@ def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
 
 @functools.cache
 def transformer(outputs=TOKENS):
-    net = game.Transformer(NET["size"], NET["layers"], NET["heads"], TOKENS, H * (U + 1), outputs)
+    net = game.Transformer(NET["size"], NET["layers"], TOKENS, H * (U + 1), outputs)
     params = net.init(jax.random.key(1), *game.nothing(net.length))
     keys = jax.random.split(jax.random.key(2), len(jax.tree.leaves(params)))
     noise = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, jax.tree.leaves(params), strict=True)]
@@ -323,10 +324,10 @@ def test_bad_input_is_refused_at_once():
         game.TwentyQuestions(questions=(("is it very soft", "dog"),))
     with pytest.raises(ValueError, match=r"the answer to 'is it soft' is yes for \['cat'\], which are not in words=\('dog',"):
         game.TwentyQuestions(questions=(("is it soft", "dog cat"),))
-    with pytest.raises(ValueError, match="archer plays TwentyQuestions, with heads=4 that divide size=64; not CartPole"):
+    with pytest.raises(ValueError, match="archer plays TwentyQuestions with size a multiple of 4; not Gymnax"):
         msrl.train(example.ArCHer(), "CartPole-v1", total_steps=1)
-    with pytest.raises(ValueError, match="archer plays TwentyQuestions, with heads=3 that divide size=64; not Twenty"):
-        example.ArCHer(heads=3).build(ENV)
+    with pytest.raises(ValueError, match="size a multiple of 4; not TwentyQuestions, 6"):
+        example.ArCHer(size=6).build(ENV)
     with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors and two learners, and there are 2"):
         compiled(APART, 2)
 
