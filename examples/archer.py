@@ -37,8 +37,8 @@ from msrl_jax.report import curves
 
 ENV = TwentyQuestions(turns=10)
 NAMES = {"archer": "ArCHer", "cloning": "filtered cloning", "ppo": "PPO of tokens"}
-BASELINE: dict[str, Any] = {"actor_updates": 4, "warmup": 0}
-SETTINGS = {"archer": {}, "cloning": BASELINE | {"critic_updates": 0}, "ppo": BASELINE | {"critic_updates": 4}}
+BASELINE: dict[str, Any] = {"critic_updates": 4, "actor_updates": 4, "warmup": 0}
+SETTINGS = {"archer": {}, "cloning": BASELINE | {"critic_updates": 0}, "ppo": BASELINE}
 ITERATIONS, TOKENS = 40, ENV.turns * (UTTERANCE + 1)  # tokens of a dialogue
 CAPACITY, SHARE = 100_000, 10  # dialogues that are kept; filtered cloning takes the best of so many
 
@@ -208,18 +208,19 @@ class ArCHer:
 
             def critic_step(carry: Any, batch: Any):
                 loss, grads = critic_gradients(carry[0], carry[1], *batch)
-                return update_critic(*carry, grads), loss
+                return update_critic(carry[0], carry[1], carry[2], grads), loss
 
-            others = propose(params["actor"], batches.turns, draws) if is_archer else None
+            batches = batches, propose(params["actor"], batches.turns, draws) if is_archer else None
             critic = params["critic"], state.target_params, opt_state["critic"]
-            (critic, target, critic_opt), losses = jax.lax.scan(critic_step, critic, (batches, others))
+            (critic, target, critic_opt), losses = jax.lax.scan(critic_step, critic, batches)
 
             def actor_step(carry: Any, batch: Any):
-                dialogues, draw = batch
-                others = propose(carry[0], dialogues.turns[None], draw[None])[0] if is_archer else None
+                (actor, opt_state), (dialogues, draw) = carry, batch
+                others = propose(actor, dialogues.turns[None], draw[None])[0] if is_archer else None
                 values = critic if is_archer else target  # those before the updates in PPO
                 advantage = 1.0 if self.method == "cloning" else judge(values, dialogues, others)
-                return update_actor(*carry, actor_gradients(carry[0], params["actor"], dialogues, others, advantage), ready), ()
+                grads = actor_gradients(actor, params["actor"], dialogues, others, advantage)
+                return update_actor(actor, opt_state, grads, ready), ()
 
             (actor, actor_opt), _ = jax.lax.scan(actor_step, (params["actor"], opt_state["actor"]), of_actor)
             params, opt_state = {"actor": actor, "critic": critic}, {"actor": actor_opt, "critic": critic_opt}
@@ -261,18 +262,17 @@ def train(method: Any, seeds: int, iterations: int = ITERATIONS, **given: Any) -
     return msrl.train(ArCHer(method=method, **SETTINGS[method]), ENV, seeds=seeds, **given)
 
 
-def in_the_end(result: msrl.Result, part: float = 0.2) -> np.ndarray:
-    """The mean returns in the last part of the run. `[seeds]`"""
-    returns = result.history["episode_return"]
-    return returns[int(len(returns) * (1 - part)) :].reshape(-1, returns[0].size).mean(0)
+def in_the_end(returns: np.ndarray) -> np.ndarray:
+    """The means of the last fifth of the returns of a run. `[seeds]`"""
+    return returns[int(len(returns) * 0.8) :].reshape(-1, returns[0].size).mean(0)
 
 
 def figure(runs: dict[str, msrl.Result]) -> str:
     """Draws the returns in training over the number of dialogues, with 95% intervals of the means over seeds."""
     with curves.styled():
         drawn, (panel,) = curves.figure_of(1)
-        for number, (name, history) in enumerate((name, result.history) for name, result in runs.items()):
-            curves.draw(panel, NAMES[name], number, *curves.mean_curve(history["step"] / TOKENS, history["episode_return"]))
+        for number, (name, of) in enumerate((name, result.history) for name, result in runs.items()):
+            curves.draw(panel, NAMES[name], number, *curves.mean_curve(of["step"] / TOKENS, of["episode_return"]))
         panel.set(xlabel="dialogues", ylabel="return")
         return curves.svg_of(curves.finished(drawn))
 
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = {}
     for method in args.methods:
         runs[method] = train(method, args.seeds, policy=args.policy)
-        found = in_the_end(runs[method])
+        found = in_the_end(runs[method].history["episode_return"])
         print(f"{NAMES[method]}: {found.mean():.2f}, on each seed", *found.round(2), flush=True)
     if args.svg:
         args.svg.write_text(figure(runs))
