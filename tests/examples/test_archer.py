@@ -23,7 +23,7 @@ APART = "examples.archer:Apart"
 FAST, SLOW = ("SingleLearnerCoarse", "MultiLearner", "Central", APART), ("GPUOnly", "SingleLearnerFine", "Environments")
 QUESTIONS = (("is it soft", "cat"), ("has it legs", "cat chair"))
 ENV = game.TwentyQuestions(3, ("cat", "chair", "pen"), QUESTIONS)
-SMALL = {"num_envs": 8, "batch_size": 8, "cloning_steps": 2, "critic_updates": 1, "actor_updates": 1, "warmup": 0}
+SMALL = {"num_envs": 8, "batch_size": 8, "cloning_steps": 200, "critic_updates": 1, "actor_updates": 1, "warmup": 0}
 NET = {"size": 8, "layers": 2}
 TOKENS = len(ENV.tables[0])
 H, U = ENV.turns, game.UTTERANCE
@@ -291,7 +291,7 @@ def test_the_first_updates_are_the_plain_ones(method):
 def test_the_actor_waits_for_the_critics():
     state = agent_and_state(warmup=2)[2]
     program = compiled("GPUOnly", 1, warmup=2)
-    start, *actors = (jax.tree.leaves(program.run(state, n)[0].inner.params["actor"]) for n in (0, 2, 3))
+    start, *actors = (jax.tree.leaves(s.inner.params["actor"]) for s in (state, *(program.run(state, n)[0] for n in (2, 3))))
     assert all(np.array_equal(a, b) for a, b in zip(start, actors[0], strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(start, actors[1], strict=True))
 
@@ -304,8 +304,12 @@ def on_one_device():
 @pytest.mark.parametrize("policy", [*FAST, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[2], 3)
-    pairs = zip(*(jax.tree.leaves(s.inner.params) for s in (state, on_one_device[0], agent_and_state()[2])), strict=True)
-    assert all(relative_difference(a, b) < 1e-4 for a, b, _ in pairs)
+    for name, outputs in (("actor", TOKENS), ("critic", 4)):
+        # Not the parameters: no output depends on the biases of keys, so Adam moves them by rounding errors alone.
+        net, turns = transformer(outputs)[0], dialogues().turns
+        params = (jax.device_get(s.inner.params[name]) for s in (state, on_one_device[0], agent_and_state()[2]))
+        a, b, start = (whole(net, x, turns)[0] for x in params)
+        assert relative_difference(a, b) < 1e-4 < relative_difference(a, start)
     np.testing.assert_array_equal(metrics["episode_return"].mean(()), on_one_device[1]["episode_return"].mean(()))
 
 
