@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains by each method on all seeds, and prints the returns in the last fifth of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", choices=NAMES, nargs="+", default=list(NAMES))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--svg", type=Path, help="file for a figure")

@@ -348,8 +348,6 @@ def test_a_trained_agent_plays_greedily_with_its_memory_and_the_figure_has_a_cur
 
 
 @pytest.mark.slow
-def test_archer_learns_more_than_filtered_cloning_and_less_than_ppo():
-    found = {name: example.train(name, 2).history["episode_return"] for name in example.NAMES}
-    end = {name: example.in_the_end(returns) for name, returns in found.items()}
-    assert (end["archer"] > found["archer"][:5].mean(0) + 0.2).all() and (end["archer"] > end["cloning"] + 0.3).all()
-    assert (end["ppo"] > end["archer"] + 0.3).all()
+def test_archer_ends_above_filtered_cloning_and_below_ppo():
+    end = {name: example.in_the_end(example.train(name, 3).history["episode_return"]) for name in example.NAMES}
+    assert (end["archer"] > end["cloning"] + 0.2).all() and (end["ppo"] > end["archer"] + 0.5).all()
