@@ -288,6 +288,7 @@ def test_the_first_updates_are_the_plain_ones(method):
     assert_first_step(after, "actor", before["actor"], jax.jit(jax.grad(actor_loss))(before["actor"]), config.actor_rate)
 
 
+@pytest.mark.long
 def test_the_actor_waits_for_the_critics():
     state = agent_and_state(warmup=2)[2]
     program = compiled("GPUOnly", 1, warmup=2)
@@ -338,6 +339,7 @@ def test_bad_input_is_refused_at_once():
         compiled(APART, 2)
 
 
+@pytest.mark.long
 def test_a_trained_agent_plays_greedily_with_its_memory_and_the_figure_has_a_curve_for_each_method():
     result = msrl.train(agent_and_state()[0], ENV, total_steps=3 * 8 * H * (U + 1), chunk=1, progress=False)
     assert -H <= result.evaluate(4).returns.min() <= result.evaluate(4).returns.max() <= 0
