@@ -3,12 +3,13 @@
 A tree search with the game's own step improves the policy of a network in every position; the network learns the improved
 policies, and how the games ended (Silver et al., 2018, doi:10.1126/science.aar6404). The search is mctx's. An iteration
 
-1. plays `T` moves of every game, each chosen by a search with the acting parameters,
-2. computes what every position was worth: the rewards up to the end of the game, or up to the end of the unroll or a truncation
-   and the network's value there,
+1. plays `T` moves of every game, chosen by searches with the acting parameters, but for a share of random ones,
+2. computes what every position was worth: the rewards up to the end of the game; or up to the end of the unroll or a truncation,
+   and the network's value there; or up to a random move, and the search's value before it,
 3. stores positions, improved policies and worths in a replay buffer, and learns from `K` batches of it.
 
-Values are those of the player to move, so they change sign where the turn does. In the shape descriptions, `T` is
+Values are those of the player to move, so they change sign where the turn does. The paper has no random moves. Without them, a
+policy that has become certain plays the same few games, and the network forgets what it knew about others. In the shape descriptions, `T` is
 `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `K` is `num_updates` and `A` the number of actions.
 """
 
@@ -34,6 +35,7 @@ from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import emitted, env_name, is_on_host
+from msrl_jax.envs.masks import sample_legal
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
@@ -47,6 +49,13 @@ class Example(NamedTuple):
     value: jax.Array  # what the position was worth to that player, [...]
 
 
+class Move(NamedTuple):
+    """Who moved, and how."""
+
+    player: jax.Array  # 0 or 1, [...] int32
+    random: jax.Array  # whether at random, [...] bool
+
+
 class Outcome(NamedTuple):
     """What a move led to."""
 
@@ -57,9 +66,9 @@ class Outcome(NamedTuple):
     player: jax.Array  # who that is, 0 or 1, [...] int32
 
 
-Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, jax.Array]]
-"""`(params, keys [E], states [E, ...], obs [E, 2, ...]) -> (actions [E, 2], examples [E, ...], who is to move [E])`; the value
-of an example is that of the search."""
+Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, Move]]
+"""`(params, keys [E], states [E, ...], obs [E, 2, ...]) -> (actions [E, 2], examples [E, ...], moves [E])`; the value of an
+example is that of the move that the search chose."""
 
 
 @config("alphazero", many_agents=True)
@@ -71,6 +80,7 @@ class AlphaZero:
     num_simulations: int = field(default=32, doc="positions that a search looks at. Usual: 16 to 200; 800 for chess.")
     max_considered: int = field(default=16, doc="moves that a search considers at its root. Usual: 16.")
     gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
+    random_share: float = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
     discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
     batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
@@ -125,8 +135,9 @@ class AlphaZero:
             return env_state, t.obs, Outcome(t.reward[:, 0], ended, t.truncated, of_player(t.final_obs, player), player)
 
         @fragment(role="actor")
-        def worth(params, player, outcome):
-            return position_worth(player, outcome, values(network, params, outcome.obs), self.discount)  # type: ignore[arg-type]
+        def worth(params, estimate, move, outcome):
+            next_value = values(network, params, outcome.obs)  # type: ignore[arg-type]
+            return position_worth(estimate, move, outcome, next_value, self.discount)
 
         pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -142,13 +153,13 @@ class AlphaZero:
 
             def step(loop, keys):
                 env_state, obs = loop
-                action, example, player = search_moves(acting_params, keys, env_state.env_state, obs)
+                action, example, move = search_moves(acting_params, keys, env_state.env_state, obs)
                 env_state, obs, outcome = env_step(env_state, action)
-                return (env_state, obs), (example, player, outcome)
+                return (env_state, obs), (example, move, outcome)
 
-            (env_state, obs), (examples, player, outcome) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            (env_state, obs), (examples, move, outcome) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             env_state, episodes = pop_episodes(env_state)
-            examples = examples._replace(value=worth(acting_params, player, outcome))
+            examples = examples._replace(value=worth(acting_params, examples.value, move, outcome))
             done, metrics = replayer.finish(begun, examples, progress)
             return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
 
@@ -163,6 +174,10 @@ class AlphaZero:
             probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),  # type: ignore[union-attr]
             ranked=False,  # the sum of both returns is 0
         )
+
+    def search(self, env: MultiAgentEnvironment) -> Search:
+        """The search of this config in one game; raises what `build` raises."""
+        return searcher(self, env)[0]
 
 
 @dataclass(frozen=True)
@@ -214,8 +229,9 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Act
         out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)  # type: ignore[union-attr]
         return out, after
 
-    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, jax.Array]:
+    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, Move]:
         player = env.to_move(state)  # type: ignore[attr-defined]
+        key, whether, which = jax.random.split(key, 3)
         own = of_player(obs, player)
         states, batch = jax.tree.map(lambda x: x[None], (state, own))
         policy, value = network.apply(params, batch)
@@ -230,8 +246,11 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Act
             max_num_considered_actions=config.max_considered,
             gumbel_scale=config.gumbel_scale,
         )
-        value = found.search_tree.node_values[0, 0]
-        return joint(state, player, found.action[0]), Example(own, found.action_weights[0], value), player
+        chosen = found.action[0]
+        value = found.search_tree.summary().qvalues[0, chosen]
+        random = jax.random.bernoulli(whether, jnp.float32(config.random_share))
+        action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
+        return joint(state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
 
     # Every game has a key of its own, so that what a search finds does not depend on which games share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
@@ -309,12 +328,13 @@ def of_player(obs: Any, player: jax.Array) -> Any:
     return jax.tree.map(pick, obs)
 
 
-def position_worth(player: jax.Array, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:
-    """What positions were worth to their players: the rewards up to the end of the game, of the unroll or before a truncation.
+def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:
+    """What positions were worth to their players: the sum of the rewards that followed, as far as the search chose the moves.
 
     Args:
-      player: who was to move. `[T, E]` int32
-      outcome: what the moves led to.
+      estimate: what the search thought the positions worth, which counts before random moves. `[T, E]`
+      move: the moves.
+      outcome: what they led to.
       next_value: values of the positions after the moves, to who is to move there; they count at the end of the unroll and
         where a game was truncated. `[T, E]`
       discount: discount factor per move.
@@ -323,9 +343,10 @@ def position_worth(player: jax.Array, outcome: Outcome, next_value: jax.Array, d
       The values. `[T, E]`
     """
     # All is counted for the first player, to whom the second one's values are losses, whoever has the next turn.
-    sign, next_sign = (jnp.where(who == 0, 1.0, -1.0) for who in (player, outcome.player))
-    ends = outcome.terminated, outcome.truncated
-    return sign * lambda_return(outcome.reward, next_sign * next_value, *ends, discount=discount, lambda_=1.0)
+    sign, next_sign = (jnp.where(player == 0, 1.0, -1.0) for player in (move.player, outcome.player))
+    reward = jnp.where(move.random, sign * estimate, outcome.reward)
+    ends = outcome.terminated | move.random, outcome.truncated
+    return sign * lambda_return(reward, next_sign * next_value, *ends, discount=discount, lambda_=1.0)
 
 
 def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
