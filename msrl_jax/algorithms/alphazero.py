@@ -4,13 +4,15 @@ A tree search with the game's own step improves the policy of a network in every
 policies, and how the games ended (Silver et al., 2018, doi:10.1126/science.aar6404). The search is mctx's. An iteration
 
 1. plays `T` moves of every game, chosen by searches with the acting parameters, but for a share of random ones,
-2. computes what every position was worth: the rewards up to the end of the game; or up to the end of the unroll or a truncation,
-   and the network's value there; or up to a random move, and the search's value before it,
+2. computes what every position was worth: the rewards up to the end of the game; or up to the end of the unroll or a
+   truncation, and the network's value there; or up to a random move, and the search's value before it,
 3. stores positions, improved policies and worths in a replay buffer, and learns from `K` batches of it.
 
 Values are those of the player to move, so they change sign where the turn does. The paper has no random moves. Without them, a
-policy that has become certain plays the same few games, and the network forgets what it knew about others. In the shape descriptions, `T` is
-`unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `K` is `num_updates` and `A` the number of actions.
+policy that has become certain plays the same few games, and the network forgets what it knew about others.
+
+In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `K` is `num_updates` and `A` the
+number of actions.
 """
 
 import importlib
@@ -29,7 +31,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, values
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
@@ -82,7 +84,7 @@ class AlphaZero:
     gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
     random_share: float = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
     discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
-    num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
+    num_updates: int = field(default=32, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
     batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
     storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
@@ -100,7 +102,7 @@ class AlphaZero:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one game; raises ImportError, TypeError or ValueError if mctx, the game or a size does not fit."""
+        """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError if something does not fit."""
         search, network = searcher(self, env)
         venv, num_envs = vectorize_agents(Turns(env), self.num_envs), self.num_envs  # type: ignore[arg-type]
         buffer = positions(self, env)
@@ -119,7 +121,7 @@ class AlphaZero:
             return jax.grad(loss, has_aux=True)(params)
 
         def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            policy: Any = network.policy(params, obs)
+            policy = network.policy(params, obs)
             keys = key if key is None else jax.random.split(key, policy.logits.shape[:2])
             return (policy.mode() if keys is None else policy.sample(keys)), carry
 
@@ -160,7 +162,7 @@ class AlphaZero:
             (env_state, obs), (examples, move, outcome) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             env_state, episodes = pop_episodes(env_state)
             examples = examples._replace(value=worth(acting_params, examples.value, move, outcome))
-            done, metrics = replayer.finish(begun, examples, progress)
+            done, metrics = replayer.finish(begun, examples, progress)  # type: ignore[arg-type]
             return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
 
         return Agent(
@@ -171,7 +173,7 @@ class AlphaZero:
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,  # type: ignore[arg-type]
-            probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),  # type: ignore[union-attr]
+            probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),
             ranked=False,  # the sum of both returns is 0
         )
 
@@ -191,18 +193,18 @@ class Turns(EnvironmentWrapper):
         return self.env.to_move(state)[None].astype(jnp.float32)
 
 
-def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, ActorCritic]:
-    """Makes the search of a config in one game, and its network; raises what `build` raises."""
+def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
+    """Makes the search of a config in one game, and its network, an `ActorCritic`; raises what `build` raises."""
     try:
         mctx: Any = importlib.import_module("mctx")
     except ImportError as error:
         raise ImportError(
-            "alphazero searches with the package 'mctx', which is not installed; install it with: pip install 'msrl-jax[search]'"
+            "alphazero searches with mctx, which is not installed; install it with: pip install 'msrl-jax[search]'"
         ) from error
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
     check_game(env)
     check_trees(config, env, action_space.n)
-    network = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
+    network: Any = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
 
     def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
@@ -226,7 +228,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Act
         after, obs, reward, discount, over = jax.vmap(step)(action, states)
         policy, value = network.apply(params, obs)
         value = jnp.where(over, 0.0, value)
-        out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)  # type: ignore[union-attr]
+        out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)
         return out, after
 
     def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, Move]:
@@ -235,7 +237,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Act
         own = of_player(obs, player)
         states, batch = jax.tree.map(lambda x: x[None], (state, own))
         policy, value = network.apply(params, batch)
-        root = mctx.RootFnOutput(prior_logits=policy.logits, value=value, embedding=states)  # type: ignore[union-attr]
+        root = mctx.RootFnOutput(prior_logits=policy.logits, value=value, embedding=states)
         found = mctx.gumbel_muzero_policy(
             params,
             key,
@@ -261,8 +263,8 @@ def check_game(env: Any) -> None:
     name = env_name(env)
     if is_on_host(env):
         raise ValueError(
-            f"alphazero searches with a game's own step, but environment {name!r} is simulated on the host, where states cannot "
-            "be tried out; write the game in JAX, or use ippo or self_play"
+            f"alphazero searches with a game's own step, but environment {name!r} is simulated on the host, where states "
+            "cannot be tried out; write the game in JAX, or use ippo or self_play"
         )
     if len(env.agents) != 2 or getattr(env, "to_move", None) is None or getattr(env, "action_mask", None) is None:
         raise ValueError(
@@ -290,8 +292,8 @@ def check_trees(config: AlphaZero, env: Any, num_actions: int) -> None:
         remedy = f"num_simulations={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
         raise ValueError(
             f"{type(config).__name__}.num_simulations={config.num_simulations}: the search trees of "
-            f"num_envs={config.num_envs} games take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that "
-            f"they can be split over have {limit:,}; use {remedy}"
+            f"num_envs={config.num_envs} games take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices "
+            f"that they can be split over have {limit:,}; use {remedy}"
         )
 
 
@@ -299,7 +301,8 @@ def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
     """Makes the buffer of examples; raises ValueError if sizes do not fit each other."""
     _, obs = emitted(vectorize_agents(env, 1).reset)
     obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
-    example = Example(obs, jax.ShapeDtypeStruct(obs.action_mask.shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
+    policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))
+    example = Example(obs, policy, value)  # type: ignore[arg-type]
     storage: Any = storage_of(config.storage, obs)
     storage = storage and {name: codec for name, codec in storage.items() if name != "next_obs"}
     try:

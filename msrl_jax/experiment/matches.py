@@ -42,9 +42,11 @@ class Match:
 
     Attributes:
       returns: its return in every game. shape=[G], dtype=float32
-      began: whether it was to move first; in games where both move at once, whether it had the first seat. shape=[G], dtype=bool
+      began: whether it was to move first; in games where both move at once, whether it had the first seat. shape=[G],
+        dtype=bool
       lengths: steps of every game. shape=[G], dtype=int32
-      finished: whether the game ended within `max_steps`; otherwise its return is that of the first steps. shape=[G], dtype=bool
+      finished: whether the game ended within `max_steps`; otherwise its return is that of its first steps. shape=[G],
+        dtype=bool
     """
 
     returns: np.ndarray
@@ -77,8 +79,9 @@ class Match:
         for when, chosen in (("first", self.began), ("second", ~self.began)):
             r = self.returns[chosen]
             parts.append(f"moving {when}: {(r > 0).sum()} won, {(r == 0).sum()} drawn, {(r < 0).sum()} lost")
-        cut = int((~self.finished).sum())
-        return f"Match({len(self.returns)} games, score {self.score:.3f}; {'; '.join(parts)}{f'; {cut} cut off' if cut else ''})"
+        if cut := int((~self.finished).sum()):
+            parts.append(f"{cut} cut off at max_steps")
+        return f"Match({len(self.returns)} games, score {self.score:.3f}; {'; '.join(parts)})"
 
 
 class _Games(NamedTuple):
@@ -137,14 +140,15 @@ def match(
 
         def step(g: _Games) -> _Games:
             keys = jax.random.split(jax.random.fold_in(key, g.step), (3, games))
-            mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in zip(players, params, keys, strict=False))
+            both = zip(players, params, keys, strict=False)
+            mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in both)
             seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
             action = jnp.stack([jnp.where(seat, mine[:, 0], theirs[:, 0]), jnp.where(seat, theirs[:, 1], mine[:, 1])], axis=1)
             if random_moves:
                 mask = mask_of(g.obs)
                 mask = jnp.ones((games, 2, num_actions), bool) if mask is None else mask
-                both = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))
-                action = jnp.where(g.step < random_moves, both(keys[2], mask), action)
+                draw = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))
+                action = jnp.where(g.step < random_moves, draw(keys[2], mask), action)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
@@ -221,7 +225,7 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
     game: Any = envs.make(env) if isinstance(env, str) else env
     depth = whole("depth", depth)
     if getattr(game, "to_move", None) is None or getattr(game, "action_mask", None) is None:
-        raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state), but {env_name(game)!r} has not both")
+        raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} has not both")
     actions = jnp.arange(game.action_space.n)
 
     def joint(state: Any, player: jax.Array, action: jax.Array) -> jax.Array:

@@ -42,6 +42,7 @@ MORE = {
     "qmix": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0, "prioritised": True},
     "vdn": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0},
     "maddpg": TEAM | REPLAY,
+    "alphazero": TEAM | {"num_simulations": 4, "num_updates": 2, "batch_size": 16, "capacity": 1024, "network": "mlp"},
     "self_play": TEAM | {"num_minibatches": 2, "num_epochs": 1, "num_opponents": 2, "pool_size": 2, "pool_period": 1},
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
@@ -53,6 +54,8 @@ CASES = [name for name in {**PARTICULAR, "a2c": {}, **MORE} if name not in OPTIM
 
 
 def env_of(name, algorithm):
+    if name == "alphazero":
+        return msrl.envs.make("pgx:tic_tac_toe")
     if name == "self_play":
         return msrl.envs.make("RockPaperScissors")
     if algorithm.name in TEAMS:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.experiment import Player
 
@@ -77,8 +78,6 @@ def lost_games(game, player, seat):
 
     @jax.jit
     def move(params, states):
-        from msrl_jax.envs import MaskedObservation
-
         keys = jax.random.split(jax.random.key(0), size)
         action = player.choose(params, keys, states, MaskedObservation(observe(states), masks(states)))
         return jnp.take_along_axis(action, states.current_player[:, None], 1)[:, 0]
@@ -104,7 +103,8 @@ def lost_games(game, player, seat):
             states = jax.tree.map(lambda x, w=which: x[w], states)
         rows = np.resize(np.arange(len(action)), -(-len(action) // size) * size).reshape(-1, size)
         parts = [after(jax.tree.map(lambda x, r=r: x[r], states), jnp.asarray(action[r])) for r in rows]
-        states = jax.tree.map(lambda *x: np.concatenate(x)[: len(action)], *parts)
+        count = len(action)
+        states = jax.tree.map(lambda *x, n=count: np.concatenate(x)[:n], *parts)
         over = np.asarray(states.terminated)
         total, lost = total + over.sum(), lost + (states.rewards[over, ours] < 0).sum()
         states = jax.tree.map(lambda x, o=over: x[~o], states)
