@@ -27,7 +27,8 @@ VALUES = {
     "exploration_noise": (0.1, 0.3), "policy_noise": (0.2, 0.1), "noise_clip": (0.5, 0.2), "expectile": (0.7, 0.9),
     "inverse_temperature": (3.0, 1.0), "max_weight": (100.0, 5.0), "temperature": (1.0, 0.5), "output_penalty": (1e-3, 1e-2),
     "q_lambda": (0.65, 0.95), "munchausen_scale": (0.9, 0.5), "munchausen_temperature": (0.03, 0.1),
-    "munchausen_clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3), "gumbel_scale": (1.0, 0.5), "random_share": (0.1, 0.3),
+    "munchausen_clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3),
+    "gumbel_scale": (1.0, 0.5), "random_share": (0.1, 0.3),
 }  # fmt: skip
 TEAM = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = {"learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 1024}
