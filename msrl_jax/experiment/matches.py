@@ -170,7 +170,7 @@ def _of_result(result: Result) -> Player:
     behavior = result.behavior
     if behavior.agent.initial_carry is not None:
         raise ValueError(f"an agent of {result.experiment.name!r} remembers earlier observations, and matches have no memory")
-    state = result._of_member(0 if result.members == 1 else None)
+    state = result._of_member(None)
 
     def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return behavior.act_with_carry(behavior.restore(leaves), obs, ())[0]
