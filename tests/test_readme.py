@@ -30,12 +30,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling",
+    "profiling", "search",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING,
+    PROFILING, SEARCH,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -80,6 +80,7 @@ RUN_HERE = (
     (PARAMETERS, "Of your own environment"),
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
+    (SEARCH, TOP),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
     (RUNS, "Logging"),
@@ -469,6 +470,12 @@ def test_self_play(run_sections):
     (namespace,), output = run_sections(ALGORITHMS, "Self-play")
     assert namespace["table"].shape == (2, 6, 3)
     assert 0 < float(output.splitlines()[-1]) < 1
+
+
+@pytest.mark.long
+def test_search(run_sections):
+    _, output = run_sections(SEARCH, TOP, games=20)
+    assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
 
 
 @pytest.mark.long

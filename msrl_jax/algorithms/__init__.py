@@ -6,6 +6,7 @@ from msrl_jax.algorithms.a2c import A2C as A2C
 from msrl_jax.algorithms.a3c import A3C as A3C
 from msrl_jax.algorithms.agent import Agent as Agent
 from msrl_jax.algorithms.agent import Progress as Progress
+from msrl_jax.algorithms.alphazero import AlphaZero as AlphaZero
 from msrl_jax.algorithms.bc import BC as BC
 from msrl_jax.algorithms.config import config as config
 from msrl_jax.algorithms.config import field as field

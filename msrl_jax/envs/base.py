@@ -121,8 +121,9 @@ class MultiAgentEnvironment(Environment, Protocol):
     all agents have the same (`stack_agents` pads others). The attribute `agents` tells such an environment from one with a
     single agent.
 
-    Two methods are optional. `action_mask(state) -> [A, n]` bool: the legal actions of every agent. `global_state(state) ->
+    Three methods are optional. `action_mask(state) -> [A, n]` bool: the legal actions of every agent. `global_state(state) ->
     [S]` float32: what a centralized critic or a mixer sees; without it, they see the observations of all agents.
+    `to_move(state)`, an integer: which of two players has the turn, in games without chance or anything hidden from one.
     """
 
     @property

@@ -28,6 +28,7 @@ class EnvironmentWrapper(Wrapper):
     privileged_state = property(lambda self: self._of_state("privileged_state"))
     report = property(lambda self: self._of_state("report"))
     render = property(lambda self: self._of_state("render"))
+    to_move = property(lambda self: self._of_state("to_move"))
     _inner = staticmethod(lambda state: state)  # the state inside; a wrapper with a state of its own says where that is
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:

@@ -13,6 +13,11 @@ from msrl_jax.experiment.fitted_q import OffPolicyEstimate as OffPolicyEstimate
 from msrl_jax.experiment.folder import RunFolderError as RunFolderError
 from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError
+from msrl_jax.experiment.matches import Match as Match
+from msrl_jax.experiment.matches import Player as Player
+from msrl_jax.experiment.matches import match as match
+from msrl_jax.experiment.matches import minimax as minimax
+from msrl_jax.experiment.matches import with_search as with_search
 from msrl_jax.experiment.nonfinite import Failure as Failure
 from msrl_jax.experiment.nonfinite import replay_step as replay_step
 from msrl_jax.experiment.pbt import PBT as PBT

@@ -63,7 +63,8 @@ def programs(algo, **more):
     algo, _, option = algo.partition("+")
     kind = algorithms.get(algo)
     name, fields = kind.name.removeprefix("our_"), {f.name for f in dataclasses.fields(kind)}
-    env = "KuhnPoker" if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
+    game = "pgx:tic_tac_toe" if name == "alphazero" else "KuhnPoker"
+    env = game if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
     options = PARTICULAR.get(f"{name}+{option}" if option else name, {})
     given = {k: x for k, x in (SMALL | options).items() if k in fields}
     given |= {"data": noise(msrl.envs.make(env))} if kind.offline else {}

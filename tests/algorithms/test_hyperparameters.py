@@ -28,6 +28,7 @@ VALUES = {
     "inverse_temperature": (3.0, 1.0), "max_weight": (100.0, 5.0), "temperature": (1.0, 0.5), "output_penalty": (1e-3, 1e-2),
     "q_lambda": (0.65, 0.95), "munchausen_scale": (0.9, 0.5), "munchausen_temperature": (0.03, 0.1),
     "munchausen_clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3),
+    "gumbel_scale": (1.0, 0.5), "random_share": (0.1, 0.3),
 }  # fmt: skip
 TEAM = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = {"learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 1024}
@@ -42,6 +43,7 @@ MORE = {
     "qmix": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0, "prioritised": True},
     "vdn": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0},
     "maddpg": TEAM | REPLAY,
+    "alphazero": TEAM | {"num_simulations": 4, "num_updates": 2, "batch_size": 16, "capacity": 1024, "network": "mlp"},
     "self_play": TEAM | {"num_minibatches": 2, "num_epochs": 1, "num_opponents": 2, "pool_size": 2, "pool_period": 1},
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
@@ -53,6 +55,8 @@ CASES = [name for name in {**PARTICULAR, "a2c": {}, **MORE} if name not in OPTIM
 
 
 def env_of(name, algorithm):
+    if name == "alphazero":
+        return msrl.envs.make("pgx:tic_tac_toe")
     if name == "self_play":
         return msrl.envs.make("RockPaperScissors")
     if algorithm.name in TEAMS:

@@ -14,7 +14,6 @@ from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.returns import standardize
-from msrl_jax.envs.games import KuhnPoker
 from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
@@ -55,7 +54,8 @@ def test_one_agent_trains_as_alone(core):
 
 def seen(state):
     """What the agents see next, which tells whether all that was done before is the same."""
-    return {name: jax.tree.leaves(now.obs)[0] for name, now in state.inner.now.items()}
+    now = getattr(state.inner, "now", None)
+    return {name: jax.tree.leaves(now[name].obs if now else state.inner.obs)[0] for name in now or ("agents",)}
 
 
 CASES = {
@@ -69,6 +69,10 @@ CASES = {
     "self_play-payoff": (
         "self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.0, "opponents": "payoff"},
     ),
+    "alphazero": ("alphazero", {
+        **REPLAY, "num_epochs": None, "num_minibatches": None, "learning_starts": None, "trace_length": None,
+        "mixing_size": None, "hyper_size": None, "num_simulations": 4, "network": "mlp",
+    }),
     "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru", "memory_size": 8}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
@@ -84,7 +88,8 @@ ITERATIONS = 3
 def agent_and_reference(case):
     """The agent, its first state, and the states and metrics of plain `jit(scan)`."""
     algo, options = CASES[case]
-    agent = build(algo, KuhnPoker() if algo == "self_play" else Homes(), **options)
+    game = {"self_play": "KuhnPoker", "alphazero": "pgx:tic_tac_toe"}.get(algo)
+    agent = build(algo, msrl.envs.make(game) if game else Homes(), **options)
 
     def step(state, _):
         state, metrics = agent.iteration(state)
@@ -96,7 +101,7 @@ def agent_and_reference(case):
 
 OFTEN = [
     ("mappo-own-gru", "Central"), ("maddpg", "Environments"),
-    ("self_play-payoff", "SingleLearnerCoarse"),
+    ("self_play-payoff", "SingleLearnerCoarse"), ("alphazero", "SingleLearnerCoarse"),
 ]  # of MAPPO and QMIX  # fmt: skip
 
 

@@ -37,7 +37,8 @@ SLOW = [
     ("sac+batch_norm", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
     ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1"), ("iql", "CartPole-v1"), ("ppo+linen", "CartPole-v1"),
     ("dqn+equinox", "CartPole-v1"), ("sac+nnx", "Pendulum-v1"), ("ippo", TEAM), ("mappo", TEAM), ("qmix", TEAM), ("vdn", TEAM),
-    ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("a2c+privileged", "tests.support.privileged:cartpole"),
+    ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),
+    ("a2c+privileged", "tests.support.privileged:cartpole"),
 ]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

@@ -1,6 +1,7 @@
 """Pgx's games of two players (https://github.com/sotetsuk/pgx; Koyamada et al. 2023, arXiv 2303.17503)."""
 
 import io
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,12 +25,17 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     return PgxGame(pgx.make(name), full)
 
 
+_NOT_SEARCHED = ("backgammon", "kuhn_poker", "leduc_holdem")
+"""Games with dice, or with cards that one player does not see."""
+
+
 class PgxGame:
     """A game of two players who move in turns.
 
     Actions are those of the game, and one more, "wait": it is the only legal action of the player who is not to move. Pgx draws
     at random who begins. Both players get their rewards at the end of the game, which terminates for both: the metrics are who
-    won, or whether nobody did.
+    won, or whether nobody did. Where both players see the whole state, and nothing is random, `to_move(state)` is who is to
+    move, 0 or 1.
     """
 
     agents = ("player_0", "player_1")
@@ -41,6 +47,8 @@ class PgxGame:
         low, high = (0, 1) if state.observation.dtype == bool else (-np.inf, np.inf)
         self.observation_space = spaces.Box(low, high, obs.shape[1:])
         self.action_space = spaces.Discrete(state.legal_action_mask.shape[0] + 1)
+        if game.id not in _NOT_SEARCHED:
+            self.to_move = attrgetter("current_player")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts a game; returns the state and the observations `[2, ...]` float32, each from its player's view."""

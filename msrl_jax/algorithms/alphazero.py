@@ -1,0 +1,358 @@
+"""Gumbel AlphaZero (Danihelka et al., 2022, openreview.net/forum?id=bERaNdoegnO), for games of two players who move in turns.
+
+A tree search with the game's own step improves the policy of a network in every position; the network learns the improved
+policies, and how the games ended (Silver et al., 2018, doi:10.1126/science.aar6404). The search is mctx's. An iteration
+
+1. plays `T` moves of every game, chosen by searches with the acting parameters, but for a share of random ones,
+2. computes what every position was worth: the rewards up to the end of the game; or up to the end of the unroll or a
+   truncation, and the network's value there; or up to a random move, and the search's value before it,
+3. stores positions, improved policies and worths in a replay buffer, and learns from `K` batches of it.
+
+Values are those of the player to move, so they change sign where the turn does. The paper has no random moves. Without them, a
+policy that has become certain plays the same few games, and the network forgets what it knew about others.
+
+In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `K` is `num_updates` and `A` the
+number of actions.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import replay
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
+from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
+from msrl_jax.algorithms.networks.layers import Carry, make_torso
+from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.returns import lambda_return
+from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
+from msrl_jax.envs.base import emitted, env_name, is_on_host
+from msrl_jax.envs.masks import sample_legal
+from msrl_jax.envs.wrappers import EnvironmentWrapper
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
+
+
+class Example(NamedTuple):
+    """What the network learns about a position."""
+
+    obs: MaskedObservation  # of the player to move, [..., *observation_shape]
+    policy: jax.Array  # probabilities that the search gives the actions, [..., A]
+    value: jax.Array  # what the position was worth to that player, [...]
+
+
+class Move(NamedTuple):
+    """Who moved, and how."""
+
+    player: jax.Array  # 0 or 1, [...] int32
+    random: jax.Array  # whether at random, [...] bool
+
+
+class Outcome(NamedTuple):
+    """What a move led to."""
+
+    reward: jax.Array  # of the first player, [...]
+    terminated: jax.Array  # whether the game is over, [...] bool
+    truncated: jax.Array  # whether it was cut short, [...] bool
+    obs: MaskedObservation  # of who is to move then, before any reset, [..., *observation_shape]
+    player: jax.Array  # who that is, 0 or 1, [...] int32
+
+
+Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, Move]]
+"""`(params, keys [E], states [E, ...], obs [E, 2, ...]) -> (actions [E, 2], examples [E, ...], moves [E])`; the value of an
+example is that of the move that the search chose."""
+
+
+@config("alphazero", many_agents=True)
+class AlphaZero:
+    """Gumbel AlphaZero: a network learns from a search that it guides, in games of two players who see the whole state."""
+
+    num_envs: int = field(default=128, doc="games played in parallel, `E`. Usual: 64 to 1024.")
+    unroll_length: int = field(default=16, doc="moves of every game per iteration, `T`. Usual: 16 to 256.")
+    num_simulations: int = field(default=32, doc="positions that a search looks at. Usual: 16 to 200; 800 for chess.")
+    max_considered: int = field(default=16, doc="moves that a search considers at its root. Usual: 16.")
+    gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
+    random_share: float = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
+    discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
+    num_updates: int = field(default=32, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
+    batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
+    storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
+    capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
+    learning_starts: int | None = field(default=None, doc="positions before learning; None: what a batch needs. Usual: None.")
+    learning_rate: float = tunable(default=2e-3, above=0, doc="step size of updates. Usual: 2e-4 to 2e-3.")
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
+    max_grad_norm: float | None = tunable(default=1.0, above=0, doc="gradients are clipped to this global norm. Usual: 1.")
+    value_coef: float = tunable(default=1.0, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 2.")
+    actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(128, 128), doc="widths of dense layers. Usual: (128, 128).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError if something does not fit."""
+        search, network = searcher(self, env)
+        venv, num_envs = vectorize_agents(Turns(env), self.num_envs), self.num_envs  # type: ignore[arg-type]
+        buffer = positions(self, env)
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            example: Example = batch.experience
+
+            def loss(params):
+                policy, value = network.apply(params, example.obs)
+                policy_loss = cross_entropy(example.policy, policy.logits).mean()
+                value_loss = optax.l2_loss(value, example.value).mean()
+                stats = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": policy.entropy().mean()}
+                return policy_loss + self.value_coef * value_loss, (jnp.zeros(self.batch_size), stats)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            policy = network.policy(params, obs)
+            keys = key if key is None else jax.random.split(key, policy.logits.shape[:2])
+            return (policy.mode() if keys is None else policy.sample(keys)), carry
+
+        rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), network.init, gradients, choose_action, target=None)
+        replayer = replaying(self, buffer, rule, num_envs)
+        search_moves = fragment(role="actor", name="search")(search)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            env_state, t = venv.step(env_state, action)
+            player = t.final_state[:, 0].astype(jnp.int32)
+            ended = t.terminated.all(-1)
+            return env_state, t.obs, Outcome(t.reward[:, 0], ended, t.truncated, of_player(t.final_obs, player), player)
+
+        @fragment(role="actor")
+        def worth(params, estimate, move, outcome):
+            next_value = values(network, params, outcome.obs)  # type: ignore[arg-type]
+            return position_worth(estimate, move, outcome, next_value, self.discount)
+
+        pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            first = of_player(obs, jnp.zeros(num_envs, jnp.int32))
+            begun = replayer.init(params_key, actor_key, learner_key, replay_key, first)
+            return begun._replace(env_state=env_state, obs=obs)
+
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            acting_params, begun, (keys, _) = replayer.begin(state, progress)
+
+            def step(loop, keys):
+                env_state, obs = loop
+                action, example, move = search_moves(acting_params, keys, env_state.env_state, obs)
+                env_state, obs, outcome = env_step(env_state, action)
+                return (env_state, obs), (example, move, outcome)
+
+            (env_state, obs), (examples, move, outcome) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            env_state, episodes = pop_episodes(env_state)
+            examples = examples._replace(value=worth(acting_params, examples.value, move, outcome))
+            done, metrics = replayer.finish(begun, examples, progress)  # type: ignore[arg-type]
+            return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=lambda state, obs, key=None: choose_action(state.params, obs, key, ())[0],
+            axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            env=venv,  # type: ignore[arg-type]
+            probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),
+            ranked=False,  # the sum of both returns is 0
+        )
+
+    def search(self, env: MultiAgentEnvironment) -> Search:
+        """The search of this config in one game; raises what `build` raises."""
+        return searcher(self, env)[0]
+
+
+@dataclass(frozen=True)
+class Turns(EnvironmentWrapper):
+    """A game whose global state is who is to move, which is then known before a reset, too."""
+
+    env: Any
+
+    def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
+        """The player to move. `[1]` float32"""
+        return self.env.to_move(state)[None].astype(jnp.float32)
+
+
+def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
+    """Makes the search of a config in one game, and its network, an `ActorCritic`; raises what `build` raises."""
+    try:
+        mctx: Any = importlib.import_module("mctx")
+    except ImportError as error:
+        raise ImportError(
+            "alphazero searches with mctx, which is not installed; install it with: pip install 'msrl-jax[search]'"
+        ) from error
+    action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
+    check_game(env)
+    check_trees(config, env, action_space.n)
+    network: Any = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
+
+    def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
+        return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
+
+    def joint(state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+        """The action of the player to move, and a legal one of the other, who waits. `[2]`"""
+        waiting = env.action_mask(state).argmax(-1)  # type: ignore[attr-defined]
+        return jnp.where(jnp.arange(2) == player, action, waiting).astype(jnp.int32)
+
+    def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
+        """One step of the game from every state `[1, ...]`, in the form that mctx asks for."""
+
+        def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
+            player = env.to_move(state)  # type: ignore[attr-defined]
+            after, obs, reward, terminated, _ = env.step(key, state, joint(state, player, action))
+            follows = env.to_move(after)  # type: ignore[attr-defined]
+            discount = jnp.where(follows == player, config.discount, -config.discount)
+            over = terminated.all()
+            return after, seen(after, obs, follows), reward[player].astype(jnp.float32), jnp.where(over, 0.0, discount), over
+
+        after, obs, reward, discount, over = jax.vmap(step)(action, states)
+        policy, value = network.apply(params, obs)
+        value = jnp.where(over, 0.0, value)
+        out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)
+        return out, after
+
+    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, Move]:
+        player = env.to_move(state)  # type: ignore[attr-defined]
+        key, whether, which = jax.random.split(key, 3)
+        own = of_player(obs, player)
+        states, batch = jax.tree.map(lambda x: x[None], (state, own))
+        policy, value = network.apply(params, batch)
+        root = mctx.RootFnOutput(prior_logits=policy.logits, value=value, embedding=states)
+        found = mctx.gumbel_muzero_policy(
+            params,
+            key,
+            root,
+            expand,
+            config.num_simulations,
+            invalid_actions=~batch.action_mask,
+            max_num_considered_actions=config.max_considered,
+            gumbel_scale=config.gumbel_scale,
+        )
+        chosen = found.action[0]
+        value = found.search_tree.summary().qvalues[0, chosen]
+        random = jax.random.bernoulli(whether, jnp.float32(config.random_share))
+        action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
+        return joint(state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
+
+    # Every game has a key of its own, so that what a search finds does not depend on which games share a device.
+    return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
+
+
+def check_game(env: Any) -> None:
+    """Raises ValueError unless both players see the whole state of a game, and move in turns."""
+    name = env_name(env)
+    if is_on_host(env):
+        raise ValueError(
+            f"alphazero searches with a game's own step, but environment {name!r} is simulated on the host, where states "
+            "cannot be tried out; write the game in JAX, or use ippo or self_play"
+        )
+    if len(env.agents) != 2 or getattr(env, "to_move", None) is None or getattr(env, "action_mask", None) is None:
+        raise ValueError(
+            f"alphazero is for games of two players who move in turns and see the whole state, but environment {name!r} has "
+            f"{len(env.agents)} agents and not both methods to_move(state) and action_mask(state); use self_play, ippo or mappo"
+        )
+    state, _ = emitted(env.reset)
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f"alphazero searches in games without chance, but the state of environment {name!r} holds a key; use self_play"
+        )
+
+
+def check_trees(config: AlphaZero, env: Any, num_actions: int) -> None:
+    """Raises ValueError if the search trees of all games are larger than the memory of the devices that they are split over."""
+    state, _ = emitted(env.reset)
+    # mctx keeps five numbers of a node and six of each of its actions, besides the state.
+    node = 4 * (5 + 6 * num_actions) + tree_bytes(state)
+    nbytes = config.num_envs * (config.num_simulations + 1) * node
+    local = own_devices()
+    devices = local[: math.gcd(config.num_envs, len(local))]
+    limit = device_memory(devices)
+    if limit is not None and nbytes > limit:
+        most = limit // (config.num_envs * node) - 1
+        remedy = f"num_simulations={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
+        raise ValueError(
+            f"{type(config).__name__}.num_simulations={config.num_simulations}: the search trees of "
+            f"num_envs={config.num_envs} games take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices "
+            f"that they can be split over have {limit:,}; use {remedy}"
+        )
+
+
+def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
+    """Makes the buffer of examples; raises ValueError if sizes do not fit each other."""
+    _, obs = emitted(vectorize_agents(env, 1).reset)
+    obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
+    policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))
+    example = Example(obs, policy, value)  # type: ignore[arg-type]
+    storage: Any = storage_of(config.storage, obs)
+    storage = storage and {name: codec for name, codec in storage.items() if name != "next_obs"}
+    try:
+        return replay.uniform(
+            example,
+            capacity=config.capacity,
+            num_envs=config.num_envs,
+            unroll_length=config.unroll_length,
+            batch_size=config.batch_size,
+            min_size=config.learning_starts,
+            shards=config.shards,
+            storage=storage,
+        )
+    except ValueError as error:
+        text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
+        raise ValueError(f"{type(config).__name__}, whose positions are the buffer's steps: {text}") from None
+
+
+def of_player(obs: Any, player: jax.Array) -> Any:
+    """What a player `[...]` sees, of the observations of both `[..., 2, ...]`."""
+
+    def pick(x: jax.Array) -> jax.Array:
+        first, second = jnp.moveaxis(x, player.ndim, 0)
+        return jnp.where((player == 0).reshape(*player.shape, *(1,) * (first.ndim - player.ndim)), first, second)
+
+    return jax.tree.map(pick, obs)
+
+
+def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:
+    """What positions were worth to their players: the sum of the rewards that followed, as far as the search chose the moves.
+
+    Args:
+      estimate: what the search thought the positions worth, which counts before random moves. `[T, E]`
+      move: the moves.
+      outcome: what they led to.
+      next_value: values of the positions after the moves, to who is to move there; they count at the end of the unroll and
+        where a game was truncated. `[T, E]`
+      discount: discount factor per move.
+
+    Returns:
+      The values. `[T, E]`
+    """
+    # All is counted for the first player, to whom the second one's values are losses, whoever has the next turn.
+    sign, next_sign = (jnp.where(player == 0, 1.0, -1.0) for player in (move.player, outcome.player))
+    reward = jnp.where(move.random, sign * estimate, outcome.reward)
+    ends = outcome.terminated | move.random, outcome.truncated
+    return sign * lambda_return(reward, next_sign * next_value, *ends, discount=discount, lambda_=1.0)
+
+
+def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
+    """The cross-entropy of policies with logits `[..., A]`, -inf of illegal actions, to target probabilities. `[...]`"""
+    log_prob = jnp.where(target > 0, jax.nn.log_softmax(logits), 0.0)
+    return -(target * log_prob).sum(-1)

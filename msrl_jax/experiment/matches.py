@@ -1,0 +1,256 @@
+"""Matches between two players: trained agents, agents that search before they move, and players that look a few moves ahead.
+
+In the shape descriptions, `G` is the number of games of a match and `A` the number of actions.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import envs
+from msrl_jax._checks import check_seed, whole
+from msrl_jax.algorithms import schedules, words
+from msrl_jax.envs import MultiAgentEnvironment
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.masks import check_played, mask_of, sample_legal
+from msrl_jax.experiment.evaluate import MAX_STEPS
+from msrl_jax.experiment.result import Result
+from msrl_jax.fragments.runtime.executables import Fitting
+
+
+@dataclasses.dataclass(frozen=True)
+class Player:
+    """Somebody who plays both seats of many games at once; a match takes the actions of the one that it has.
+
+    Attributes:
+      choose: `(params, keys [G], states [G, ...], obs [G, 2, ...]) -> actions [G, 2]`, which `jax.jit` can compile. States are
+        those of the game, and observations have masks if the game names its legal actions.
+      params: arrays that it needs.
+    """
+
+    choose: Callable[[Any, jax.Array, Any, Any], jax.Array]
+    params: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The games of a match, as the first player sees them.
+
+    Attributes:
+      returns: its return in every game. shape=[G], dtype=float32
+      began: whether it was to move first; in games where both move at once, whether it had the first seat. shape=[G],
+        dtype=bool
+      lengths: steps of every game. shape=[G], dtype=int32
+      finished: whether the game ended within `max_steps`; otherwise its return is that of its first steps. shape=[G],
+        dtype=bool
+    """
+
+    returns: np.ndarray
+    began: np.ndarray
+    lengths: np.ndarray
+    finished: np.ndarray
+
+    @property
+    def wins(self) -> int:
+        """The number of games with a return above 0."""
+        return int((self.returns > 0).sum())
+
+    @property
+    def draws(self) -> int:
+        """The number of games with a return of 0."""
+        return int((self.returns == 0).sum())
+
+    @property
+    def losses(self) -> int:
+        """The number of games with a return below 0."""
+        return int((self.returns < 0).sum())
+
+    @property
+    def score(self) -> float:
+        """The share of points: 1 for a win, 1/2 for a draw."""
+        return (self.wins + self.draws / 2) / len(self.returns)
+
+    def __repr__(self) -> str:
+        parts = []
+        for when, chosen in (("first", self.began), ("second", ~self.began)):
+            r = self.returns[chosen]
+            parts.append(f"moving {when}: {(r > 0).sum()} won, {(r == 0).sum()} drawn, {(r < 0).sum()} lost")
+        if cut := int((~self.finished).sum()):
+            parts.append(f"{cut} cut off at max_steps")
+        return f"Match({len(self.returns)} games, score {self.score:.3f}; {'; '.join(parts)})"
+
+
+class _Games(NamedTuple):
+    """The games of a match; `running` marks those that have not ended."""
+
+    step: jax.Array
+    env_state: Any
+    obs: Any
+    returns: jax.Array
+    lengths: jax.Array
+    running: jax.Array
+
+
+def match(
+    env: str | MultiAgentEnvironment,
+    one: Result | Player,
+    two: Result | Player,
+    games: int = 1000,
+    seed: int = 0,
+    *,
+    random_moves: int = 0,
+    max_steps: int = MAX_STEPS,
+) -> Match:
+    """Plays games of two players against each other, in half of which each has the first seat.
+
+    Args:
+      env: the game, or its name.
+      one: the player whose results are counted: a run's result, which plays its most probable actions, or a `Player`.
+      two: the other one.
+      games: number of games, `G`; all are played at once.
+      seed: seed of the games' randomness, and of the players'.
+      random_moves: steps at the start of every game in which both play legal actions at random. Two players without randomness
+        play one game again and again without them.
+      max_steps: maximum length of a game, in steps.
+
+    Returns:
+      The results.
+
+    Raises:
+      ValueError: if the game has not two agents, a number is out of range, or an agent remembers earlier observations.
+    """
+    game: Any = envs.make(env) if isinstance(env, str) else env
+    if len(getattr(game, "agents", ())) != 2:
+        raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
+    games, random_moves = whole("games", games), whole("random_moves", random_moves, least=0)
+    players = [p if isinstance(p, Player) else _of_result(p) for p in (one, two)]
+    venv, num_actions = envs.vectorize(game, games), getattr(game.action_space, "n", None)
+    if random_moves and num_actions is None:
+        raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
+    is_first_seat = jnp.arange(games) < (games + 1) // 2
+
+    def play(params: Any, key: jax.Array) -> dict[str, jax.Array]:
+        key, reset_key = jax.random.split(key)
+        env_state, obs = venv.reset(reset_key)
+        first = jax.vmap(game.to_move)(env_state.env_state) == 0 if hasattr(game, "to_move") else jnp.bool(True)
+
+        def step(g: _Games) -> _Games:
+            keys = jax.random.split(jax.random.fold_in(key, g.step), (3, games))
+            both = zip(players, params, keys, strict=False)
+            mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in both)
+            seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
+            action = jnp.stack([jnp.where(seat, mine[:, 0], theirs[:, 0]), jnp.where(seat, theirs[:, 1], mine[:, 1])], axis=1)
+            if random_moves:
+                mask = mask_of(g.obs)
+                mask = jnp.ones((games, 2, num_actions), bool) if mask is None else mask
+                draw = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))
+                action = jnp.where(g.step < random_moves, draw(keys[2], mask), action)
+            env_state, t = venv.step(g.env_state, action)
+            reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
+            returns = g.returns + jnp.where(g.running, reward, 0.0)
+            return _Games(g.step + 1, env_state, t.obs, returns, g.lengths + g.running, g.running & ~t.ended)
+
+        start = _Games(jnp.int32(0), env_state, obs, jnp.zeros(games), jnp.zeros(games, jnp.int32), jnp.ones(games, bool))
+        end = jax.lax.while_loop(lambda g: g.running.any() & (g.step < max_steps), step, start)
+        began = jnp.broadcast_to(first, (games,)) == is_first_seat
+        return {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
+
+    program = Fitting(jax.jit(play), f"a match of {games:,} games at once", "Play fewer games; several matches play as many")
+    played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
+    check_played(game, played["returns"])
+    return Match(**played)
+
+
+def _of_result(result: Result) -> Player:
+    """The player of a run: its best member's most probable actions."""
+    behavior = result.behavior
+    if behavior.agent.initial_carry is not None:
+        raise ValueError(f"an agent of {result.experiment.name!r} remembers earlier observations, and matches have no memory")
+    state = result._of_member(None)
+
+    def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+        return behavior.act_with_carry(behavior.restore(leaves), obs, ())[0]
+
+    return Player(choose, behavior.take(state))
+
+
+def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player:
+    """A trained agent of `alphazero` that searches before every move, without the noise of training.
+
+    Args:
+      result: of the run.
+      num_simulations: positions that a search looks at; as in training if None.
+      member: number of the member; it has to be named if there are several.
+
+    Returns:
+      The player.
+
+    Raises:
+      ValueError: if the algorithm does not search, or the number of simulations is out of range.
+    """
+    config = result.config
+    if not hasattr(config, "search"):
+        raise ValueError(f"an agent of {result.experiment.name!r} does not search; give its result itself to a match")
+    chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
+    config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
+    at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
+    search = words.with_numbers_of(words.objects(config), at_the_end).search(result.behavior.env)
+
+    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+        return search(params, keys, states, obs)[0]
+
+    # From whatever devices the run was on.
+    return Player(choose, jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0]))
+
+
+def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
+    """A player who looks at all positions after `depth` moves, which are worth 0 unless the game is over, and wins the sooner.
+
+    Of several best moves it takes one at random. The time for a move is that of `A ** depth` steps of the game.
+
+    Args:
+      env: a game with the methods `to_move` and `action_mask`, or its name.
+      depth: number of moves, from 1 on.
+
+    Returns:
+      The player.
+
+    Raises:
+      ValueError: if the depth is out of range, or the game has not these methods.
+    """
+    game: Any = envs.make(env) if isinstance(env, str) else env
+    depth = whole("depth", depth)
+    if getattr(game, "to_move", None) is None or getattr(game, "action_mask", None) is None:
+        raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} has not both")
+    actions = jnp.arange(game.action_space.n)
+
+    def joint(state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+        return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
+
+    def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
+        """What the actions of the player to move are worth to it, -inf if illegal. `[A]`"""
+        player = game.to_move(state)
+
+        def after(action: jax.Array) -> jax.Array:
+            child, _, reward, terminated, truncated = game.step(key, state, joint(state, player, action))
+            value = reward[player].astype(jnp.float32)
+            if depth > 1:
+                best = values(key, child, depth - 1).max()
+                best = jnp.where(game.to_move(child) == player, best, -best)
+                value += 0.99 * jnp.where(terminated.all() | truncated, 0.0, best)
+            return value
+
+        return jnp.where(game.action_mask(state)[player], jax.vmap(after)(actions), -jnp.inf)
+
+    def choose_one(key: jax.Array, state: Any) -> jax.Array:
+        worth = values(key, state, depth)
+        return joint(state, game.to_move(state), sample_legal(key, worth == worth.max()))
+
+    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+        return jax.lax.map(lambda x: choose_one(*x), (keys, states), batch_size=16)
+
+    return Player(choose)
