@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, Any] = {
     "ppo": PPO(num_envs=64, anneal_learning_rate=True, shared_torso=True, hidden_sizes=(128,), activation="relu"),
     "dqn": DQN(learning_rate=1e-3, capacity=100_000, hidden_sizes=(128,)),
 }
-LENGTHS = {"ppo": (160_000, 1), "dqn": (60_000, 19)}  # steps of a run, and iterations between two points of a curve
+LENGTHS = {"ppo": (130_000, 1), "dqn": (50_000, 16)}  # steps of a run, and iterations between two points of a curve
 GAMES = ("Breakout", "SpaceInvaders")
 CNN, SUPERNET, DISCRETE = NETWORKS = ("CNN", "supernet", "discrete cell")
 
@@ -46,8 +46,8 @@ CNN, SUPERNET, DISCRETE = NETWORKS = ("CNN", "supernet", "discrete cell")
 def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolves small images with filters `[5, 5, C, C]`, at the borders with zeros, by one product of matrices.
 
-    Each image is a row, and the matrix has an entry for each pair of cells and of channels. On a CPU, 5 x 5 cells are so faster
-    than with a convolution by an order of magnitude, gradients included.
+    An image is a row, and the matrix has an entry for each pair of places and of channels. With 5 x 5 places, and gradients,
+    this is several times as fast as a convolution on a CPU.
 
     Args:
       x: images. shape=[B, H, W, C]
@@ -57,15 +57,15 @@ def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
       Images. shape=[B, H, W, C]
     """
     height, width, channels = x.shape[1:]
-    y, x_ = (i.ravel() for i in np.indices((height, width)))  # of all cells
+    row, column = (i.ravel() for i in np.indices((height, width)))  # of each place
     padded = jnp.pad(kernel, [(size - 1 - WINDOW // 2,) * 2 for size in (height, width)] + [(0, 0)] * 2)
-    matrix = padded[y[:, None] - y + height - 1, x_[:, None] - x_ + width - 1]  # [HW of x, HW of the result, C, C]
+    matrix = padded[row[:, None] - row + height - 1, column[:, None] - column + width - 1]  # [HW before, HW after, C, C]
     matrix = jnp.swapaxes(matrix, 1, 2).reshape(height * width * channels, -1)
     return matmul(x.reshape(len(x), -1), matrix).reshape(x.shape)
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """The largest value in each window of 3 x 3 cells; of maxima of slices, as their gradients are fast. `[B, H, W, C]`"""
+    """The largest value in each window of 3 x 3; of maxima of slices, as their gradients are fast. `[B, H, W, C]`"""
     for axis in (1, 2):
         padded = jnp.pad(x, [(int(i == axis),) * 2 for i in range(4)], constant_values=-jnp.inf)
         parts = (jax.lax.slice_in_dim(padded, i, i + x.shape[axis], axis=axis) for i in range(3))
@@ -81,8 +81,7 @@ class CellNetwork(nn.Module):
       num_nodes: nodes of the cell, but for what comes in. The dense layer sees them all.
       channels: of each node, `C`.
       num_features: width of the dense layer.
-      alpha_rate: how many times as fast as other parameters `alpha` learns, as Adam's steps do not depend on a factor before
-        a parameter.
+      alpha_rate: a factor of `alpha`. As Adam's steps do not depend on it, weights learn so many times as fast.
       cell: the edges of a discrete cell; None: the supernet, with all edges and operations.
     """
 
@@ -95,13 +94,13 @@ class CellNetwork(nn.Module):
 
     def __post_init__(self):
         """Raises ValueError if there is no operation, or an unknown one."""
-        is_supernet = self.cell is None
-        nodes = [self.operations] if is_supernet else [[name for _, name in edges] for edges in self.cell]
+        cell, known = self.cell, ", ".join(OPERATIONS)
+        nodes = [self.operations] if cell is None else [[name for _, name in into] for into in cell]
         if unknown := [name for names in nodes for name in names if name not in OPERATIONS]:
-            raise ValueError(f"operation {unknown[0]!r} is unknown; use some of {', '.join(OPERATIONS)}")
+            raise ValueError(f"operation {unknown[0]!r} is unknown; use some of {known}")
         if not nodes or not all(set(names) - {"zero"} for names in nodes):
-            given, known = f"operations={self.operations}" if is_supernet else f"cell={self.cell}", ", ".join(OPERATIONS[:-1])
-            raise ValueError(f"{given}: a node without operations computes nothing; give it some of {known}")
+            given = f"operations={self.operations}" if cell is None else f"cell={cell}"
+            raise ValueError(f"{given}: a node without operations computes nothing; use some of {known}, and not zero alone")
         super().__post_init__()
 
     @nn.compact
@@ -156,7 +155,7 @@ def discretize(result: msrl.Result, member: int | None = None) -> CellNetwork:
     An edge keeps its heaviest operation but zero, and a node its two heaviest edges. Their weights are 1.
 
     Args:
-      result: of a run whose network is a supernet.
+      result: of a run whose `network` is a supernet.
       member: the member, if the run has several.
 
     Returns:
@@ -229,7 +228,7 @@ def costs(algorithm: str, networks: Sequence[Any], rounds: int = 5, game: str = 
       FLOPs, as XLA counts them, and seconds, the least of all turns. shape=[networks, 2]
     """
     configs = [dataclasses.replace(ALGORITHMS[algorithm], network=network) for network in networks]
-    runs = [msrl.Experiment(config, f"{game}-MinAtar") for config in configs]
+    runs = [msrl.Experiment(algorithm=config, env=f"{game}-MinAtar") for config in configs]
     programs = [run.compile(msrl.policies.GPUOnly(), jax.devices()[:1]) for run in runs]
     steps = runs[0].steps_per_iteration
     fragments = [[f for f in program.explain().fragments if f.depth == 0] for program in programs]
