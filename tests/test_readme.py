@@ -30,12 +30,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "search",
+    "profiling", "search", "example_rl_darts",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, SEARCH,
+    PROFILING, SEARCH, RL_DARTS,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,6 +98,7 @@ RUN_HERE = (
     (POPULATIONS, "Population based training"),
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
+    (RL_DARTS, "The method"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
@@ -404,6 +405,13 @@ def test_networks_of_ones_own(run_sections):
     assert set(whole["result"].state.params["actor"]["params"]) == {"torso"}
     assert remembering["result"].state.params["core"]["kernel"].shape == (64, 32)
     assert remembering["result"].description["config"]["core"] == "cores:fading"
+
+
+@pytest.mark.long
+def test_a_network_that_is_found(run_sections):
+    (namespace,), _ = run_sections(RL_DARTS, "The method")
+    supernet, again = (namespace[name].config.network for name in ("result", "again"))
+    assert supernet.cell is None and again.cell == namespace["found"].cell and len(again.cell) == 3
 
 
 @pytest.mark.long
