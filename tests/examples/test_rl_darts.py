@@ -208,3 +208,12 @@ def test_bad_input_is_refused_in_words():
 def test_a_supernet_costs_less_than_three_times_the_cnn(algorithm):
     (cnn, _), (supernet, _) = example.costs(algorithm, ["cnn", example.CellNetwork()], rounds=1)
     assert cnn < supernet < 3 * cnn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", example.ALGORITHMS)
+def test_weights_become_unequal_and_the_cell_found_learns_about_as_well_as_the_cnn(algorithm):
+    searches = [example.search(algorithm, "Breakout", seed) for seed in range(3)]
+    assert all(entropies[-1] < 0.95 and entropies[-1] < entropies[0] for _, entropies in searches)
+    cnn, discrete = (np.mean([example.late(runs[name]) for runs, _ in searches]) for name in ("CNN", "discrete cell"))
+    assert discrete > 0.8 * cnn > 3
