@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, Any] = {
     "ppo": PPO(num_envs=64, anneal_learning_rate=True, shared_torso=True, hidden_sizes=(128,), activation="relu"),
     "dqn": DQN(learning_rate=1e-3, capacity=100_000, hidden_sizes=(128,)),
 }
-LENGTHS = {"ppo": (130_000, 1), "dqn": (50_000, 16)}  # steps of a run, and iterations between two points of a curve
+LENGTHS = {"ppo": (122_880, 1), "dqn": (50_000, 16)}  # steps of a run, and iterations between two points of a curve
 GAMES = ("Breakout", "SpaceInvaders")
 CNN, SUPERNET, DISCRETE = NETWORKS = ("CNN", "supernet", "discrete cell")
 
