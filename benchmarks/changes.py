@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line, measures, and writes the record and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", default="examples.archer:ArCHer")
-    parser.add_argument("--env", default="examples.archer:TwentyQuestions")
+    parser.add_argument("--env", default="examples.twenty_questions:TwentyQuestions")
     parser.add_argument("--field", default="actor_rate", help="the field that is the learning rate")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--iterations", type=int, default=100)
@@ -79,12 +79,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     record: dict[str, Any] = {"machine": machine(), "versions": our_versions(), "commit": commit(), "rows": []}
     record["what"] = f"{args.algo.rpartition(':')[2]} on {args.env.rpartition(':')[2]}"
+    if args.iterations < 2:
+        parser.error("--iterations: an exchange compares with the one before, so it takes at least 2")
+    page_before = args.docs and rewrite(args.docs.read_text(), "changes", "")  # says what is missing before anything runs
     config = {name: tuple(x) if isinstance(x, list) else x for name, x in args.config.items()}
     for rate in args.rates:
         record["rows"].append(measure(args.algo, args.env, args.field, rate, args.iterations, **config))
         print(json.dumps(record["rows"][-1]), flush=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if args.docs:
+    if page_before:
         args.docs.write_text(rewrite(args.docs.read_text(), "changes", page(record)))
     print(page(record))
 

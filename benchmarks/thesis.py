@@ -140,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, help="rewrite the tables in this page")
     parser.add_argument("--svg", type=Path, help="draw the figure here")
     args = parser.parse_args(argv)
+    if not (args.envs or args.agents) or not args.delays:
+        parser.error("give at least one number of environments or of agents, and a delay")
     record: dict[str, Any] = {"machine": machine(), "versions": our_versions(), "commit": commit(), "rows": []}
     for name, experiment in cases(args.envs, args.agents).items():
         record["rows"] += measure(name, experiment, args.delays, args.seconds, args.repeats)

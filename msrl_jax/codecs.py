@@ -16,7 +16,7 @@ from msrl_jax._compat import ShapedArray
 
 @dataclass(frozen=True)
 class Changes:
-    """How packed words cross if their receiver keeps those that it has: only the ones that changed, with their places.
+    """How packed words of 16 bits cross if their receiver keeps those that it has: only changed ones, with their places.
 
     Attributes:
       one_in: at most one word in so many crosses as a change. If more have changed, all words cross.
@@ -177,7 +177,7 @@ def delta(one_in: int = 64, every: int = 100) -> Codec:
       ValueError: if `one_in` is below 4, with which changes take about as many bytes as all words, or `every` below 1.
     """
     if not isinstance(one_in, int) or not isinstance(every, int) or one_in < 4 or every < 1:
-        raise ValueError(f"delta({one_in!r}, {every!r}): changes are at most one word in 4, and an exchange in 1 is whole")
+        raise ValueError(f"delta({one_in!r}, {every!r}): one_in must be at least 4, and every at least 1")
     changes = Changes(one_in, every)
     name = "delta" if changes == Changes(64, 100) else f"delta({one_in}, {every})"
     return dataclasses.replace(BFLOAT16, name=name, changes=changes)

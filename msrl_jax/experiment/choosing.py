@@ -5,19 +5,21 @@ else. Every candidate is compiled and runs a few iterations of a state that is t
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from msrl_jax import codecs
 from msrl_jax import policies as registry
 from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import is_planned
-from msrl_jax.fragments.runtime.timing import Prediction
-from msrl_jax.policies.base import described, spec
+from msrl_jax.fragments.runtime.timing import Prediction, check_delay
+from msrl_jax.policies.base import spec
 
 _CLOSE = 1.1
 """Policies whose predictions are within this factor are not told apart: as much as short measurements vary."""
@@ -86,12 +88,17 @@ def choose_policy(
 ) -> Choice:
     """Chooses the policy with the lowest predicted time of an iteration.
 
+    Candidates that cannot run the experiment, or would change what is learned (by staleness, or by a codec that loses
+    precision), are listed with the reason.
+
     Args:
       experiment: the run.
       devices: the devices for the policies; all if None.
-      policies: the candidates; all of the package and of `register` with their defaults if None.
-      delay: seconds that a transfer between placements takes longer than here, such as over a network.
-      note: called with a line of text before a candidate is measured.
+      policies: the candidates; if None, all of the package and of `register` that need no parameters. On one device they are
+        measured only if they are given: there is nothing to cross.
+      delay: seconds that a transfer between placements takes longer than here, such as over a network. Collectives inside of
+        programs are as they are here.
+      note: called with a line of text before a candidate is measured; an exception of it ends the measurement.
 
     Returns:
       The choice.
@@ -100,21 +107,18 @@ def choose_policy(
       ValueError: if nothing can be measured: simulators on the host would be stepped, several processes would measure
         different times, planned devices are not there, or no candidate can run the experiment.
     """
-    _check_measurable(experiment, devices, delay)
-    candidates = [registry.get(p) for p in (registry.names() if policies is None else policies)]
+    if not isinstance(experiment, Experiment) or isinstance(policies, str):
+        raise TypeError("choose_policy takes an Experiment, and policies as a list: [\"GPUOnly\", \"Central\"]")
+    check_delay(delay)
+    _check_measurable(experiment, devices)
+    candidates = _candidates() if policies is None else list(map(registry.get, policies))
     if not candidates:
         raise ValueError('policy="auto" has no candidate; name at least one policy')
-    for policy in candidates:
-        if getattr(policy, "staleness", 0):
-            raise ValueError(
-                f'policy="auto" chooses among policies that compute the same run, and {described(policy)} acts with old '
-                "parameters, which changes what is learned; name it as the policy, or leave it out"
-            )
-    if len(jax.devices() if devices is None else devices) == 1:
+    if policies is None and len(jax.devices() if devices is None else devices) == 1:
         usual = registry.get(experiment.usual_policy)
         return Choice(usual, (Alternative(usual, None),), f"{spec(usual)}: on one device nothing crosses, in one program")
     measured = []
-    for policy in candidates:
+    for policy in {spec(p): p for p in candidates}.values():
         note(f"measuring {spec(policy)}")
         measured.append(_measured(experiment, policy, devices, delay))
     known = sorted((a for a in measured if a.prediction), key=_seconds)
@@ -130,20 +134,41 @@ def is_auto(policy: object) -> bool:
 
 
 def resolved(
-    policy: str | DistributionPolicy, experiment: Experiment, devices: Sequence[Device] | None, say: Callable[[str], Any]
+    policy: str | DistributionPolicy,
+    experiment: Experiment,
+    devices: Sequence[Device] | None,
+    say: Callable[[str], Any],
+    stop: Callable[[], str],
 ) -> DistributionPolicy:
-    """The policy itself, or the chosen one if it is "auto"; `say` is called with lines of text about the choice."""
+    """The policy itself, or the chosen one if it is "auto".
+
+    `say` is called with lines of text about the choice. If `stop` has a reason, KeyboardInterrupt ends the measurement.
+    """
     if not is_auto(policy):
         return registry.get(policy)
-    choice = choose_policy(experiment, devices=devices, note=lambda line: say(f"policy auto: {line}"))
+
+    def note(line: str) -> None:
+        if reason := stop():
+            raise KeyboardInterrupt(f"{reason}, while a policy was chosen, so nothing was trained")
+        say(f"policy auto: {line}")
+
+    choice = choose_policy(experiment, devices=devices, note=note)
     say(f"policy {choice.reason}")
     return choice.policy
 
 
-def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None, delay: float) -> None:
+def _candidates() -> list[DistributionPolicy]:
+    """The registered policies that need no parameters."""
+    found = []
+    for name in registry.names():
+        needed = inspect.signature(registry.POLICIES[name]).parameters.values()
+        if all(p.default is not p.empty for p in needed):
+            found.append(registry.get(name))
+    return found
+
+
+def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) -> None:
     name = "name a policy instead"
-    if not isinstance(delay, int | float) or isinstance(delay, bool) or not 0 <= delay < float("inf"):
-        raise ValueError(f"delay={delay!r} must be a number of seconds of at least 0")
     if is_on_host(experiment.environment):
         raise ValueError(
             f'policy="auto" cannot know how long {experiment.env_name} takes without stepping its simulators, which would not '
@@ -160,9 +185,12 @@ def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None, 
 def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, delay: float) -> Alternative:
     try:
         program = experiment.compile(policy, devices)
+        if program.layout.staleness or not all(codecs.get(edge.codec).lossless for edge in program.layout.codecs):
+            why = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
+            return Alternative(policy, None, refusal=f"it {why}, which changes what is learned; name it as the policy")
         prediction = program.predict(experiment.start(program), delay=delay)
-    except (ValueError, jax.errors.JaxRuntimeError) as error:
-        return Alternative(policy, None, refusal=str(error).splitlines()[0])
+    except Exception as error:  # of any policy of a user's
+        return Alternative(policy, None, refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return Alternative(policy, prediction, program.compile_seconds)
 
 

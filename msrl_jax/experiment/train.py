@@ -156,7 +156,7 @@ def train(
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy
             say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
-            where = resolved(usual if policy is None else policy, experiment, devices, say)
+            where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
             saver = None if path is None else Checkpoints(path, every, keep, recording)

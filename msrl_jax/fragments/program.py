@@ -14,7 +14,7 @@ from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
-from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
@@ -24,7 +24,7 @@ from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
-from msrl_jax.fragments.runtime.timing import Prediction, measure_costs, predict, time_chunks
+from msrl_jax.fragments.runtime.timing import Prediction, check_delay, measure_costs, predict, time_chunks
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
@@ -74,6 +74,8 @@ class Program(Generic[State]):
         self._executables = Executables(seconds=seconds)
         self._expected = ExpectedState(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
+        self._around: Around = lambda call, what: call
+        self._sent: dict[Move, Sent] = {}
         self._is_lowered = False
         self._fitting: set[jax.stages.Compiled] = set()
         self._once: Callable[..., Sequence[jax.Array]] | None = None
@@ -263,12 +265,12 @@ class Program(Generic[State]):
 
     @property
     def sent(self) -> dict[str, Sent]:
-        """What codecs that send changes have sent so far: for every transfer with one, its ends and first value."""
-        senders = self._executor.senders if self._executor else {}
-        return {
-            f"{i.sources[0].placement.name} -> {i.results[0].placement.name}: {label_of(i.results[0])}": sender.sent
-            for i, sender in senders.items()
-        }
+        """What codecs that send changes have sent so far: for every transfer with one, its number, ends and first value."""
+        found = {}
+        for number, (i, sent) in enumerate(self._sent.items()):
+            ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
+            found[f"{number}: {ends}: {label_of(i.results[0])}"] = sent
+        return found
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
@@ -343,8 +345,14 @@ class Program(Generic[State]):
 
         Returns:
           The prediction. If the policy fuses the loop, it is the time of an iteration of that program, without transfers.
+
+        Raises:
+          ValueError: if a function of the host works while others run, which no measurement of one at a time shows.
         """
+        check_delay(delay)
         self._check_setting()
+        if started := [i.name for i, _ in walk(self.schedule.body) if isinstance(i, HostCall) and i.function.can_start]:
+            raise ValueError(f"{started[0]} works while other instructions run, so it cannot be timed alone; measure a run")
         leaves = self._fill(state, copy=True)
         if self._fused is None:
             self._ready()
@@ -358,7 +366,11 @@ class Program(Generic[State]):
         return self._with_calls(named_in_traces)
 
     def delayed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Lets the host sleep before each transfer between placements: what a slower network would do to a run."""
+        """Lets the host sleep before each transfer: between placements, and of what its functions return.
+
+        While it sleeps it dispatches nothing, so delays add up, also where a network's would overlap.
+        """
+        check_delay(seconds)
 
         def later(call: Callable[..., Any], what: str) -> Callable[..., Any]:
             def slow(*args: Any) -> Any:
@@ -372,13 +384,14 @@ class Program(Generic[State]):
     @contextlib.contextmanager
     def _with_calls(self, around: Around) -> Iterator[None]:
         """Replaces what dispatches; see `Executor`."""
-        before = None if self.is_fused else self._ready()
+        outer, before = self._around, None if self.is_fused else self._ready()
         if before is not None:
-            self._executor = Executor(self.schedule, self._executables, around)
+            self._around = lambda call, what: around(outer(call, what), what)
+            self._executor = Executor(self.schedule, self._executables, self._around, sent=self._sent)
         try:
             yield
         finally:
-            self._executor = before
+            self._executor, self._around = before, outer
 
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self._fused:
@@ -421,7 +434,7 @@ class Program(Generic[State]):
             for i, _ in walk(self.schedule.body):
                 if isinstance(i, Run):
                     self._check_fits(self._executables.compiled[i], f"{i.name!r} @ {i.placement.name}")
-            self._executor = Executor(self.schedule, self._executables)
+            self._executor = Executor(self.schedule, self._executables, sent=self._sent)
         return self._executor
 
     def _check_fits(self, compiled: jax.stages.Compiled, name: str) -> None:

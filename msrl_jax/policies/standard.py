@@ -253,8 +253,10 @@ def register(policy: type) -> type:
       The same class.
 
     Raises:
-      ValueError: if another policy has that name.
+      ValueError: if another policy has that name, or it is "auto".
     """
+    if policy.__name__.lower() == "auto":
+        raise ValueError("a policy cannot be named 'auto', which has train choose one; choose another name")
     return _checks.add("policy", POLICIES, policy.__name__, policy)
 
 
@@ -288,8 +290,8 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         return policy
     if policy.lower().partition(":")[0] == "auto":
         raise ValueError(
-            f'policy {policy!r}: "auto", which has no parameters, measures a run; train and explain take it, nothing else '
-            f"does; name one of {', '.join(names())}"
+            f"policy {policy!r}: 'auto' is for train, and for explain without --devices, and has no parameters; here, name one "
+            f"of {', '.join(names())}"
         )
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters

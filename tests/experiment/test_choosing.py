@@ -1,5 +1,6 @@
 """`policy="auto"`: the fastest of the policies that compute the same run, why, and what it cannot know."""
 
+import dataclasses
 import itertools
 import json
 
@@ -83,12 +84,41 @@ def test_on_one_device_nothing_is_measured():
     assert found.policy == policies.GPUOnly() and found.alternatives[0].prediction is None and "one device" in str(found)
 
 
+def test_policies_of_users_are_candidates_if_they_need_no_parameters(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Needs:
+        part: int
+
+        def layout(self, devices, sizes):
+            raise AssertionError
+
+    @dataclasses.dataclass(frozen=True)
+    class Breaks:
+        def layout(self, devices, sizes):
+            raise KeyError("nothing of this name")
+
+    for policy in (Needs, Breaks):
+        monkeypatch.setitem(policies.POLICIES, policy.__name__, policy)
+    fixed(monkeypatch, dict.fromkeys(policies.names(), 2.0) | {"Central": 1.0})
+    found = msrl.choose_policy(small())
+    assert found.policy == policies.Central()
+    assert [a.refusal for a in found.alternatives if a.prediction is None] == ["KeyError: 'nothing of this name'"]
+    with pytest.raises(ValueError, match="cannot be named 'auto'"):
+        policies.register(type("Auto", (Breaks,), {}))
+
+
+def test_a_request_to_stop_ends_the_measurement():
+    with pytest.raises(KeyboardInterrupt, match="SIGINT, while a policy was chosen, so nothing was trained"):
+        choosing.resolved("auto", small(), None, print, lambda: "SIGINT")
+
+
 UNKNOWN = [
     (lambda: msrl.choose_policy(small(), policies=[]), "has no candidate"),
-    (lambda: msrl.choose_policy(small(), policies=["SingleLearnerCoarse:staleness=1"]), "acts with old parameters"),
-    (lambda: msrl.choose_policy(small(), delay=-1.0), "delay=-1.0 must be a number of seconds of at least 0"),
-    (lambda: policies.get("Auto"), "train and explain take it"),
-    (lambda: msrl.train("ppo", policy="auto:learners=2", progress=False), "has no parameters"),
+    (lambda: msrl.choose_policy(small(), policies=["SingleLearnerCoarse:staleness=1"]), "found no .*acts with old parameters"),
+    (lambda: msrl.choose_policy(small(), policies=["Central:parameter_codec=bfloat16"]), "a codec that loses precision"),
+    (lambda: msrl.choose_policy(small(), delay=-1.0), "a delay of -1.0 must be a number of seconds of at least 0"),
+    (lambda: policies.get("Auto"), "is for train, and for explain without"),
+    (lambda: msrl.train("ppo", policy="auto:learners=2", progress=False), "and has no parameters"),
     (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "without stepping its simulators"),
 ]
 

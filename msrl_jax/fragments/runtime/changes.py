@@ -78,7 +78,7 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     """Compiles the programs of a Move that sends changes.
 
     Raises:
-      ValueError: if a value is split over devices, crosses between processes, or there are 2**31 words or more.
+      ValueError: if a value is split over devices or is not of 16-bit words, there are several processes, or 2**31 words.
     """
     at, name = executables.shardings, move.results[0].packed.codec if move.results[0].packed else ""
     ends = f"from {move.sources[0].placement.name!r} to {move.results[0].placement.name!r}"
@@ -86,12 +86,17 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
         if not all(at[v].is_fully_replicated for v in pair):
             raise ValueError(
                 f"codec {name!r} sends the changes of values that are whole on each device, but {label_of(pair[1])} is split "
-                f"over devices on its way {ends}. Use 'bfloat16' for it: {{'part of its name': 'bfloat16'}}"
+                f"over devices on its way {ends}. Use 'bfloat16', or a policy that keeps it whole"
             )
-    if len(move.processes) > 1:
+    if jax.process_count() > 1:
         raise ValueError(
-            f"codec {name!r} counts changes on one host, but {label_of(move.results[0])} crosses {ends}, which are on "
-            f"processes {', '.join(map(str, sorted(move.processes)))}. Use 'bfloat16', or one process"
+            f"codec {name!r} counts changes on one host, and there are {jax.process_count()} processes, in which "
+            f"{label_of(move.results[0])} crosses {ends}. Use 'bfloat16', or one process"
+        )
+    if wide := [v for v in move.sources if v.aval.dtype.itemsize != _WORD.itemsize]:
+        raise ValueError(
+            f"codec {name!r} sends the changes of words of 16 bits, but packs {label_of(wide[0])} into {wide[0].aval.dtype}; "
+            "make it without changes"
         )
     shapes = [v.aval.shape for v in move.sources]
     dtypes = [v.aval.dtype for v in move.sources]
@@ -146,12 +151,13 @@ class Sender:
         programs: Sequence[Callable[..., Any]],
         put: Callable[..., Sequence[jax.Array]],
         wait: Callable[[jax.Array], Any],
+        sent: Sent,
     ):
-        """`programs` run those of `patching` in their order, `put` transfers arrays, `wait` waits for one."""
+        """`programs` run those of `patching` in their order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
         self._patching, self._put, self._wait = patching, put, wait
         self._join, self._compare, self._split, self._patch = programs
         self._kept: _Kept | None = None
-        self.sent = Sent(patching.words)
+        self.sent = sent
 
     def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """The values, where they arrive."""
@@ -172,6 +178,7 @@ class Sender:
         return values
 
     def _send_whole(self, now: jax.Array) -> Sequence[jax.Array]:
+        self._wait(now)  # what a failed program made is not kept
         (received,) = self._put([now], [self._patching.arriving])
         values = self._split(received)
         self._account(_Kept(now, received, 0), now.nbytes, whole=True)

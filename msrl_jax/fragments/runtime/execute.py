@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from msrl_jax.fragments.graph.host import IN_TRACES, HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
-from msrl_jax.fragments.runtime.changes import Patching, Sender
+from msrl_jax.fragments.runtime.changes import Patching, Sender, Sent
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
 from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
 
@@ -137,10 +137,10 @@ class Executor:
 
     def __init__(
         self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call,
-        each: Callable[[Instruction, Step], Step] = lambda i, step: step,
+        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, Sent] | None = None,
     ):  # fmt: skip
         """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
-        and `each` the step of an instruction.
+        and `each` the step of an instruction. What Moves that send changes have sent is counted in `sent`.
         """
         self._schedule, self._executables, self._around, self._each = schedule, executables, around, each
         self._size = 1 + max(
@@ -148,7 +148,8 @@ class Executor:
             + [v.index for v in executables.shardings],
             default=0,
         )
-        self.senders: dict[Move, Sender] = {}
+        self.senders: list[Sender] = []
+        self._sent: dict[Move, Sent] = {} if sent is None else sent
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
@@ -275,8 +276,9 @@ class Executor:
         here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
         there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
         wait = self._around(lambda array: jax.block_until_ready(array), "wait")
-        self.senders[i] = Sender(patching, [*here, *there], self._transfer(i), wait)
-        return self.senders[i]
+        sent = self._sent.setdefault(i, Sent(patching.words))
+        self.senders.append(Sender(patching, [*here, *there], self._transfer(i), wait, sent))
+        return self.senders[-1]
 
     def _send_coalesced(self, i: Move, coalesced: Coalesced) -> Call:
         put, num_alone = self._transfer(i), len(coalesced.alone)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.changes import changes_of
 from msrl_jax.fragments.runtime.executables import Executables
 from msrl_jax.fragments.runtime.execute import Executor, Slots, Step
 from msrl_jax.fragments.runtime.transfer import Leaves
@@ -40,6 +42,13 @@ class Prediction:
     transfers: float
     dispatch: float
     exchanges: int
+
+
+def check_delay(seconds: object) -> None:
+    """Raises ValueError unless a delay is a number of seconds of at least 0."""
+    number = float(seconds) if isinstance(seconds, int | float | np.number) and not isinstance(seconds, bool) else -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"a delay of {seconds!r} must be a number of seconds of at least 0")
 
 
 def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, iterations: int = 4) -> dict[Instruction, Cost]:
@@ -103,8 +112,8 @@ class _Clock:
         begin = max(self.host, *(self.ready.get(v, 0.0) for v in i.reads()), *(self.busy.get(d, 0.0) for d in devices), 0.0)
         self.host += cost.dispatch
         end = max(self.host, begin + cost.total + (self.delay if is_exchange else 0.0))
-        if isinstance(i, HostCall):
-            self.host = end
+        if isinstance(i, HostCall) or (isinstance(i, Move) and not i.is_copy and changes_of(i)):
+            self.host = end  # the host waits for it
         self.ready.update(dict.fromkeys(i.makes(), end))
         self.busy.update(dict.fromkeys(devices, end))
 

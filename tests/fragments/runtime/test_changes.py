@@ -1,5 +1,7 @@
 """Codecs that send changes: the same bits as all words, fewer bytes, and all words where changes are too many."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_only_changed_words_cross_and_all_of_them_where_these_are_too_many():
     count = [3, 0, 32, 33, 5, 1]  # of 258 words, at most 258 // 8 = 32 cross as changes
     program, metrics, sent = sent_by("delta(8)", count)
     (name, one), = sent.items()  # fmt: skip
-    assert name == "learners -> actors: state['table']"
+    assert name == "0: learners -> actors: state['table']"
     # Of six exchanges the first has nothing to compare with, and the fifth comes after the iteration that changed 33 words.
     assert (one.exchanges, one.compared, one.changed, one.words) == (6, 5, 3 + 0 + 32 + 33 + 5, SIZE + 2)
     assert one.whole == 2
@@ -121,7 +123,7 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     state = start([1] * 4)
     program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=AXES)
     program.run(state, 2)
-    (sender,) = program._executor.senders.values()
+    (sender,) = program._executor.senders
     put, sender._put = sender._put, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
@@ -133,10 +135,10 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
 
 
 REFUSED = [
-    (lambda: codecs.delta(2), ValueError, r"delta\(2, 100\): changes are at most one word in 4"),
-    (lambda: codecs.get("delta(8, 0)"), ValueError, "an exchange in 1 is whole"),
+    (lambda: codecs.delta(2), ValueError, r"delta\(2, 100\): one_in must be at least 4"),
+    (lambda: codecs.get("delta(8, 0)"), ValueError, "every at least 1"),
     (lambda: sent_trajectory(), ValueError, r"sends the changes of values that are whole on each device, but .* is split"),
-    (lambda: sent_by_shards(), ValueError, r"is split over devices on its way from .*\. Use 'bfloat16' for it"),
+    (lambda: sent_by_shards(), ValueError, r"is split over devices on its way from .*\. Use 'bfloat16', or"),
     (lambda: stored(), ValueError, "the codec cannot pack item"),
 ]
 
@@ -162,3 +164,21 @@ def stored():
 def test_what_cannot_be_sent_by_changes_is_refused(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_every_transfer_is_counted_also_within_contexts():
+    state = toy.initial_state()
+    program = msrl.compile(toy.iteration, state, policy=Central(parameter_codec="delta"), axes=toy.AXES)
+    program.run(state, 2)
+    before = [one.exchanges for one in program.sent.values()]
+    assert len(before) == len(program._executor.senders) > 1
+    with program.delayed(0.0), program.named_in_traces():
+        program.run(state, 2)
+    assert [one.exchanges for one in program.sent.values()] == [2 * n for n in before]
+
+
+def test_changes_are_of_words_of_16_bits():
+    state = start([1])
+    wide = dataclasses.replace(codecs.SCALED_UINT8, name="wide", changes=codecs.Changes(8, 5))
+    with pytest.raises(ValueError, match=r"'wide' sends the changes of words of 16 bits, but packs state.* into uint8"):
+        msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec=wide), axes=AXES).warm_up()

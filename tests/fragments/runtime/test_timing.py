@@ -1,5 +1,7 @@
 """Predicted times: the longest chain of instructions that wait for each other, by hand; and what is measured for it."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,3 +84,24 @@ def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
         assert set(costs) == timed and all(0 <= c.dispatch <= c.total for c in costs.values())
         assert found.exchanges == sum(n for i, n in walk(program.schedule.body) if isinstance(i, Move) and not i.is_copy)
     assert jnp.isfinite(program.unwrap(after).x).all()
+
+
+def test_delays_within_each_other_add_up():
+    program, state = compiled(SingleLearnerCoarse()), toy.initial_state()
+    program.run(state, 1)
+    with program.delayed(0.1), program.named_in_traces(), program.delayed(0.2):
+        start = time.perf_counter()
+        program.run(state, 1)
+        assert time.perf_counter() - start > 2 * 0.3
+    start = time.perf_counter()
+    program.run(state, 1)
+    assert time.perf_counter() - start < 2 * 0.3
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "x", None, True])
+def test_a_delay_is_a_number_of_seconds(seconds):
+    program = compiled(GPUOnly())
+    with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
+        program.delayed(seconds)
+    with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
+        program.predict(toy.initial_state(), delay=seconds)
