@@ -170,7 +170,7 @@ def test_absent_agents_count_for_nothing():
 
 
 def test_wrong_kinds_of_environments_are_refused():
-    with pytest.raises(TypeError, match=r"'ppo' trains one agent, but environment 'Homes' has 3; use alphazero, ippo, maddpg, mappo"):
+    with pytest.raises(TypeError, match=r"'ppo' trains one agent, but environment 'Homes' has 3; use alphazero, ippo"):
         msrl.train("ppo", Homes(), total_steps=100)
     with pytest.raises(TypeError, match=r"'bc' .*; no algorithm that learns from data alone trains several agents"):
         check_env(msrl.algorithms.get("bc"), Homes())
