@@ -22,7 +22,7 @@ from msrl_jax.fragments.runtime.timing import Prediction, check_delay
 from msrl_jax.policies.base import spec
 
 _CLOSE = 1.1
-"""Policies whose predictions are within this factor are not told apart: as much as short measurements vary."""
+"""Policies whose predictions are within this factor are not told apart; on a busy machine measurements vary by more."""
 
 
 @dataclasses.dataclass(frozen=True)
