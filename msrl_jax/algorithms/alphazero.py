@@ -37,7 +37,7 @@ from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import emitted, env_name, is_on_host
-from msrl_jax.envs.masks import sample_legal
+from msrl_jax.envs.masks import sample_legal, turn_actions
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
@@ -209,17 +209,12 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
 
-    def joint(state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
-        """The action of the player to move, and a legal one of the other, who waits. `[2]`"""
-        waiting = env.action_mask(state).argmax(-1)  # type: ignore[attr-defined]
-        return jnp.where(jnp.arange(2) == player, action, waiting).astype(jnp.int32)
-
     def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
         """One step of the game from every state `[1, ...]`, in the form that mctx asks for."""
 
         def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
             player = env.to_move(state)  # type: ignore[attr-defined]
-            after, obs, reward, terminated, _ = env.step(key, state, joint(state, player, action))
+            after, obs, reward, terminated, _ = env.step(key, state, turn_actions(env, state, player, action))
             follows = env.to_move(after)  # type: ignore[attr-defined]
             discount = jnp.where(follows == player, config.discount, -config.discount)
             over = terminated.all()
@@ -252,7 +247,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         value = found.search_tree.summary().qvalues[0, chosen]
         random = jax.random.bernoulli(whether, jnp.float32(config.random_share))
         action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
-        return joint(state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
+        return turn_actions(env, state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
 
     # Every game has a key of its own, so that what a search finds does not depend on which games share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network

@@ -113,3 +113,8 @@ def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     count = jnp.cumsum(mask)
     which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
     return jnp.argmax(count > which).astype(jnp.int32)
+
+
+def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+    """The action of the player to move, 0 or 1, and a legal one of the other, who waits. `[2]` int32"""
+    return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)

@@ -16,7 +16,7 @@ from msrl_jax._checks import check_seed, whole
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import check_played, mask_of, sample_legal
+from msrl_jax.envs.masks import check_played, mask_of, sample_legal, turn_actions
 from msrl_jax.experiment.evaluate import MAX_STEPS
 from msrl_jax.experiment.result import Result
 from msrl_jax.fragments.runtime.executables import Fitting
@@ -228,15 +228,12 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
         raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} has not both")
     actions = jnp.arange(game.action_space.n)
 
-    def joint(state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
-        return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
-
     def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
         """What the actions of the player to move are worth to it, -inf if illegal. `[A]`"""
         player = game.to_move(state)
 
         def after(action: jax.Array) -> jax.Array:
-            child, _, reward, terminated, truncated = game.step(key, state, joint(state, player, action))
+            child, _, reward, terminated, truncated = game.step(key, state, turn_actions(game, state, player, action))
             value = reward[player].astype(jnp.float32)
             if depth > 1:
                 best = values(key, child, depth - 1).max()
@@ -248,7 +245,7 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
 
     def choose_one(key: jax.Array, state: Any) -> jax.Array:
         worth = values(key, state, depth)
-        return joint(state, game.to_move(state), sample_legal(key, worth == worth.max()))
+        return turn_actions(game, state, game.to_move(state), sample_legal(key, worth == worth.max()))
 
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return jax.lax.map(lambda x: choose_one(*x), (keys, states), batch_size=16)
