@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -56,6 +56,9 @@ class Setting:
         if isinstance(self.config.get("learning_rate"), list | tuple):
             label += f", {len(self.config['learning_rate'])} learning rates"
         return label + f", {self.seeds} seeds" * (self.seeds > 1)
+
+
+_S = TypeVar("_S", bound=Setting)
 
 
 class Peer:
@@ -243,7 +246,7 @@ def rewrite(page: str, name: str, text: str) -> str:
     return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
 
 
-def chosen(settings: Sequence[Setting], only: Sequence[str]) -> list[Setting]:
+def chosen(settings: Sequence[S], only: Sequence[str]) -> list[S]:
     """The settings whose label contains one of the words; all if there is no word.
 
     Raises:

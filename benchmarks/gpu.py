@@ -5,15 +5,21 @@
 
 Rows whose suite is not installed are named and left out. A peer is measured beside the rows that it has, by turns, if its
 Python is given; `compare_rejax.py` says how to install it. The time to compile is no part of the rates, and has a column of its
-own.
+own. Most of a run is compiling: with `--processes 12`, so many processes compile at once, into the compilation cache of JAX,
+before the rows are measured one by one.
 """
 
 import argparse
 import dataclasses
 import json
+import math
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +103,16 @@ def missing(row: Row) -> str | None:
 
 def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] | None = None) -> dict[str, Any]:
     """Measures a row: steps per second, time to compile, memory, launches, and the least time that the plan predicts."""
-    experiment, device = row.experiment, jax.devices()[0]
-    program = experiment.compile(msrl.policies.get("GPUOnly"), [device])
+    experiment = row.experiment
+    program = experiment.compile(msrl.policies.get("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(experiment, program)
     runner = program_runner(experiment, program, chunk)
     runs = [runner.run(seconds) for _ in range(repeats)]
     plan, steps = program.explain(), experiment.steps_per_iteration * experiment.members
     rate = statistics.median(runs)
-    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
     found = {
         "label": row.label, "rate": rate, "runs": runs, "iteration_seconds": steps / rate, "commit": commit(),
-        "compile_seconds": program.compile_seconds, "peak_bytes": memory,
+        "compile_seconds": program.compile_seconds, "bytes": max(plan.memory.values()),
         "least_seconds": max(plan.least_seconds.values(), default=None),
         "launches": max(plan.launches.values(), default=0) or None,
     }  # fmt: skip
@@ -118,22 +123,43 @@ def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] |
     return found
 
 
+def compile_at_once(rows: Sequence[Row], processes: int, more: Sequence[str]) -> dict[str, float]:
+    """Compiles rows in processes of their own, whose programs the compilation cache keeps.
+
+    Returns:
+      The seconds of each, by label; nan where a process failed, whose error comes again when the row is measured.
+    """
+
+    def seconds(row: Row) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "row.json")
+            times = ["--repeats", "1", "--seconds", "0.01"]
+            command = [sys.executable, __file__, "--row", row.label, *times, "--json", str(path), *more]
+            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            return json.loads(path.read_text())["rows"][0]["compile_seconds"] if path.exists() else math.nan
+
+    with ThreadPoolExecutor(processes) as pool:
+        return dict(zip([row.label for row in rows], pool.map(seconds, rows), strict=True))
+
+
 def page(record: dict[str, Any]) -> str:
     """The table of a record, and a paragraph on what it is of."""
-    head = ("setting", "steps/s", "ms per iteration", "predicted least", "launches", "compile", "peak memory", "Rejax", "ratio")
+    head = ("setting", "steps/s", "ms per iteration", "predicted least", "launches", "compile", "memory", "Rejax", "ratio")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in record["rows"]:
         cells = [
             row["label"], f"{row['rate']:,.0f}", f"{row['iteration_seconds'] * 1e3:.3g}",
             "-" if row["least_seconds"] is None else f"{row['least_seconds'] * 1e3:.3g}",
             "-" if row["launches"] is None else f"{row['launches']:,}", f"{row['compile_seconds']:.0f} s",
-            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f} GiB",
+            f"{row['bytes'] / 2**20:,.3g} MiB",
             f"{row['theirs']:,.0f}" if "theirs" in row else "-", f"{row['ratio']:.2f}" if "ratio" in row else "-",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     about = record["machine"]
     lines += ["", f"Medians of {record['repeats']} runs of {record['seconds']:g} s on one {about['device']}. {versions}."]
+    if record["processes"] > 1:
+        lines[-1] += f" Compiled by {record['processes']} processes at once, which wait for each other's processors."
     left_out = [f"{label} ({install})" for label, install in record["left_out"].items()]
     return "\n".join([*lines, *(["", f"Not installed: {', '.join(left_out)}."] if left_out else [])])
 
@@ -142,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line, measures, prints, and writes the record and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measure the rows with a WORD in their label")
+    parser.add_argument("--row", metavar="LABEL", help="measure the row with this label alone")
+    parser.add_argument("--processes", type=int, default=1, help="so many compile at once; needs JAX_COMPILATION_CACHE_DIR")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of a row")
     parser.add_argument("--seconds", type=float, default=2.0, help="approximate length of a timed run")
     parser.add_argument("--rejax", help="the Python of an environment that has Rejax")
@@ -151,18 +179,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if jax.devices()[0].platform != "gpu" and not args.tiny:
         parser.error(f"JAX computes on {jax.devices()[0].device_kind!r}; a GPU is measured here (--tiny runs anywhere)")
+    if args.processes > 1 and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        parser.error("--processes compiles into the folder that JAX_COMPILATION_CACHE_DIR names, and it names none; set it")
     try:
-        rows = chosen(ROWS, args.only)
+        rows: list[Row] = list({row.label: row for row in chosen(ROWS, args.only) if args.row in (None, row.label)}.values())
     except ValueError as error:
         parser.error(str(error))
+    if not rows:
+        parser.error(f"no row has the label {args.row!r}; --only measures rows with a word in their label")
     record: dict[str, Any] = {"machine": machine(), "versions": our_versions(), "repeats": args.repeats}
     record |= {"seconds": args.seconds, "left_out": {}, "rows": []}
     peer = None if args.rejax is None else [args.rejax, Path(__file__).with_name("rejax_worker.py")]
-    for row in map(shrunk, rows) if args.tiny else rows:
+    record["processes"], compiled = args.processes, dict[str, float]()
+    if args.processes > 1:
+        more = [*(["--rejax", args.rejax] if args.rejax else []), *(["--tiny"] if args.tiny else [])]
+        compiled = compile_at_once([row for row in rows if not missing(row)], args.processes, more)
+    for whole in rows:
+        row = shrunk(whole) if args.tiny else whole
         if install := missing(row):
             record["left_out"][row.label] = install
             continue
         found = measure(row, args.repeats, args.seconds, peer)
+        found["compile_seconds"] = compiled.get(whole.label, found["compile_seconds"])
         print(f"{row.label:<60}{found['rate']:>14,.0f} steps/s, compiled in {found['compile_seconds']:.0f} s", flush=True)
         record["rows"].append(found)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
