@@ -20,7 +20,7 @@ _NOTHING = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
         *("optimization-barrier", "domain", "partition-id", "replica-id", "async-update", "async-done", "copy-done"),
-        *("send-done", "recv-done", *(f"{kind}-done" for kind in COLLECTIVES)),
+        *("fusion-done", "send-done", "recv-done", *(f"{kind}-done" for kind in COLLECTIVES)),
     )
 )
 _NO_CALLS = re.compile(r'custom_call_target="(?:AllocateBuffer|PinnedBuffer|Sharding|annotate_device_placement|MoveTo\w+)"')
@@ -96,7 +96,7 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
     def instructions(name: str) -> dict[str, _Instruction]:
         if name not in parsed:
             matches = [(line, match) for line in bodies.get(name, ()) if (match := DEFINITION.match(line))]
-            parsed[name] = {m[2]: _Instruction(m[4], m[3], operands_of(m[5]), line) for line, m in matches}
+            parsed[name] = {m[2]: _Instruction(_started(m[4]), m[3], operands_of(m[5]), line) for line, m in matches}
         return parsed[name]
 
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:
@@ -153,6 +153,11 @@ def least_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops
 
 
 _COLUMNS = ("kernels", "library_calls", "copies", "collectives")
+
+
+def _started(kind: str) -> str:
+    """The kind of an instruction; a fusion that runs beside others does what a fusion does."""
+    return "fusion" if kind == "fusion-start" else kind
 
 
 def _column(kind: str) -> str:

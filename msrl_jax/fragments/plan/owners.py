@@ -67,7 +67,7 @@ def operations(text: str, fragments: Collection[str]) -> dict[str, Operation]:
                 loop = WHILE.search(line)
                 parts = loop.groups() if loop else called(line)
                 users |= dict.fromkeys(parts, name)
-                fused = find(line) if match[4] != "fusion" else _of(find, line, bodies, parts)
+                fused = find(line) if match[4] not in ("fusion", "fusion-start") else _of(find, line, bodies, parts)
                 found[name] = Operation(match[4], fused)
     for name, (kind, fragment, _) in found.items():
         around = name

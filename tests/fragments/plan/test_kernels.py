@@ -87,6 +87,13 @@ def test_launches_of_a_text_by_hand():
     assert sum(x.count * x.times for x in launches(TEXT)) == 3 * 5 + 1 + 4
 
 
+def test_a_fusion_that_runs_beside_others_counts_as_one():
+    line = next(line for line in TEXT.splitlines() if line.startswith("  %rows.2 ="))
+    shape = "((f32[8,4]{1,0}, f32[1,4]{1,0}, s32[]), f32[8,4]{1,0}, u32[])"
+    start = line.replace("%rows.2 = f32[8,4]{1,0} fusion(", f"%start.1 = {shape} fusion-start(")
+    assert launches(TEXT.replace(line, f"{start}\n  %rows.2 = f32[8,4]{{1,0}} fusion-done(%start.1)")) == launches(TEXT)
+
+
 def test_a_loop_of_unknown_length_counts_once_with_its_condition():
     text = TEXT.replace(', backend_config={"known_trip_count":{"n":"5"}}', "").replace("constant(0)", "constant(9)")
     assert [(x.trips, x.count) for x in launches(text) if x.trips] == [((1,), 1 + 3)]
