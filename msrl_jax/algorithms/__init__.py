@@ -21,6 +21,7 @@ from msrl_jax.algorithms.ippo import IPPO as IPPO
 from msrl_jax.algorithms.ippo import MAPPO as MAPPO
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
+from msrl_jax.algorithms.muzero import MuZero as MuZero
 from msrl_jax.algorithms.networks.layers import Whole as Whole
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.pqn import PQN as PQN

@@ -15,8 +15,6 @@ In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `ba
 number of actions.
 """
 
-import importlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +29,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
+from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -40,7 +39,7 @@ from msrl_jax.envs.base import emitted, env_name, is_on_host
 from msrl_jax.envs.masks import sample_legal, turn_actions
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
+from msrl_jax.fragments.runtime.memory import tree_bytes
 
 
 class Example(NamedTuple):
@@ -195,15 +194,11 @@ class Turns(EnvironmentWrapper):
 
 def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
     """Makes the search of a config in one game, and its network, an `ActorCritic`; raises what `build` raises."""
-    try:
-        mctx: Any = importlib.import_module("mctx")
-    except ImportError as error:
-        raise ImportError(
-            "alphazero searches with mctx, which is not installed; install it with: pip install 'msrl-jax[search]'"
-        ) from error
+    mctx = import_mctx(config.name)  # type: ignore[attr-defined]
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
     check_game(env)
-    check_trees(config, env, action_space.n)
+    state, _ = emitted(env.reset)
+    check_trees(config, action_space.n, tree_bytes(state))
     network: Any = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
 
     def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
@@ -273,25 +268,6 @@ def check_game(env: Any) -> None:
         )
 
 
-def check_trees(config: AlphaZero, env: Any, num_actions: int) -> None:
-    """Raises ValueError if the search trees of all games are larger than the memory of the devices that they are split over."""
-    state, _ = emitted(env.reset)
-    # mctx keeps five numbers of a node and six of each of its actions, besides the state.
-    node = 4 * (5 + 6 * num_actions) + tree_bytes(state)
-    nbytes = config.num_envs * (config.num_simulations + 1) * node
-    local = own_devices()
-    devices = local[: math.gcd(config.num_envs, len(local))]
-    limit = device_memory(devices)
-    if limit is not None and nbytes > limit:
-        most = limit // (config.num_envs * node) - 1
-        remedy = f"num_simulations={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
-        raise ValueError(
-            f"{type(config).__name__}.num_simulations={config.num_simulations}: the search trees of "
-            f"num_envs={config.num_envs} games take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices "
-            f"that they can be split over have {limit:,}; use {remedy}"
-        )
-
-
 def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
     """Makes the buffer of examples; raises ValueError if sizes do not fit each other."""
     _, obs = emitted(vectorize_agents(env, 1).reset)
@@ -345,9 +321,3 @@ def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value
     reward = jnp.where(move.random, sign * estimate, outcome.reward)
     ends = outcome.terminated | move.random, outcome.truncated
     return sign * lambda_return(reward, next_sign * next_value, *ends, discount=discount, lambda_=1.0)
-
-
-def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
-    """The cross-entropy of policies with logits `[..., A]`, -inf of illegal actions, to target probabilities. `[...]`"""
-    log_prob = jnp.where(target > 0, jax.nn.log_softmax(logits), 0.0)
-    return -(target * log_prob).sum(-1)

@@ -11,7 +11,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import AlphaZero
-from msrl_jax.algorithms.alphazero import Move, Outcome, cross_entropy, position_worth, searcher
+from msrl_jax.algorithms.alphazero import Move, Outcome, position_worth, searcher
+from msrl_jax.algorithms.loops.search import cross_entropy
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.envs.games import KuhnPoker
 from msrl_jax.experiment import match, with_search
@@ -174,7 +175,7 @@ def test_trees_take_what_is_said(game, monkeypatch):
 
     monkeypatch.setattr(mctx, "gumbel_muzero_policy", spy)
     searched(game, [played(game)])
-    monkeypatch.setattr("msrl_jax.algorithms.alphazero.device_memory", lambda devices: 1)
+    monkeypatch.setattr("msrl_jax.algorithms.loops.search.device_memory", lambda devices: 1)
     with pytest.raises(ValueError, match=r"num_simulations=4: the search trees .* take ([\d,]+) bytes") as error:
         AlphaZero(**(SMALL | {"num_envs": 1, "batch_size": 4})).build(game)
     said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))

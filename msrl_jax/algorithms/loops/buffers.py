@@ -81,6 +81,7 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
     buffer = _buffer(
         obs, action, config, config.batch_size, config.shards, carry,
         may_be_absent=may_be_absent, length=length, stride=max(config.trace_length // 2, 1),
+        length_is="burn_in + trace_length + n_step - 1 are",
     )  # fmt: skip
     if length > 1:
         return buffer
@@ -91,6 +92,14 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
         return drawn._replace(experience=jax.tree.map(lambda x: x[None], drawn.experience))
 
     return dataclasses.replace(buffer, sample=sample)
+
+
+def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Replay:
+    """Makes the buffer of windows that begin at every step: `model_steps` of a model, and the `n_step` rewards after these."""
+    return _buffer(
+        obs, action, config, config.batch_size, config.shards, may_be_absent=may_be_absent,
+        length=config.model_steps + config.n_step, length_is="model_steps + n_step are",
+    )  # fmt: skip
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
@@ -111,6 +120,7 @@ def _buffer(
     carry: Any = (),
     agents: tuple[int, ...] = (),
     may_be_absent: bool = False,
+    length_is: str = "n_step is",
     **windows: Any,
 ) -> Replay:
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
@@ -131,7 +141,6 @@ def _buffer(
     try:
         return make(example, **options)
     except ValueError as error:
-        length_is = "burn_in + trace_length + n_step - 1 are" if "stride" in windows else "n_step is"
         text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
 

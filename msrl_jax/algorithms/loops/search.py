@@ -1,0 +1,47 @@
+"""What algorithms that search with mctx share: the library, the memory for its trees, and the loss of a policy."""
+
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.fragments.runtime.memory import device_memory, own_devices
+
+
+def import_mctx(name: str) -> Any:
+    """The module mctx; raises ImportError, with the name of the algorithm, if it is not installed."""
+    try:
+        return importlib.import_module("mctx")
+    except ImportError as error:
+        raise ImportError(
+            f"{name} searches with mctx, which is not installed; install it with: pip install 'msrl-jax[search]'"
+        ) from error
+
+
+def check_trees(config: Any, num_actions: int, state_bytes: int) -> None:
+    """Raises ValueError if all search trees are larger than the memory of the devices that they are split over.
+
+    A node of a tree keeps a state of so many bytes.
+    """
+    # mctx keeps five numbers of a node and six of each of its actions, besides the state.
+    node = 4 * (5 + 6 * num_actions) + state_bytes
+    nbytes = config.num_envs * (config.num_simulations + 1) * node
+    local = own_devices()
+    devices = local[: math.gcd(config.num_envs, len(local))]
+    limit = device_memory(devices)
+    if limit is not None and nbytes > limit:
+        most = limit // (config.num_envs * node) - 1
+        remedy = f"num_simulations={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
+        raise ValueError(
+            f"{type(config).__name__}.num_simulations={config.num_simulations}: the search trees of "
+            f"num_envs={config.num_envs} environments take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} "
+            f"devices that they can be split over have {limit:,}; use {remedy}"
+        )
+
+
+def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
+    """The cross-entropy of policies with logits `[..., A]`, -inf of illegal actions, to target probabilities. `[...]`"""
+    log_prob = jnp.where(target > 0, jax.nn.log_softmax(logits), 0.0)
+    return -(target * log_prob).sum(-1)

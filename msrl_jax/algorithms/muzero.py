@@ -1,0 +1,288 @@
+"""Gumbel MuZero (Schrittwieser et al., 2020, arXiv 1911.08265; Danihelka et al., 2022, openreview.net/forum?id=bERaNdoegnO).
+
+A tree search in a learned model improves the policy of a network at every step, with no simulator. An iteration
+
+1. takes `T` steps of every environment, with actions chosen by searches with the acting parameters,
+2. stores the steps and the improved policies in a replay buffer,
+3. learns from `K` batches of windows of it: the model is unrolled from the first observation of a window along its actions, and
+   learns to predict rewards, values and improved policies, not observations.
+
+The search is mctx's. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `M` is
+`model_steps`, `S` the length of a window, `M + n_step`, and `A` the number of actions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import envs
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, unroll_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
+from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
+from msrl_jax.algorithms.loops.sequences import rescale, unrescale
+from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
+from msrl_jax.algorithms.networks.layers import Carry, make_torso
+from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.returns import n_step_return
+from msrl_jax.envs import Environment
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.masks import mask_of, observation_type, only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.replay import Transition
+
+
+class Choice(NamedTuple):
+    """What was done, and what the search would have done."""
+
+    action: jax.Array  # [...] int32
+    policy: jax.Array  # probabilities that the search gives the actions, [..., A]
+
+
+class Unrolled(NamedTuple):
+    """What a model is to predict along windows."""
+
+    policy: jax.Array  # probabilities of actions, [M + 1, B, A]
+    value: jax.Array  # [M + 1, B]
+    reward: jax.Array  # of each step of the model, [M, B]
+    lives: jax.Array  # whether the window's first episode goes on, so that there is a policy, [M + 1, B] bool
+    counts: jax.Array  # whether it goes on or has terminated, so that there are a value and a reward, [M + 1, B] bool
+
+
+Search = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+"""`(params, keys [E], obs [E, ...]) -> (actions [E], policies [E, A])`"""
+
+
+@config("muzero")
+class MuZero:
+    """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions."""
+
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 1024.")
+    unroll_length: int = field(default=8, doc="steps of every environment per iteration, `T`. Usual: 1 to 200.")
+    num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
+    max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
+    gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
+    value_scale: float = tunable(default=0.1, low=0, doc="how far values move policies. Usual: 0.1; 1 in the paper.")
+    random_share: float = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
+    num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
+    batch_size: int = field(default=128, doc="windows per update, `B`. Usual: 128 to 1024.")
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
+    capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
+    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
+    model_steps: int = field(default=5, doc="steps that the model is unrolled to learn, `M`. Usual: 5.")
+    n_step: int = field(default=10, doc="rewards that a value target sums up before it bootstraps. Usual: 5 to 10.")
+    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
+    max_grad_norm: float | None = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
+    value_coef: float = tunable(default=0.25, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
+    rescale_epsilon: float = tunable(default=1e-3, low=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
+    actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
+    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 1000.")
+    latent_size: int = field(default=64, doc="size of the model's state, `H`. Usual: 32 to 512.")
+    hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of dense layers of each of the networks. Usual: (64,).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
+    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        action_space = check_discrete("MuZero", env.action_space)
+        venv, num_envs = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs)), self.num_envs
+        check_trees(self, action_space.n, 4 * self.latent_size)
+        model = latent_model(make_torso(venv.observation_space, self), action_space, latent_size=self.latent_size)
+        policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
+        choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]
+        buffer = unroll_buffer(observation_type(env), choice, self, may_be_absent=is_on_host(env))
+        search = searcher(self, model)
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch: Batch):
+            window: Transition = batch.experience
+            _, next_value = model.predict(target_params, model.represent(target_params, window.next_obs))
+            target = unrolled_target(
+                window._replace(action=window.action.policy),
+                unrescale(next_value, self.rescale_epsilon),
+                discount=self.discount,
+                num_steps=self.n_step,
+                model_steps=self.model_steps,
+            )
+            rescaled = {name: rescale(getattr(target, name), self.rescale_epsilon) for name in ("value", "reward")}
+            target = target._replace(**rescaled)
+
+            def loss(params):
+                obs = jax.tree.map(lambda x: x[0], window.obs)
+                predicted = unrolled(model, params, obs, window.action.action[: self.model_steps])
+                losses, stats = unrolled_loss(*predicted, target, value_coef=self.value_coef)
+                return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size), stats)
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            policy = prior(params, obs)
+            return (policy.mode() if key is None else policy.sample(jax.random.split(key, len(policy.logits)))), carry
+
+        def prior(params: Any, obs: Any) -> Categorical:
+            return Categorical(only_legal(model.predict(params, model.represent(params, obs))[0], obs))
+
+        rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), model.init, gradients, choose_action)
+        replayer = replaying(self, buffer, rule, num_envs)
+
+        @fragment(role="actor", name="search")
+        def search_actions(params, obs, keys, steps):
+            keys, whether, which = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(keys)
+            chosen, policy = search(params, keys, obs)
+            share = jnp.where(at_least(steps, buffer.min_size), self.random_share, 1.0)
+            at_random = jax.vmap(jax.random.uniform)(whether) < share
+            return Choice(jnp.where(at_random, uniform_actions(which, action_space, obs), chosen), policy)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, action)
+
+        pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
+            return begun._replace(env_state=env_state, obs=obs)
+
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            acting_params, begun, keys = replayer.begin(state, progress)
+
+            def step(loop, inputs):
+                env_state, obs = loop
+                choice = search_actions(acting_params, obs, *inputs)
+                env_state, t = env_step(env_state, choice.action)
+                item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                return (env_state, t.obs), item
+
+            (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            env_state, episodes = pop_episodes(env_state)
+            done, metrics = replayer.finish(begun, items, progress)
+            return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=lambda state, obs, key=None: choose_action(state.params, obs, key, ())[0],
+            axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            env=venv,
+            probabilities=lambda state, obs: prior(state.params, obs).probabilities(),
+        )
+
+
+def searcher(config: MuZero, model: LatentModel) -> Search:
+    """Makes the search of a config in a model; raises ImportError without mctx."""
+    mctx = import_mctx(config.name)  # type: ignore[attr-defined]
+
+    def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
+        """One step of the model from states `[1, H]`, in the form that mctx asks for."""
+        latent, reward = model.step(params, latent, action)
+        logits, value = model.predict(params, latent)
+        reward, value = (unrescale(x, config.rescale_epsilon) for x in (reward, value))
+        discount = jnp.full_like(reward, config.discount)
+        return mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=logits, value=value), latent
+
+    def search_one(params: Any, key: jax.Array, obs: Any) -> tuple[jax.Array, jax.Array]:
+        obs = jax.tree.map(lambda x: x[None], obs)
+        latent = model.represent(params, obs)
+        logits, value = model.predict(params, latent)
+        root = mctx.RootFnOutput(prior_logits=logits, value=unrescale(value, config.rescale_epsilon), embedding=latent)
+        mask = mask_of(obs)
+        found = mctx.gumbel_muzero_policy(
+            params,
+            key,
+            root,
+            expand,
+            config.num_simulations,
+            invalid_actions=None if mask is None else ~mask,
+            max_num_considered_actions=config.max_considered,
+            gumbel_scale=config.gumbel_scale,
+            qtransform=functools.partial(mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale),
+        )
+        return found.action[0], found.action_weights[0]
+
+    # Every environment has a key of its own, so that what a search finds does not depend on which ones share a device.
+    return jax.vmap(search_one, in_axes=(None, 0, 0))
+
+
+def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a model predicts from observations `[B, ...]` and actions `[M, B]`: logits, values and rewards, as in `Unrolled`."""
+    first = model.represent(params, obs)
+
+    def step(latent: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        latent, reward = model.step(params, latent, action)
+        # Half of it at each step keeps the model's gradient as large however often it is unrolled (the paper's appendix G).
+        return latent / 2 + jax.lax.stop_gradient(latent) / 2, (latent, reward)
+
+    _, (latents, reward) = jax.lax.scan(step, first, actions)
+    logits, value = model.predict(params, jnp.concatenate([first[None], latents]))
+    return logits, value, reward
+
+
+def unrolled_target(
+    window: Transition, next_value: jax.Array, *, discount: float, num_steps: int, model_steps: int
+) -> Unrolled:
+    """What a model is to predict along windows of steps, whose actions are policies.
+
+    After an episode's end in a terminal state, rewards and values are 0 whatever is done; after a truncation, nothing is known.
+
+    Args:
+      window: the steps. `[S, B, ...]`
+      next_value: values of the true successors. `[S, B]`
+      discount: discount factor per step.
+      num_steps: rewards that a value sums up before it bootstraps.
+      model_steps: steps of the model, `M`, at most `S - num_steps`.
+
+    Returns:
+      The targets.
+    """
+    flags = window.terminated, window.truncated
+    value = n_step_return(window.reward, next_value, *flags, discount=discount, num_steps=num_steps)
+    ended = flags[0] | flags[1]
+    before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x[:-1], 0) > 0])  # noqa: E731
+    lives = ~before(ended)
+    counts = lives | before(lives & window.terminated)
+    value, reward = (jnp.where(lives, x, 0.0)[: model_steps + 1] for x in (value, window.reward))
+    return Unrolled(window.action[: model_steps + 1], value, reward[:-1], lives[: model_steps + 1], counts[: model_steps + 1])
+
+
+def unrolled_loss(
+    logits: jax.Array, value: jax.Array, reward: jax.Array, target: Unrolled, *, value_coef: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The losses `[B]` of what a model predicts, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
+
+    Args:
+      logits: logits of actions. `[M + 1, B, A]`
+      value: values, in units of the targets. `[M + 1, B]`
+      reward: rewards, in units of the targets. `[M, B]`
+      target: what they should be.
+      value_coef: weight of the value loss.
+
+    Returns:
+      The losses of the policy (cross-entropy), the value and the reward (half the squared errors), and their means. What is
+      predicted without the model has the weight 1, and what is predicted after each of its steps `1 / M`.
+    """
+    policy_loss = jnp.where(target.lives, cross_entropy(target.policy, logits), 0.0)
+    value_loss = jnp.where(target.counts, optax.l2_loss(value, target.value), 0.0)
+    reward_loss = jnp.where(target.counts[:-1], optax.l2_loss(reward, target.reward), 0.0)
+    share = jnp.full((len(logits), 1), 1 / len(reward)).at[0].set(1.0)
+    losses = (share * (policy_loss + value_coef * value_loss)).sum(0) + (share[1:] * reward_loss).sum(0)
+    stats = {"policy_loss": policy_loss[0], "value_loss": value_loss[0], "reward_loss": reward_loss}
+    stats |= {"entropy": Categorical(logits[0]).entropy(), "value": value[0]}
+    return losses, {name: x.mean() for name, x in stats.items()}

@@ -1,0 +1,77 @@
+"""A model of an environment in a latent space of its own: MuZero's three networks (Schrittwieser et al., 2020).
+
+arXiv 1911.08265. In the shape descriptions, `H` denotes the size of a latent state and `A` the number of actions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from msrl_jax.algorithms.networks.layers import Torso, dense
+from msrl_jax.envs import Box, Discrete
+
+
+class _Model(nn.Module):
+    """The networks of `latent_model`."""
+
+    torso: Torso
+    latent_size: int
+    num_actions: int
+
+    def setup(self):
+        """Makes the networks."""
+        latents = Box(0.0, 1.0, (self.latent_size,))
+        of_latents = self.torso.clone(observation_space=latents, kind="mlp", network=None)
+        self.representation, self.dynamics, self.prediction = self.torso, of_latents.clone(), of_latents.clone()
+        self.first_latent, self.next_latent = dense(self.latent_size, 1.0), dense(self.latent_size, 1.0)
+        self.reward_head, self.value_head = dense(1, 0.01), dense(1, 0.01)
+        self.policy_head = dense(self.num_actions, 0.01)
+
+    def __call__(self, obs: jax.Array) -> Any:
+        """Uses all networks, which makes their parameters."""
+        latent = self.represent(obs)
+        return self.predict(latent), self.step(latent, jnp.zeros(latent.shape[:-1], jnp.int32))
+
+    def represent(self, obs: jax.Array) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to latent states `[..., H]`."""
+        return _scaled(self.first_latent(self.representation(obs)))
+
+    def step(self, latent: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps latent states `[..., H]` and actions `[...]` to the next latent states, and rewards `[...]`."""
+        features = self.dynamics(latent, jax.nn.one_hot(action, self.num_actions))
+        return _scaled(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
+
+    def predict(self, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps latent states `[..., H]` to logits of actions `[..., A]`, and values `[...]`."""
+        features = self.prediction(latent)
+        return self.policy_head(features), self.value_head(features)[..., 0]
+
+
+def _scaled(x: jax.Array) -> jax.Array:
+    """Latent states `[..., H]` scaled to [0, 1], as actions are (arXiv 1911.08265, appendix G)."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    return (x - low) / (high - low + 1e-5)
+
+
+class LatentModel(NamedTuple):
+    """The networks as pure functions of their parameters."""
+
+    init: Callable[[jax.Array, Any], Any]  # (key, obs [..., *observation_shape]) -> params
+    represent: Callable[[Any, Any], jax.Array]  # (params, obs) -> latent states [..., H]
+    # (params, latent [..., H], action [...]) -> (next latent states [..., H], rewards [...])
+    step: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    # (params, latent [..., H]) -> (logits [..., A], values [...])
+    predict: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
+    """Makes the networks: a torso for observations, and one of its dense layers each for the model and for what it predicts."""
+    module = _Model(torso.of("actor"), latent_size, action_space.n)
+    if module.torso.is_whole:
+        raise ValueError("network=Whole(...) has no place for a model of the environment; give a module of features")
+    methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))
+    return LatentModel(module.init, *(cast(Any, method) for method in methods))
