@@ -20,6 +20,7 @@ PARTICULAR = {
     "dqn": {"learning_starts": 128},
     "apex_dqn": {"learning_starts": 256, "actor_period": 1},
     "r2d2": {"learning_starts": 128, "burn_in": 0, "trace_length": 4, "n_step": 1, "memory_size": 8},
+    "muzero": {"learning_starts": 128, "model_steps": 2, "n_step": 2, "num_simulations": 4, "batch_size": 16, "num_updates": 2},
     "sac": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
     "td3": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
     "ddpg": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},

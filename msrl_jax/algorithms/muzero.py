@@ -70,7 +70,9 @@ class MuZero:
     num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
     max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
     gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
-    value_scale: float = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 1; 0.1 (Atari), 1 (Go).")
+    value_scale: float = tunable(
+        default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 1; 0.1 (Atari), 1 (Go)."
+    )
     random_share: float = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
     discount: float = tunable(default=0.997, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
@@ -86,6 +88,7 @@ class MuZero:
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: float | None = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
     value_coef: float = tunable(default=1.0, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
+    reward_coef: float = tunable(default=1.0, low=0, doc="weight of the reward loss. Usual: 1; more for small rewards.")
     rescale_epsilon: float = tunable(default=1e-3, low=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
@@ -124,7 +127,7 @@ class MuZero:
             def loss(params):
                 obs = jax.tree.map(lambda x: x[0], window.obs)
                 predicted = unrolled(model, params, obs, window.action.action[: self.model_steps])
-                losses, stats = unrolled_loss(*predicted, target, value_coef=self.value_coef)
+                losses, stats = unrolled_loss(*predicted, target, self.value_coef, self.reward_coef)
                 return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size), stats)
 
             return jax.grad(loss, has_aux=True)(params)
@@ -263,7 +266,7 @@ def unrolled_target(
 
 
 def unrolled_loss(
-    logits: jax.Array, value: jax.Array, reward: jax.Array, target: Unrolled, *, value_coef: float
+    logits: jax.Array, value: jax.Array, reward: jax.Array, target: Unrolled, value_coef: float, reward_coef: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The losses `[B]` of what a model predicts, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
 
@@ -273,6 +276,7 @@ def unrolled_loss(
       reward: rewards, in units of the targets. `[M, B]`
       target: what they should be.
       value_coef: weight of the value loss.
+      reward_coef: weight of the reward loss.
 
     Returns:
       The losses of the policy (cross-entropy), the value and the reward (half the squared errors), and their means. What is
@@ -282,7 +286,7 @@ def unrolled_loss(
     value_loss = jnp.where(target.counts, optax.l2_loss(value, target.value), 0.0)
     reward_loss = jnp.where(target.counts[:-1], optax.l2_loss(reward, target.reward), 0.0)
     share = jnp.full((len(logits), 1), 1 / len(reward)).at[0].set(1.0)
-    losses = (share * (policy_loss + value_coef * value_loss)).sum(0) + (share[1:] * reward_loss).sum(0)
+    losses = (share * (policy_loss + value_coef * value_loss)).sum(0) + reward_coef * (share[1:] * reward_loss).sum(0)
     stats = {"policy_loss": policy_loss[0], "value_loss": value_loss[0], "reward_loss": reward_loss}
     stats |= {"entropy": Categorical(logits[0]).entropy(), "value": value[0]}
     return losses, {name: x.mean() for name, x in stats.items()}

@@ -103,6 +103,7 @@ CASES = {
     "pqn": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2}),
     "dqn": (INTEGERS, REPLAY | {"n_step": 2}),
     "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256}),
+    "muzero": (INTEGERS, REPLAY | {"num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8}),
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
     "td3+gru": (

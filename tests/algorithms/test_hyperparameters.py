@@ -28,7 +28,7 @@ VALUES = {
     "inverse_temperature": (3.0, 1.0), "max_weight": (100.0, 5.0), "temperature": (1.0, 0.5), "output_penalty": (1e-3, 1e-2),
     "q_lambda": (0.65, 0.95), "munchausen_scale": (0.9, 0.5), "munchausen_temperature": (0.03, 0.1),
     "munchausen_clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3),
-    "gumbel_scale": (1.0, 0.5), "random_share": (0.1, 0.3),
+    "gumbel_scale": (1.0, 0.5), "value_scale": (0.02, 0.1), "reward_coef": (1.0, 5.0), "random_share": (0.1, 0.3),
 }  # fmt: skip
 TEAM = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = {"learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 1024}
@@ -47,7 +47,7 @@ MORE = {
     "self_play": TEAM | {"num_minibatches": 2, "num_epochs": 1, "num_opponents": 2, "pool_size": 2, "pool_period": 1},
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
-DISCRETE = ("pqn", "dqn", "apex_dqn", "r2d2", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
+DISCRETE = ("pqn", "dqn", "apex_dqn", "r2d2", "muzero", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
 OFTEN = ("recurrent_ppo", "dqn+c51")
 LENGTH = 100
 """Iterations of the whole run, over which schedules fall or rise."""

@@ -36,6 +36,7 @@ CONFIGS = {
     "dqn+c51": REPLAY | {"distribution": "c51", "num_atoms": 5, "exploration_steps": 500},
     "apex_dqn": REPLAY,
     "r2d2": REPLAY | MEMORY | {"burn_in": 2, "trace_length": 4, "n_step": 2, "exploration_steps": 500},
+    "muzero": REPLAY | {"num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8, "random_share": 0.1},
     "sac": REPLAY,
     "sac+gru": REPLAY | MEMORY | {"core": "gru", "burn_in": 2, "trace_length": 4, "n_step": 2},
     "es": SMALL | {"unroll_length": 16},

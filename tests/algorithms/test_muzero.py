@@ -103,12 +103,12 @@ def test_the_loss_in_plain_formulas():
     lives = np.cumsum(rng.random((M + 1, B)) < 0.3, 0) == 0
     counts = lives | (rng.random(B) < 0.5)
     target = Unrolled(*map(jnp.asarray, (policy, wanted_value, wanted_reward, lives, counts)))
-    losses, stats = unrolled_loss(*map(jnp.asarray, (logits, value, reward)), target, value_coef=0.25)
+    losses, stats = unrolled_loss(*map(jnp.asarray, (logits, value, reward)), target, 0.25, 3.0)
     log_prob = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     of_policy, of_value = -(policy * log_prob).sum(-1) * lives, (value - wanted_value) ** 2 / 2 * counts
     of_reward = (reward - wanted_reward) ** 2 / 2 * counts[:-1]
     want = of_policy[0] + 0.25 * of_value[0]
-    want += (of_policy[1:] + 0.25 * of_value[1:] + of_reward).sum(0) / M
+    want += (of_policy[1:] + 0.25 * of_value[1:] + 3 * of_reward).sum(0) / M
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     np.testing.assert_allclose(stats["policy_loss"], of_policy[0].mean(), rtol=1e-5)
     np.testing.assert_allclose(stats["reward_loss"], of_reward.mean(), rtol=1e-5)
@@ -186,7 +186,8 @@ def plain_network(params, obs, actions, xp):
 
 def test_one_update_equals_an_independent_implementation():
     """Values of the target network make the targets; losses and gradients are those of the networks written out."""
-    config, env = MuZero(**SMALL | {"num_updates": 1, "learning_rate": 3e-3}), RandomWalk()
+    options = {"num_updates": 1, "learning_rate": 3e-3, "value_coef": 0.5, "reward_coef": 2.0}
+    config, env = MuZero(**SMALL | options), RandomWalk()
     agent = config.build(env)
     iterate = counting(agent, 100)
     state = start(agent, 6, iterate)
@@ -214,7 +215,7 @@ def test_one_update_equals_an_independent_implementation():
             value_loss = (values[k] - plain_rescale(value[k], epsilon)) ** 2 / 2
             losses = lives[k] * policy_loss + config.value_coef * counts[k] * value_loss
             if k:
-                losses += counts[k - 1] * (rewards[k - 1] - plain_rescale(reward[k - 1], epsilon)) ** 2 / 2
+                losses += config.reward_coef * counts[k - 1] * (rewards[k - 1] - plain_rescale(reward[k - 1], epsilon)) ** 2 / 2
             total += losses.mean() / (M if k else 1)
         return total
 

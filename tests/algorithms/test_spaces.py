@@ -18,7 +18,7 @@ from tests.support.agents import make_counted
 ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
-REFUSED = {"pqn": MOTION, "dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "ddpg": CHOICE, "td3": CHOICE}
+REFUSED = {"pqn": MOTION, "dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "muzero": MOTION, "ddpg": CHOICE, "td3": CHOICE}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ SLOW = [
     ("a2c", "Pendulum-v1"), ("impala", "CartPole-v1"), ("impala+memory", "CartPole-v1"), ("a3c", "CartPole-v1"),
     ("es", "Pendulum-v1"), ("pqn", "CartPole-v1"), ("dqn", "CartPole-v1"), ("dqn+qr", "CartPole-v1"),
     ("dqn+iqn", "CartPole-v1"), ("dqn", "Catch-bsuite"), ("ppo", "Breakout-MinAtar"),
-    ("apex_dqn", "CartPole-v1"), ("sac", "Pendulum-v1"),
+    ("apex_dqn", "CartPole-v1"), ("muzero", "CartPole-v1"), ("sac", "Pendulum-v1"),
     ("sac", "CartPole-v1"), ("td3", "Pendulum-v1"), ("td3+c51", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
     ("sac+batch_norm", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
     ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1"), ("iql", "CartPole-v1"), ("ppo+linen", "CartPole-v1"),

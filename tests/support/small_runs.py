@@ -40,6 +40,11 @@ PARTICULAR = {
         "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
         "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
     },
+    # Searches compare values that are nearly equal in a new network: few examples and steps, lest rounding decide.
+    "muzero": {
+        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "latent_size": 16, "num_simulations": 4,
+        "model_steps": 2, "n_step": 3,
+    },
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
