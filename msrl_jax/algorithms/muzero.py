@@ -27,7 +27,7 @@ from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, unrol
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
 from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
 from msrl_jax.algorithms.loops.sequences import rescale, unrescale
-from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -132,12 +132,12 @@ class MuZero:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            policy = prior(params, obs)
-            return (policy.mode() if key is None else policy.sample(jax.random.split(key, len(policy.logits)))), carry
-
         def prior(params: Any, obs: Any) -> Categorical:
-            return Categorical(only_legal(model.predict(params, model.represent(params, obs))[0], obs))
+            logits, _ = model.predict(params, model.represent(params, obs))
+            return Categorical(only_legal(logits, obs))
+
+        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            return choose(prior(params, obs), key), carry
 
         rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), model.init, gradients, choose_action)
         replayer = replaying(self, buffer, rule, num_envs)

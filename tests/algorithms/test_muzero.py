@@ -71,7 +71,7 @@ def test_targets_by_hand():
     truncated = np.array([[0, 1], [0, 0], [0, 0], [0, 0]], bool)
     reward = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
     next_value = np.array([[10, 20], [30, 40], [50, 60], [70, 80]], np.float32)
-    window = Transition(None, jnp.zeros((4, 2, 3)), *map(jnp.asarray, (reward, terminated, truncated)), None)
+    window = Transition(None, jnp.zeros((4, 2, 3)), jnp.asarray(reward), jnp.asarray(terminated), jnp.asarray(truncated), None)
     found = unrolled_target(window, jnp.asarray(next_value), discount=0.5, num_steps=2, model_steps=2)
     np.testing.assert_allclose(found.value, [[1 + 0.5 * 3, 2 + 0.5 * 20], [3, 0], [0, 0]])
     np.testing.assert_allclose(found.reward, [[1, 2], [3, 0]])
@@ -85,7 +85,7 @@ def test_targets_equal_a_loop_across_the_ends_of_episodes(num_steps, model_steps
     reward, next_value = rng.normal(size=(2, length, 200)).astype(np.float32)
     terminated, truncated = rng.random((2, length, 200)) < 0.15
     policy = rng.dirichlet(np.ones(3), (length, 200)).astype(np.float32)
-    window = Transition(None, policy, *map(jnp.asarray, (reward, terminated, truncated)), None)
+    window = Transition(None, policy, jnp.asarray(reward), jnp.asarray(terminated), jnp.asarray(truncated), None)
     got = unrolled_target(window, jnp.asarray(next_value), discount=0.9, num_steps=num_steps, model_steps=model_steps)
     want = plain_target(window, next_value, 0.9, num_steps, model_steps)
     for a, b in zip(got[1:], want, strict=True):
@@ -103,7 +103,8 @@ def test_the_loss_in_plain_formulas():
     lives = np.cumsum(rng.random((M + 1, B)) < 0.3, 0) == 0
     counts = lives | (rng.random(B) < 0.5)
     target = Unrolled(*map(jnp.asarray, (policy, wanted_value, wanted_reward, lives, counts)))
-    losses, stats = unrolled_loss(*map(jnp.asarray, (logits, value, reward)), target, 0.25, 3.0)
+    predicted = jnp.asarray(logits), jnp.asarray(value), jnp.asarray(reward)
+    losses, stats = unrolled_loss(*predicted, target, 0.25, 3.0)
     log_prob = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     of_policy, of_value = -(policy * log_prob).sum(-1) * lives, (value - wanted_value) ** 2 / 2 * counts
     of_reward = (reward - wanted_reward) ** 2 / 2 * counts[:-1]
@@ -313,7 +314,13 @@ def test_a_run_goes_on_exactly(tmp_path):
 
 
 @pytest.mark.slow
-def test_cart_pole_is_solved_on_all_of_five_seeds():
+@pytest.mark.parametrize(
+    ("env", "options", "steps", "wanted"),
+    [("CartPole-v1", {}, 200_000, 475), ("Catch-bsuite", {"reward_coef": 30}, 150_000, 0.95)],
+)  # fmt: skip
+def test_what_the_page_claims_is_reached_on_all_of_five_seeds(env, options, steps, wanted):
     for seed in range(5):
-        result = msrl.train("muzero", "CartPole-v1", total_steps=200_000, seed=seed, progress=False, eval_episodes=1)
-        assert result.evaluate(episodes=100).returns.mean() >= 475
+        result = msrl.train(
+            "muzero", env, total_steps=steps, seed=seed, progress=False, eval_episodes=1, devices=jax.devices()[:1], **options
+        )
+        assert result.evaluate(episodes=100).returns.mean() >= wanted
