@@ -33,7 +33,11 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
         options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
     if "trace_length" in fields:
         options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    if name == "muzero":
+        options |= {"model_steps": 1, "n_step": 1}
     env = Homes(num_agents=2) if algorithm.many_agents else environment(name)
+    if name == "alphazero":
+        env = msrl.envs.make("pgx:tic_tac_toe")
     if algorithm.offline:
         options = {"data": noise(env)}
     if name == "teams":
@@ -68,7 +72,7 @@ def shapes_and_axes(name, size):
     return [(jax.tree_util.keystr(path), x.shape, tuple(spec)) for (path, x), spec in zip(leaves, specs, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3", "iql"])
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "muzero", "sac", "td3", "iql"])
 def test_logical_axes_are_of_the_dimensions_that_grow(name):
     """A dimension that grows with environments and shards has a logical axis, and no other has one."""
     few, many = (shapes_and_axes(name, size) for size in (4, 8))
