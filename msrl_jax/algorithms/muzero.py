@@ -70,9 +70,7 @@ class MuZero:
     num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
     max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
     gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
-    value_scale: float = tunable(
-        default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 1; 0.1 (Atari), 1 (Go)."
-    )
+    value_scale: float = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 0.1; 1 for Go.")
     random_share: float = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
     discount: float = tunable(default=0.997, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
@@ -89,7 +87,7 @@ class MuZero:
     max_grad_norm: float | None = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
     value_coef: float = tunable(default=1.0, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
     reward_coef: float = tunable(default=1.0, low=0, doc="weight of the reward loss. Usual: 1; more for small rewards.")
-    rescale_epsilon: float = tunable(default=1e-3, low=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
+    rescale_epsilon: float = tunable(default=1e-3, above=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 1000.")

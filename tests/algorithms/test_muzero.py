@@ -281,7 +281,7 @@ def test_trees_take_what_is_said(monkeypatch):
         ({"num_simulations": 10**9}, r"MuZero\.num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
         ({"capacity": 32}, r"MuZero, whose model_steps \+ n_step are the buffer's length: .* a window is length=5 steps long"),
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
-        ({"network": msrl.algorithms.Whole(actor=None)}, r"network=Whole\(\.\.\.\) has no "),
+        ({"network": msrl.algorithms.Whole(actor=None)}, r"network=Whole\(\.\.\.\) has no place for a model"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_sentence(options, message):

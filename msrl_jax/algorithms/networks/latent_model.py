@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Torso, dense
+from msrl_jax.algorithms.networks.layers import Torso, Whole, dense
 from msrl_jax.envs import Box, Discrete
 
 
@@ -70,8 +70,8 @@ class LatentModel(NamedTuple):
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
     """Makes the networks: a torso for observations, and one of its dense layers each for the model and for what it predicts."""
-    module = _Model(torso.of("actor"), latent_size, action_space.n)
-    if module.torso.is_whole:
+    if isinstance(torso.network, Whole):
         raise ValueError("network=Whole(...) has no place for a model of the environment; give a module of features")
+    module = _Model(torso, latent_size, action_space.n)
     methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))
     return LatentModel(module.init, *(cast(Any, method) for method in methods))
