@@ -30,6 +30,7 @@ from comparison import Setting, chosen, compare, machine, our_versions, rewrite
 import msrl_jax as msrl
 from msrl_jax import _suites
 from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.fragments.plan.text import size
 from msrl_jax.report.bench import calibrated_chunk, program_runner
 from msrl_jax.report.provenance import commit
 
@@ -151,7 +152,7 @@ def page(record: dict[str, Any]) -> str:
             row["label"], f"{row['rate']:,.0f}", f"{row['iteration_seconds'] * 1e3:.3g}",
             "-" if row["least_seconds"] is None else f"{row['least_seconds'] * 1e3:.3g}",
             "-" if row["launches"] is None else f"{row['launches']:,}", f"{row['compile_seconds']:.0f} s",
-            f"{row['bytes'] / 2**20:,.3g} MiB",
+            size(row["bytes"]),
             f"{row['theirs']:,.0f}" if "theirs" in row else "-", f"{row['ratio']:.2f}" if "ratio" in row else "-",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
