@@ -38,6 +38,7 @@ class Arrivals:
         self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
         self.run = next((line["run"] for line in lines), secrets.token_hex(8))
         self.tickets = sum("joins" in line for line in lines)
+        self.dropped = sum("dropped" in line for line in lines)
         self._lines: list[dict[str, Any]] | None = lines
         self._taken: dict[int, int] = {}  # the last unroll of each actor that was taken
 
@@ -71,6 +72,7 @@ class Arrivals:
         elif age > bound:
             reason = f"its parameters are {age} iterations old, and the bound is {bound}"
         self._taken[ticket] = max(unroll, self._taken.get(ticket, -1))
+        self.dropped += reason is not None
         outcome = {"used": iteration} if reason is None else {"dropped": reason}
         self._write({"ticket": ticket, "unroll": unroll, "life": life, "version": version, **outcome})
         return reason

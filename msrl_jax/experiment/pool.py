@@ -98,7 +98,7 @@ class Pool:
         self._actors: dict[int, Actor] = {}
         self._lock, self._is_closed, self._is_over = threading.Lock(), False, False
         self._threads: list[threading.Thread] = []
-        self._since, self.iteration, self.dropped = time.perf_counter(), 0, 0
+        self._since, self.iteration = time.perf_counter(), 0
         self._newest: Published | None = None
         self._listener = wire.listen(self._address)
         self._record = Arrivals(folder)
@@ -115,7 +115,7 @@ class Pool:
         """Adds what is known of the actors to the row of a chunk."""
         now = time.perf_counter()
         steps = len(jax.tree.leaves(run.metrics)[0]) * run.experiment.steps_per_iteration
-        run.rows[-1] |= {"actors": len(self._actors), "dropped_unrolls": self.dropped}
+        run.rows[-1] |= {"actors": len(self._actors), "dropped_unrolls": self._record.dropped}
         run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # with the time in which the learner waited for actors
 
     def end(self, run: Run) -> None:
@@ -168,7 +168,6 @@ class Pool:
             of = (unroll.actor.ticket, unroll.number, unroll.life, unroll.version)
             if self._record.take(*of, self.iteration, self._bound) is None:
                 return unroll
-            self.dropped += 1
             self.answer(unroll.actor)
 
     def publish(self, leaves: Sequence[jax.Array]) -> None:
