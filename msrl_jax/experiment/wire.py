@@ -20,6 +20,7 @@ import numpy as np
 SECRET = "MSRL_JAX_SECRET"  # the variable with the secret of a pool
 PATIENCE = 20.0  # seconds for the other end to prove that it knows the secret
 _HEADER = 2**20  # largest header, in bytes
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds until the first probe, between probes; probes
 
 
 class WireError(ConnectionError):
@@ -51,6 +52,11 @@ class Channel:
 
     def __init__(self, connection: Connection):
         self._connection, self._sending = connection, threading.Lock()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a machine that is gone is noticed
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> int:
         """Sends a message; the number of its bytes."""
