@@ -139,7 +139,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 def _act(args: Act, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import act
 
-    unrolls = act(args.address, wait=args.wait, say=functools.partial(print, file=sys.stderr, flush=True))
+    unrolls = act(*args.addresses, wait=args.wait, say=functools.partial(print, file=sys.stderr, flush=True))
     if args.json:
         _print_json({"unrolls": unrolls})
     return 0

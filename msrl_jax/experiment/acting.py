@@ -1,5 +1,7 @@
 """The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -92,19 +94,18 @@ def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memor
 
 
 def act(
-    address: str,
+    *addresses: str,
     experiment: Experiment | None = None,
-    *,
     wait: float | str = "10m",
     say: Callable[[str], Any] = lambda line: None,
 ) -> int:
-    """Acts for the learner of a run, which was started with `actors_at`, until the run is over.
+    """Acts for the learner of a run, which was started with `actors_at`, until the run is over; or for several, side by side.
 
     The learner says what the run computes. The actor has environments of its own, whose keys depend on the seed of the run and
     on the ticket that it gets. If the learner is away, it waits, and goes on where it was.
 
     Args:
-      address: the learner's, `HOST:PORT`.
+      *addresses: the learner's, `HOST:PORT`; those of several learners, each of which has a run and a policy of its own.
       experiment: what the run computes; needed if the learner's environment or a part of its config is an object.
       wait: how long it waits for the learner each time, in seconds or as text such as `"10m"`.
       say: called with lines about what happens.
@@ -113,32 +114,49 @@ def act(
       The number of unrolls that it made.
 
     Raises:
-      ValueError: if the learner refuses it, with the reason.
-      ConnectionError: if the learner does not come back in time.
+      ValueError: if a learner refuses it, with the reason.
+      ConnectionError: if a learner does not come back in time.
     """
-    where, limit = wire.address_of(address, "address"), seconds("wait", wait)
-    secret, actor = wire.secret_for(where[0], "address"), _Actor(experiment)
-    since, attempts = time.monotonic(), 0
+    limit = seconds("wait", wait)
+    reached = [(where, wire.secret_for(where[0], "address")) for where in (wire.address_of(a, "address") for a in addresses)]
+    outcomes: list[int | Exception] = []
+
+    def act_at(where: tuple[str, int], secret: bytes) -> None:
+        try:
+            outcomes.append(_act(where, secret, experiment, limit, say))
+        except Exception as error:
+            outcomes.append(error)
+
     with _compiling.on_disk():
-        while True:
-            try:
-                channel = wire.connect(where, secret)
-                try:
-                    say(f"acting for {address}")
-                    actor.act_for(channel)
-                except WireError:
-                    say(f"the learner at {address} is away; waiting for it")
-                    since, attempts = time.monotonic(), 0
-                    raise
-                finally:
-                    channel.close()
-            except _Over:
-                say(f"the run is over, after {actor.unrolls} unrolls of this actor")
-                return actor.unrolls
-            except WireError as error:
-                pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
-                if time.monotonic() + pause - since > limit:
-                    text = f"no learner of a run answers at {address}: {error}; start one with --actors-at"
-                    raise ConnectionError(text) from error
-                attempts += 1
-                time.sleep(pause)
+        threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in reached]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors := [x for x in outcomes if isinstance(x, Exception)]:
+        raise errors[0]
+    return sum(x for x in outcomes if isinstance(x, int))
+
+
+def _act(where: tuple[str, int], secret: bytes, experiment: Experiment | None, limit: float, say: Callable[[str], Any]) -> int:
+    address, actor = ":".join(map(str, where)), _Actor(experiment)
+    since, attempts = time.monotonic(), 0
+    while True:
+        try:
+            with contextlib.closing(wire.connect(where, secret)) as channel:
+                say(f"acting for {address}")
+                attempts = 0
+                actor.act_for(channel)
+        except _Over:
+            say(f"the run at {address} is over, after {actor.unrolls} unrolls of this actor")
+            return actor.unrolls
+        except WireError as error:
+            if not attempts:
+                say(f"no learner at {address}; waiting for one")
+                since = time.monotonic()
+            pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
+            if time.monotonic() + pause - since > limit:
+                text = f"no learner of a run answers at {address}: {error}; start one with --actors-at"
+                raise ConnectionError(text) from error
+            attempts += 1
+            time.sleep(pause)

@@ -190,26 +190,30 @@ class Pool:
             thread.start()
 
     def _serve(self, connection: Any) -> None:
-        with contextlib.suppress(WireError):
-            channel = wire.accepted(connection, self._secret)
-            try:
-                with self._let_in(channel) as actor:
-                    self._exchange(actor)
-            except Refusal as refusal:
-                self._say(f"an actor was refused: {refusal}")
-                channel.send({"refused": str(refusal)})
-            finally:
-                channel.close()
+        try:
+            with contextlib.closing(wire.accepted(connection, self._secret)) as channel:
+                try:
+                    with self._let_in(channel) as actor:
+                        self._exchange(actor)
+                except Refusal as refusal:
+                    self._say(f"an actor was refused: {refusal}")
+                    channel.send({"refused": str(refusal)})
+        except PermissionError as error:
+            self._say(f"an actor was refused: {error}")
+        except WireError:
+            pass  # it is gone
 
     @contextlib.contextmanager
     def _let_in(self, channel: Channel) -> Iterator[Actor]:
         hello, _ = channel.receive()
-        theirs, mine = hello.get("versions", {}), versions()
+        theirs, mine = hello.get("versions"), versions()
+        if not isinstance(theirs, dict):
+            raise Refusal("it does not say its versions; start it with msrl-jax act")
         for name in (n for n in mine if n != "python"):
             if theirs.get(name) != mine[name]:
                 raise Refusal(f"it has {name} {theirs.get(name)}, and the learner has {mine[name]}; install the same")
         ticket = hello.get("ticket")
-        if ticket is not None and hello.get("run") != self._record.run:
+        if ticket is not None and (hello.get("run") != self._record.run or ticket not in range(self._record.tickets)):
             raise Refusal("its ticket is of another run; start the actor again")
         channel.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self._codec_name})
         ready, _ = channel.receive()
@@ -220,7 +224,7 @@ class Pool:
         with self._lock:
             if self._is_closed or self._is_over:
                 raise WireError("the run is over")
-            actor = Actor(self._record.join() if ticket is None else int(ticket), channel, Sender(self.packing))
+            actor = Actor(self._record.join() if ticket is None else ticket, channel, Sender(self.packing))
             before = self._actors.pop(actor.ticket, None)
             self._actors[actor.ticket] = actor
         if before is not None:

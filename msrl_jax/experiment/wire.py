@@ -53,6 +53,7 @@ class Channel:
     def __init__(self, connection: Connection):
         self._connection, self._sending = connection, threading.Lock()
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last part of a message waits up to 40 ms
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a machine that is gone is noticed
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):
@@ -134,12 +135,12 @@ def stop_listening(listener: Listener) -> None:
 
 
 def accepted(connection: Connection, secret: bytes) -> Channel:
-    """The channel to an actor that has connected, once both ends have proved that they know the secret."""
+    """The channel to an actor that has connected, once both ends have proved that they know the secret; see `connect`."""
     return _proved(connection, secret, deliver_challenge, answer_challenge)
 
 
 def connect(address: tuple[str, int], secret: bytes) -> Channel:
-    """The channel to a learner; raises WireError if nobody listens, or not with this secret."""
+    """The channel to a learner; raises WireError if nobody listens, PermissionError if it does not have this secret."""
     with _lost():
         connection = Client(address, "AF_INET")
     return _proved(connection, secret, answer_challenge, deliver_challenge)
@@ -151,9 +152,9 @@ def _proved(connection: Connection, secret: bytes, *steps: Any) -> Channel:
             if step is answer_challenge and not connection.poll(PATIENCE):
                 raise WireError("no challenge came")
             step(connection, secret)
-    except multiprocessing.AuthenticationError as error:
+    except (multiprocessing.AuthenticationError, AssertionError) as error:
         connection.close()
-        raise WireError(f"it does not have the same secret ({SECRET})") from error
+        raise PermissionError(f"the other end is none of this package, or does not have the same secret ({SECRET})") from error
     except (OSError, EOFError) as error:
         connection.close()
         raise WireError(str(error) or type(error).__name__) from error

@@ -31,11 +31,15 @@ TINY = {"num_envs": 4, "unroll_length": 16, "hidden_sizes": (8,)}
 STEPS = TINY["num_envs"] * TINY["unroll_length"]
 
 
-@pytest.fixture
-def address():
+def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def address():
+    return free_address()
 
 
 def environment():
@@ -66,7 +70,7 @@ class Live:
     """A run with a learner and actors in processes of their own."""
 
     def __init__(self, folder, address):
-        self.folder, self.run, self.address, self.actors = folder, folder / "run", address, []
+        self.folder, self.run, self.address, self.actors, self.before = folder, folder / "run", address, [], []
 
     def learn(self, *options):
         log = self.folder / "learner.log"
@@ -100,9 +104,7 @@ class Live:
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory):
     """A run with 2, 4 and 1 actors, whose learner is killed and goes on; at the end it is told to stop."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        live = Live(tmp_path_factory.mktemp("lived"), f"127.0.0.1:{probe.getsockname()[1]}")
+    live = Live(tmp_path_factory.mktemp("lived"), free_address())
     length = ["--total-steps", 10**9, "--policy", "SingleLearnerCoarse:staleness=2,parameter_codec=delta(4, 10)"]
     learner = live.learn(*length)
     live.act(2)
@@ -213,6 +215,8 @@ def learner_in_a_thread(address, folder=None, **options):
 def said(address, *messages):
     """What a learner answers to the last of some messages, each of which has an answer; None only waits for one."""
 
+    answers = []
+
     def reach():
         with contextlib.suppress(wire.WireError):
             return wire.connect(wire.address_of(address), b"msrl-jax")
@@ -221,11 +225,11 @@ def said(address, *messages):
         for message in messages:
             if message is not None:
                 channel.send(message)
-            answer, _ = channel.receive(2**20)
-    return answer
+            answers.append(channel.receive(2**20)[0])
+    return answers[-1]
 
 
-def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path):
+def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
     """Of another version, with a ticket of another run, with other programs, and one that sends no unroll; then a good one."""
     thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
     hello = {"versions": versions(), "ticket": None, "run": None}
@@ -240,24 +244,38 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     token = {"run": "another", "unroll": 0, "life": 0, "version": 0}
     stale = said(address, hello, ready, None, token)
     assert stale == {"refused": "its token is not one of this run; start the actor again"}
-    with pytest.raises(wire.WireError):
-        wire.connect(wire.address_of(address), b"another secret")
+    monkeypatch.setenv(wire.SECRET, "another secret")
+    with pytest.raises(PermissionError, match="or does not have the same secret"):
+        msrl.experiment.act(address)
+    monkeypatch.delenv(wire.SECRET)
     assert msrl.experiment.act(address) >= 2
     thread.join(60)
     assert found[0].status == "finished" and found[0].history["step"][-1] == 2 * STEPS
     assert [line["used"] for line in read(tmp_path / "run" / FILE) if "used" in line] == [0, 1]
     errors = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
-    assert len(errors) == 4
+    assert len(errors) == 5
 
 
 def test_two_learners_at_one_address(address):
     thread, found = learner_in_a_thread(address)
-    wait_for(lambda: said(address, {"versions": {}}), "no answer")
+    assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
     with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
         msrl.train("impala", actors_at=address, progress=False, **TINY)
     assert msrl.experiment.act(address) >= 2
     thread.join(60)
     assert found[0].status == "finished"
+
+
+def test_several_learners_share_an_actor(address):
+    """Each has a run and a policy of its own; the one that ends first does not end the other."""
+    other = free_address()
+    learners = [learner_in_a_thread(address, seed=1), learner_in_a_thread(other, seed=2, total_steps=5 * STEPS)]
+    assert msrl.experiment.act(address, other) >= 7
+    for thread, _ in learners:
+        thread.join(60)
+    results = [found[0] for _, found in learners]
+    assert [result.history["step"][-1] for result in results] == [2 * STEPS, 5 * STEPS]
+    assert [result.experiment.seed for result in results] == [1, 2]
 
 
 @pytest.mark.parametrize(
