@@ -108,13 +108,14 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
       The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
 
     Raises:
-      RunFolderError: a ValueError, if there is no record, or it lacks its beginning.
+      RunFolderError: a ValueError, if there is no record of the whole run.
     """
     folder = Path(folder)
-    experiment = Experiment.from_json(read_description(folder)) if experiment is None else experiment
-    lines = read(folder / FILE)
-    if not lines or lines[0].get("begins") != 0:
-        raise RunFolderError(f"{folder} has no {FILE} from its first iteration on, so its run cannot be replayed")
+    description, lines = read_description(folder), read(folder / FILE)
+    begins = [0, *(entry["iteration"] for entry in description["resumed"])]
+    if [line["begins"] for line in lines if "begins" in line] != begins:
+        raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
+    experiment = Experiment.from_json(description) if experiment is None else experiment
     again = _Again(parts_of(experiment), lines)
     for line in lines:
         if "begins" in line:
@@ -140,7 +141,7 @@ class _Again:
     def begin(self, line: dict[str, Any]) -> None:
         self.life, self.iteration = self.life + 1, line["begins"]
         self.packing = Packing.of(line["codec"], self.parts.halves.published_kinds)
-        if self.iteration in self._kept:
+        if self.life:
             self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
         self._publish()
 

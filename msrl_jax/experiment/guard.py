@@ -18,8 +18,8 @@ from msrl_jax.experiment import checkpoint, folder, nonfinite, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
+from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.nonfinite import Failure, Watch
-from msrl_jax.experiment.pool import Learning
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.memory import array_bytes

@@ -102,6 +102,11 @@ class Packing:
             raise ValueError(f"parameter_codec={codec!r}: actors in other processes take 'bfloat16', 'delta' or none")
         return cls(known, kinds)
 
+    @property
+    def name(self) -> str | None:
+        """The name of the codec."""
+        return None if self.codec is None else self.codec.name
+
     @functools.cached_property
     def packs(self) -> tuple[bool, ...]:
         """Which arrays are packed."""

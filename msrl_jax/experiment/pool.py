@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.experiment import wire
@@ -106,8 +105,7 @@ class Pool:
     def begin(self, run: Run) -> None:
         """Lets actors in."""
         self.iteration = run.iteration
-        codec = self.packing.codec
-        self._record.begin(run.iteration, None if codec is None else codec.name)
+        self._record.begin(run.iteration, self.packing.name)
         self.publish(jax.tree.leaves(run.run_state))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -183,7 +181,8 @@ class Pool:
         while not self._is_closed:
             try:
                 connection = self._listener.accept()
-            except OSError:
+            except OSError:  # such as too many open files
+                time.sleep(_POLL)
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
@@ -215,7 +214,7 @@ class Pool:
         ticket = hello.get("ticket")
         if ticket is not None and (hello.get("run") != self._record.run or ticket not in range(self._record.tickets)):
             raise Refusal("its ticket is of another run; start the actor again")
-        channel.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self._codec_name})
+        channel.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self.packing.name})
         ready, _ = channel.receive()
         if "cannot" in ready:
             raise Refusal(f"it cannot build the experiment: {ready['cannot']}")
@@ -237,10 +236,6 @@ class Pool:
             with self._lock:
                 if self._actors.get(actor.ticket) is actor:
                     del self._actors[actor.ticket]
-
-    @property
-    def _codec_name(self) -> str | None:
-        return None if self.packing.codec is None else self.packing.codec.name
 
     def _exchange(self, actor: Actor) -> None:
         """Sends parameters and receives unrolls, by turns, until one of both ends."""
@@ -273,66 +268,3 @@ class Waiting:
             reason = self._requests.reason(0.0)
         run.seconds["train_seconds"] += time.perf_counter() - start
         return Ending("interrupted", reason) if reason else None
-
-
-class Learning:
-    """The learner's half of an iteration, in the place of a `Program`: it runs on what actors send.
-
-    Its runs may be shorter than what is asked for, if no unroll comes for a second.
-    """
-
-    is_fused, registers = False, {}
-
-    def __init__(self, pool: Pool):
-        self.pool, self.parts = pool, pool.parts
-        self.compile_seconds = 0.0
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of the learner."""
-        return (self.parts.device,)
-
-    @property
-    def shardings(self) -> tuple[Any, tuple[()]]:
-        """Where the state is."""
-        return jax.tree.map(lambda _: self.parts.at, self.parts.state), ()
-
-    @property
-    def metrics_bytes(self) -> int:
-        """Bytes of the metrics of one iteration."""
-        return sum(v.nbytes for v in self.parts.halves.schedule.metrics)
-
-    def begin(self, chunk: int = 1) -> None:
-        """Does nothing: the program is small."""
-
-    def warm_up(self, chunk: int = 1) -> None:
-        """Compiles the program."""
-        start = time.perf_counter()
-        _ = self.parts.learn
-        self.compile_seconds += time.perf_counter() - start
-
-    def initialize(self, init: Callable[..., Any], *args: Any) -> Any:
-        """Computes a state."""
-        return jax.jit(init, out_shardings=self.parts.at)(*args)
-
-    def place(self, state: Any) -> Any:
-        """Copies a state."""
-        return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), self.parts.at), state)
-
-    def unwrap(self, state: Any) -> Any:
-        """The state."""
-        return state
-
-    def run(self, state: Any, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
-        """Learns from at most so many unrolls; the metrics have a row for each."""
-        leaves, tree = jax.tree.flatten(state if donate else self.place(state))
-        rows: list[list[np.ndarray]] = []
-        while len(rows) < iterations and (unroll := self.pool.take()) is not None:
-            leaves, metrics = self.parts.learn(leaves, jax.device_put(unroll.arrays, self.parts.at))
-            self.pool.iteration += 1
-            self.pool.publish(leaves)
-            self.pool.answer(unroll.actor)
-            rows.append(jax.device_get(metrics))
-        kinds = [v.aval for v in self.parts.halves.schedule.metrics]
-        columns = [np.stack(column) for column in zip(*rows, strict=True)] or [np.zeros((0, *x.shape), x.dtype) for x in kinds]
-        return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(self.parts.metrics, columns)

@@ -24,6 +24,7 @@ from msrl_jax.experiment.choosing import resolved
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Pace, Run, finish, loop
@@ -166,7 +167,7 @@ def train(
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             actors = None if actors_at is None else pool.opened(actors_at, experiment, where, devices, path, say)
-            program: Any = experiment.compile(where, devices) if actors is None else pool.Learning(actors)
+            program: Any = experiment.compile(where, devices) if actors is None else Learning(actors)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
         if actors is not None:

@@ -197,13 +197,13 @@ def test_one_actor_without_staleness_trains_as_one_process_does(tmp_path, addres
         np.testing.assert_allclose(result.history[name], expected.history[name], rtol=1e-4)
 
 
-def learner_in_a_thread(address, folder=None, **options):
+def learner_in_a_thread(address, folder=None, algo="impala", **options):
     """A learner whose actors are made by hand; its result, or its error, is in the list."""
     found, given = [], {"total_steps": 2 * STEPS, "eval_episodes": 0, "progress": False, "time_limit": 60} | options
 
     def learn():
         try:
-            found.append(msrl.train("impala", actors_at=address, out=folder, **given, **TINY))
+            found.append(msrl.train(algo, actors_at=address, out=folder, **given, **TINY))
         except BaseException as error:
             found.append(error)
 
@@ -268,14 +268,13 @@ def test_two_learners_at_one_address(address):
 
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
-    other = free_address()
-    learners = [learner_in_a_thread(address, seed=1), learner_in_a_thread(other, seed=2, total_steps=5 * STEPS)]
-    assert msrl.experiment.act(address, other) >= 7
+    runs = {address: ("impala", 2), free_address(): ("a2c", 5), free_address(): ("ppo", 3)}
+    learners = [learner_in_a_thread(at, algo=algo, total_steps=n * STEPS) for at, (algo, n) in runs.items()]
+    assert msrl.experiment.act(*runs) >= 10
     for thread, _ in learners:
         thread.join(60)
     results = [found[0] for _, found in learners]
-    assert [result.history["step"][-1] for result in results] == [2 * STEPS, 5 * STEPS]
-    assert [result.experiment.seed for result in results] == [1, 2]
+    assert [(result.experiment.name, result.history["step"][-1] // STEPS) for result in results] == list(runs.values())
 
 
 @pytest.mark.parametrize(
@@ -293,6 +292,25 @@ def test_bad_settings_are_refused_before_anything_compiles(given, error, monkeyp
     monkeypatch.delenv(wire.SECRET, raising=False)
     with pytest.raises(ValueError, match=error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
+
+
+def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
+    folder = tmp_path / "run"
+    thread, found = learner_in_a_thread(address, folder)
+    msrl.experiment.act(address)
+    thread.join(60)
+    assert_same_state(replay_arrivals(folder), found[0].state)
+    msrl.train(resume=folder, total_steps=3 * STEPS, policy="GPUOnly", progress=False, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="did not learn from actors all the time"):
+        replay_arrivals(folder)
+
+
+def test_a_run_that_diverges_ends_its_actors_too(address):
+    thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
+    msrl.experiment.act(address)
+    thread.join(60)
+    assert isinstance(found[0], msrl.experiment.DivergedError)
+    assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
 def test_nobody_there():
