@@ -111,6 +111,7 @@ def lived(tmp_path_factory):
     live.wait_for_rows(2)
     live.act(2)
     live.wait_for_rows(4)
+    wait_for(lambda: {line.get("ticket", 0) for line in live.lines()} == {0, 1, 2, 3}, live.logs)  # each has sent something
     for actor in live.actors[1:]:
         kill(actor)
     live.wait_for_rows(1)
@@ -266,6 +267,7 @@ def test_two_learners_at_one_address(address):
     assert found[0].status == "finished"
 
 
+@pytest.mark.long
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
     runs = {address: ("impala", 2), free_address(): ("a2c", 5), free_address(): ("ppo", 3)}

@@ -22,7 +22,7 @@ def test_the_halves_are_the_iteration(algo):
     parts = parts_of(experiment(algo))
     halves, state = parts.halves, parts.experiment.initial_state()
     leaves, tree = jax.tree.flatten(state)
-    private, expected = parts.first(0), state
+    private, expected, metrics, expected_metrics = parts.first(0), state, [], {}
     for _ in range(2):
         expected, expected_metrics = jax.jit(parts.experiment.agent.iteration)(expected)
         private, sent = parts.act(private, [leaves[i] for i in halves.published])
