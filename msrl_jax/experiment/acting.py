@@ -118,6 +118,8 @@ def act(
       ConnectionError: if a learner does not come back in time.
     """
     limit = seconds("wait", wait)
+    if not addresses:
+        raise ValueError("an actor needs the address of its learner; give HOST:PORT, such as 127.0.0.1:7000")
     reached = [(where, wire.secret_for(where[0], "address")) for where in (wire.address_of(a, "address") for a in addresses)]
     outcomes: list[int | Exception] = []
 

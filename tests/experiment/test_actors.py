@@ -316,6 +316,8 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
 
 
 def test_nobody_there():
+    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
+        msrl.experiment.act()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}"
