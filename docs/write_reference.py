@@ -11,7 +11,7 @@ from msrl_jax.cli.actions import COMMANDS
 
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
-    "Where it runs": ("policy", "devices"),
+    "Where it runs": ("policy", "devices", "actors_at"),
     "Its folder": ("out", "resume", "checkpoint_every", "keep_checkpoints", "record"),
     "Evaluation": ("eval_episodes", "eval_every", "rank_by"),
     "What happens meanwhile": ("chunk", "callbacks", "progress", "guard", "time_limit"),
@@ -25,7 +25,7 @@ API = {
         "Reproduction",
     ],
     "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
-                             "match", "Match", "Player", "with_search", "minimax"],
+                             "match", "Match", "Player", "with_search", "minimax", "act", "replay_arrivals"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],

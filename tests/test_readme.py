@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import socket
 import sys
 import tomllib
 from importlib.metadata import entry_points
@@ -30,12 +31,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "search", "example_rl_darts",
+    "profiling", "search", "example_rl_darts", "actors",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, SEARCH, RL_DARTS,
+    PROFILING, SEARCH, RL_DARTS, ACTORS,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,6 +99,7 @@ RUN_HERE = (
     (POPULATIONS, "Population based training"),
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
+    (ACTORS, "Ray"),
     (RL_DARTS, "The method"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -270,6 +272,24 @@ def test_runs(run_sections):
     result = namespace["result"]
     assert result.status == "finished" and result.history["step"][-1] == 60_000 // 4096 * 4096
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
+
+
+@pytest.mark.long
+def test_actors_that_ray_starts(tmp_path):
+    """In a process of its own, whose end ends those of Ray."""
+    ray = pytest.importorskip("ray")
+    (code,) = blocks(ACTORS, "Ray", "python")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        code = code.replace("7000", str(probe.getsockname()[1])).replace("100_000", "20_000")
+    paths = os.pathsep.join([str(ROOT), str(Path(ray.__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = processes.run([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"^(\d+) \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    steps, *unrolls = map(int, found.groups())
+    assert steps == 19_968 and sum(unrolls) >= 39
 
 
 @pytest.mark.long

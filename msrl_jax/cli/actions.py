@@ -23,6 +23,7 @@ from msrl_jax._checks import whole
 from msrl_jax._terminal import table
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
+    Act,
     Bench,
     CheckEnv,
     Compete,
@@ -133,6 +134,15 @@ def _train(args: Train, config: dict[str, Any]) -> int:
     if first and args.json:
         _print_json(result.summary() | {"folder": result.folder})
     return _exit_code(result, out)
+
+
+def _act(args: Act, config: dict[str, Any]) -> int:
+    from msrl_jax.experiment import act
+
+    unrolls = act(*args.addresses, wait=args.wait, say=functools.partial(print, file=sys.stderr, flush=True))
+    if args.json:
+        _print_json({"unrolls": unrolls})
+    return 0
 
 
 def _sweep(args: Sweep, config: dict[str, Any]) -> int:
@@ -507,6 +517,7 @@ def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
 
 COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
+    "act": (Act, _act),
     "sweep": (Sweep, _sweep),
     "compete": (Compete, _compete),
     "evaluate": (Evaluate, _evaluate),

@@ -83,6 +83,9 @@ class Train(What):
         False, "go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy "
         "and devices may change (give cpu_devices again), and more total_steps extend it."
     )  # fmt: skip
+    actors_at: str | None = option(
+        None, "HOST:PORT at which this learner listens for actors, which `msrl-jax act` starts and which may come and go."
+    )  # fmt: skip
     chunk: int | None = option(None, "iterations between updates of the display; they grow to about a second if not given.")
     eval_episodes: int = option(32, "episodes per greedy evaluation; 0 never evaluates.")
     eval_every: int | None = option(None, "environment steps between evaluations; one at the end if not given.")
@@ -103,6 +106,16 @@ class Train(What):
     processes: int | None = option(None, "start this many processes here; each has one CPU device, or --cpu-devices.")
     distributed: bool = option(False, "be one of the processes of a cluster, which JAX finds: SLURM, Open MPI, GKE, a TPU pod.")
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+
+
+@command
+class Act(Command):
+    """Act for a learner that `msrl-jax train --actors-at` has started, until its run is over."""
+
+    addresses: tyro.conf.Positional[tuple[str, ...]] = option(
+        doc="HOST:PORT of the learner, or of several, each with a run of its own, for all of which it acts."
+    )  # fmt: skip
+    wait: str = option("10m", "how long to wait for the learner while it is away.")
 
 
 @command

@@ -1,4 +1,4 @@
-"""The command line: `train | sweep | compete | evaluate | record | replay | explain | bench | video | export |
+"""The command line: `train | act | sweep | compete | evaluate | record | replay | explain | bench | video | export |
 report | plot | reproduce | copy | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and

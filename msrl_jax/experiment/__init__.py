@@ -1,5 +1,7 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
+from msrl_jax.experiment.acting import act as act
+from msrl_jax.experiment.arrivals import replay_arrivals as replay_arrivals
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick

@@ -18,6 +18,7 @@ from msrl_jax.experiment import checkpoint, folder, nonfinite, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
+from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.nonfinite import Failure, Watch
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
@@ -175,6 +176,8 @@ class Guard:
 
     def _search(self, run: Run) -> Failure | str:
         """What is to blame, or why that is not known."""
+        if isinstance(run.program, Learning):
+            return "Actors made its data, so the iteration was not run again to find the cause."
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
         state, begin = self.earlier(run)

@@ -197,9 +197,10 @@ class Run:
         compiling, start = self.program.compile_seconds, time.perf_counter()
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
         jax.block_until_ready(self.run_state)
+        count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # fewer, if actors have left
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
-        self.pace.measured(count, processes.agreed(seconds))
+        self.pace.measured(max(count, 1), processes.agreed(seconds))
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:

@@ -17,13 +17,14 @@ from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, processes, store
+from msrl_jax.experiment import folder, pool, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.choosing import resolved
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Pace, Run, finish, loop
@@ -45,6 +46,7 @@ def train(
     devices: Sequence[Device] | None = None,
     out: str | os.PathLike | None = None,
     resume: bool | str | os.PathLike = False,
+    actors_at: str | None = None,
     chunk: int | None = None,
     eval_episodes: int | None = None,
     eval_every: int | None = None,
@@ -84,6 +86,9 @@ def train(
         folder. What decides what the run computes must be equal if it is given again; policy, devices, `chunk` and
         evaluations may differ, and more `total_steps` extend the run. True goes on with the run in `out`, or starts it
         there if there is none.
+      actors_at: `HOST:PORT` at which this process, the learner, listens for actors in other processes (`msrl-jax act`), which
+        may come and go. The policy is then a `SingleLearnerCoarse`, by default with `staleness=8`: unrolls that were made with
+        older parameters are dropped.
       chunk: iterations between two ticks. None chooses about a second, and at least about 50 ticks in a run; chunks then
         also end where evaluations and checkpoints are due.
       eval_episodes: number of greedy episodes per evaluation, by default 32; 0 never evaluates.
@@ -153,14 +158,20 @@ def train(
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
+            if actors_at is not None and (record is not None or experiment.guard == "rollback"):
+                given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
+                raise ValueError(f"{given} needs the environments, which are with the actors; leave it out, or actors_at")
             simulated = saved is None and is_on_host(experiment.environment)
-            usual = saved.description["policy"] if saved else experiment.usual_policy
+            usual = saved.description["policy"] if saved else pool.USUAL if actors_at else experiment.usual_policy
             say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
-            program = experiment.compile(where, devices)
+            actors = None if actors_at is None else pool.opened(actors_at, experiment, where, devices, path, say)
+            program: Any = experiment.compile(where, devices) if actors is None else Learning(actors)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
+        if actors is not None:
+            stack.callback(actors.close)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if progress is not False and processes.is_first():
             tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
@@ -176,9 +187,9 @@ def train(
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         hooks = [
-            requests, recording, guarding, evaluating, Rows() if path is not None and processes.is_first() else None,
+            requests, actors, recording, guarding, evaluating, Rows() if path is not None and processes.is_first() else None,
             *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
-            guarding and Divergence(guarding, saver), saver,
+            guarding and Divergence(guarding, saver), saver, None if actors is None else pool.Waiting(actors, requests),
         ]  # fmt: skip
         hooks = [hook for hook in hooks if hook is not None]
         deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}

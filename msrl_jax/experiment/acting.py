@@ -1,0 +1,164 @@
+"""The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from msrl_jax import _compiling
+from msrl_jax.experiment import wire
+from msrl_jax.experiment.folder import versions
+from msrl_jax.experiment.hooks import seconds
+from msrl_jax.experiment.parts import Packing, Parts, parts_of, patched
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.wire import Channel, WireError
+
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one again and again
+
+
+class _Sent(NamedTuple):
+    """An unroll that the learner may not have yet."""
+
+    header: dict[str, Any]
+    arrays: list[np.ndarray]
+
+
+class _Over(Exception):
+    """The run is over."""
+
+
+class _Actor:
+    """An actor, with what it keeps while its learner is away."""
+
+    def __init__(self, experiment: Experiment | None):
+        self.experiment, self.parts = experiment, None
+        self.run: str | None = None
+        self.ticket: int | None = None
+        self.unrolls = 0
+        self.waiting: _Sent | None = None
+
+    def act_for(self, channel: Channel) -> None:
+        """Acts until the connection is lost, or the run is over."""
+        packing, parts = self._enter(channel)
+        packed: list[np.ndarray] = []
+        others, is_sent = packing.others(packing.packed_kinds), False
+        while True:
+            header, payload = _received(channel, wire.size_of(packing.packed_kinds))
+            if is_sent:
+                self.waiting = None
+            if (changed := header["changed"]) is None:
+                packed = wire.arrays_of(payload, packing.packed_kinds)
+            else:
+                words = [jax.ShapeDtypeStruct((changed,), np.int32), jax.ShapeDtypeStruct((changed,), np.uint16)]
+                packed = patched(packing, packed, wire.arrays_of(payload, [*words, *others]))
+            if self.waiting is None:
+                published = jax.device_put(packing.unpack(packed), parts.at)
+                self.leaves, sent = parts.act(self.leaves, published)
+                token = {"run": self.run, "life": header["life"], "version": header["version"], "unroll": self.unrolls}
+                self.waiting, self.unrolls = _Sent(token, jax.device_get(sent)), self.unrolls + 1
+            if channel.has_message():  # it can only say that the run is over
+                _received(channel)
+            channel.send(*self.waiting)
+            is_sent = True
+
+    def _enter(self, channel: Channel) -> tuple[Packing, Parts]:
+        channel.send({"versions": versions(), "ticket": self.ticket, "run": self.run})
+        about = _received(channel)[0]
+        self.run = about["run"]
+        try:
+            if self.parts is None:
+                self.parts = parts_of(self.experiment or Experiment.from_json(about["experiment"]))
+            _ = self.parts.act
+            packing = Packing.of(about["codec"], self.parts.halves.published_kinds)
+        except (ValueError, TypeError, ImportError) as error:
+            channel.send({"cannot": str(error)})
+            raise
+        channel.send({"fingerprint": self.parts.halves.fingerprint})
+        ticket = _received(channel)[0]["ticket"]
+        if self.ticket is None:
+            self.ticket, self.leaves = ticket, self.parts.first(ticket)
+        return packing, self.parts
+
+
+def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
+    header, arrays = channel.receive(payload)
+    if "refused" in header:
+        raise ValueError(f"the learner refused this actor: {header['refused']}")
+    if "over" in header:
+        raise _Over
+    return header, arrays
+
+
+def act(
+    *addresses: str,
+    experiment: Experiment | None = None,
+    wait: float | str = "10m",
+    say: Callable[[str], Any] = lambda line: None,
+) -> int:
+    """Acts for the learner of a run, which was started with `actors_at`, until the run is over; or for several, side by side.
+
+    The learner says what the run computes. The actor has environments of its own, whose keys depend on the seed of the run and
+    on the ticket that it gets. If the learner is away, it waits, and goes on where it was.
+
+    Args:
+      *addresses: the learner's, `HOST:PORT`; those of several learners, each of which has a run and a policy of its own.
+      experiment: what the run computes; needed if the learner's environment or a part of its config is an object.
+      wait: how long it waits for the learner each time, in seconds or as text such as `"10m"`.
+      say: called with lines about what happens.
+
+    Returns:
+      The number of unrolls that it made.
+
+    Raises:
+      ValueError: if a learner refuses it, with the reason.
+      ConnectionError: if a learner does not come back in time.
+    """
+    limit = seconds("wait", wait)
+    if not addresses:
+        raise ValueError("an actor needs the address of its learner; give HOST:PORT, such as 127.0.0.1:7000")
+    reached = [(where, wire.secret_for(where[0], "address")) for where in (wire.address_of(a, "address") for a in addresses)]
+    outcomes: list[int | Exception] = []
+
+    def act_at(where: tuple[str, int], secret: bytes) -> None:
+        try:
+            outcomes.append(_act(where, secret, experiment, limit, say))
+        except Exception as error:
+            outcomes.append(error)
+
+    with _compiling.on_disk():
+        threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in reached]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors := [x for x in outcomes if isinstance(x, Exception)]:
+        raise errors[0]
+    return sum(x for x in outcomes if isinstance(x, int))
+
+
+def _act(where: tuple[str, int], secret: bytes, experiment: Experiment | None, limit: float, say: Callable[[str], Any]) -> int:
+    address, actor = ":".join(map(str, where)), _Actor(experiment)
+    since, attempts = time.monotonic(), 0
+    while True:
+        try:
+            with contextlib.closing(wire.connect(where, secret)) as channel:
+                say(f"acting for {address}")
+                attempts = 0
+                actor.act_for(channel)
+        except _Over:
+            say(f"the run at {address} is over, after {actor.unrolls} unrolls of this actor")
+            return actor.unrolls
+        except WireError as error:
+            if not attempts:
+                say(f"no learner at {address}; waiting for one")
+                since = time.monotonic()
+            pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
+            if time.monotonic() + pause - since > limit:
+                text = f"no learner of a run answers at {address}: {error}; start one with --actors-at"
+                raise ConnectionError(text) from error
+            attempts += 1
+            time.sleep(pause)

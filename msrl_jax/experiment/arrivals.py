@@ -1,0 +1,172 @@
+"""The record of what actors sent to the learner of a run, `arrivals.jsonl`, and the replay of a run from it, in one process.
+
+A line is one of these, in the order in which things happened:
+
+    {"run": TOKEN, "begins": ITERATION, "codec": NAME}          a learner begins, the first one or one that goes on
+    {"joins": TICKET}                                           an actor joins
+    {"ticket": T, "unroll": N, "life": L, "version": V, ...}    an unroll arrives: the N-th of the actor with ticket T
+
+`life` is the number of the learner whose parameters acted, and `version` the iterations that it had done. A line has `used`,
+the number of the iteration that learns from it, or `dropped`, the reason why none does.
+"""
+
+import json
+import secrets
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.experiment.folder import RunFolderError, SaveWarning
+from msrl_jax.experiment.parts import Packing, Parts, parts_of
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.store import read_description
+
+FILE = "arrivals.jsonl"
+
+
+class Arrivals:
+    """Writes the record of a run, in a file if it has a folder; what earlier learners of the run wrote is read first."""
+
+    def __init__(self, folder: Path | None):
+        self._file = None if folder is None else folder / FILE
+        lines = [] if self._file is None else read(self._file)
+        self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
+        self.run = next((line["run"] for line in lines), secrets.token_hex(8))
+        self.tickets = sum("joins" in line for line in lines)
+        self.dropped = sum("dropped" in line for line in lines)
+        self._lines: list[dict[str, Any]] | None = lines
+        self._taken: dict[int, int] = {}  # the last unroll of each actor that was taken
+
+    @property
+    def life(self) -> int:
+        """The number of this learner."""
+        return len(self.lives) - 1
+
+    def begin(self, iteration: int, codec: str | None) -> None:
+        """Notes that a learner begins; what an earlier one learned after this iteration is lost."""
+        self.lives.append(iteration)
+        for line in self._lines or []:
+            if line.get("used", iteration) < iteration:
+                self._taken[line["ticket"]] = line["unroll"]
+        self._lines = None
+        self._write({"run": self.run, "begins": iteration, "codec": codec})
+
+    def join(self) -> int:
+        """The ticket of a new actor."""
+        self.tickets += 1
+        self._write({"joins": self.tickets - 1})
+        return self.tickets - 1
+
+    def take(self, ticket: int, unroll: int, life: int, version: int, iteration: int, bound: int) -> str | None:
+        """Notes an unroll that arrived at an iteration; the reason why it is dropped, if it is."""
+        reason, age = None, iteration - version
+        if unroll <= self._taken.get(ticket, -1):
+            reason = "it came twice"
+        elif version > min(self.lives[life + 1 :], default=version):
+            reason = "the learner that made its parameters lost them"
+        elif age > bound:
+            reason = f"its parameters are {age} iterations old, and the bound is {bound}"
+        self._taken[ticket] = max(unroll, self._taken.get(ticket, -1))
+        self.dropped += reason is not None
+        outcome = {"used": iteration} if reason is None else {"dropped": reason}
+        self._write({"ticket": ticket, "unroll": unroll, "life": life, "version": version, **outcome})
+        return reason
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            with self._file.open("ab", buffering=0) as file:  # at once: a learner that is killed has written whole lines
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            self._file = None
+            text = f"arrivals are not recorded any more, and the run cannot be replayed: {error}"
+            warnings.warn(text, SaveWarning, stacklevel=3)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of a record; none if there is no file."""
+    try:
+        return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
+    except ValueError as error:
+        raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
+
+
+def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) -> Any:
+    """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
+
+    Args:
+      folder: the folder of the run.
+      experiment: what the run computes; needed if its folder does not hold that, because something was given as an object.
+
+    Returns:
+      The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
+
+    Raises:
+      RunFolderError: a ValueError, if there is no record of the whole run.
+    """
+    folder = Path(folder)
+    description, lines = read_description(folder), read(folder / FILE)
+    begins = [0, *(entry["iteration"] for entry in description["resumed"])]
+    if [line["begins"] for line in lines if "begins" in line] != begins:
+        raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
+    experiment = Experiment.from_json(description) if experiment is None else experiment
+    again = _Again(parts_of(experiment), lines)
+    for line in lines:
+        if "begins" in line:
+            again.begin(line)
+        elif "ticket" in line:
+            again.arrive(line)
+    return innermost(jax.tree.unflatten(jax.tree.structure(again.parts.state), again.leaves))
+
+
+class _Again:
+    """A run that is computed again."""
+
+    def __init__(self, parts: Parts, lines: list[dict[str, Any]]):
+        self.parts, self.packing = parts, Packing.of(None, parts.halves.published_kinds)
+        self.leaves: list[jax.Array] = jax.device_put(jax.tree.leaves(parts.experiment.initial_state()), parts.at)
+        self.life, self.iteration = -1, 0
+        self._begins = {line["begins"] for line in lines if "begins" in line}
+        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners go on
+        self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
+        self._published: dict[tuple[int, int], list[Any]] = {}
+        self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
+
+    def begin(self, line: dict[str, Any]) -> None:
+        self.life, self.iteration = self.life + 1, line["begins"]
+        self.packing = Packing.of(line["codec"], self.parts.halves.published_kinds)
+        if self.life:
+            self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
+        self._publish()
+
+    def arrive(self, line: dict[str, Any]) -> None:
+        ticket, acting = line["ticket"], _acting(line)
+        made, own, sent = self._actors.get(ticket) or (0, self.parts.first(ticket), None)
+        if line["unroll"] == made:  # else it came before
+            own, sent = self.parts.act(own, jax.device_put(self._published[acting], self.parts.at))
+            self._actors[ticket] = made + 1, own, sent
+        self._reads[acting] -= 1
+        if not self._reads[acting]:
+            del self._published[acting]
+        if "used" in line:
+            self.leaves, _ = self.parts.learn(self.leaves, sent)
+            self.iteration += 1
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._reads[self.life, self.iteration]:
+            own = jax.device_get([self.leaves[i] for i in self.parts.halves.published])
+            self._published[self.life, self.iteration] = self.packing.unpack(self.packing.pack(own))
+        if self.iteration in self._begins:
+            self._kept[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
+
+
+def _acting(line: dict[str, Any]) -> tuple[int, int]:
+    """The learner and the version of the parameters that acted."""
+    return line["life"], line["version"]

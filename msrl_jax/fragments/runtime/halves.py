@@ -1,0 +1,141 @@
+"""The two halves of an iteration, as functions of arrays for processes of their own: that of the actors, that of the learner.
+
+A schedule has halves if actors read what learners made, act, and send data, from which learners then learn: each way once.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from msrl_jax._compat import ShapedArray, jaxpr_as_fun, jaxprs_in
+from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
+from msrl_jax.fragments.placement import Device, Layout, Placement
+from msrl_jax.fragments.runtime.lower import suited
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A policy that keeps actors and learners apart on one device, so that what crosses is known whatever devices there are."""
+
+    device: Device
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places actors and learners on two meshes of the same device."""
+        actors, learners = (
+            Placement(name, Mesh(np.array([self.device], object), (name,)), rules=()) for name in ("actors", "learners")
+        )
+        return Layout({"env": actors, "actor": actors, "learner": learners, "server": learners}, policy="SingleLearnerCoarse")
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The halves of an iteration. Leaves are those of the state, by position.
+
+    Attributes:
+      private: the leaves that actors alone read and change, such as their environments.
+      published: the leaves of the learner that actors read, such as the parameters.
+      sent: what actors send to the learner in an iteration: what it learns from, and their metrics.
+    """
+
+    schedule: Schedule
+    acting: tuple[Instruction, ...]
+    learning: tuple[Instruction, ...]
+    private: tuple[int, ...]
+    published: tuple[int, ...]
+    sent: tuple[Value, ...]
+
+    @cached_property
+    def sent_kinds(self) -> tuple[ShapedArray, ...]:
+        """Shapes and dtypes of what is sent."""
+        return tuple(v.aval for v in self.sent)
+
+    @cached_property
+    def published_kinds(self) -> tuple[ShapedArray, ...]:
+        """Shapes and dtypes of what is published."""
+        return tuple(self.schedule.inputs[i][0].aval for i in self.published)
+
+    def act(self, private: Sequence[Any], published: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The actors' half: their next leaves, and what they send."""
+        known = self._constants()
+        for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
+            known.update(dict.fromkeys(self.schedule.inputs[position], x))
+        _run(self.acting, known)
+        return [known[self.schedule.outputs[i][0]] for i in self.private], [known[v] for v in self.sent]
+
+    def learn(self, leaves: Sequence[Any], sent: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The learner's half: all leaves of the next state, of which those of the actors stay as they are; and the metrics."""
+        known = self._constants() | dict(zip(self.sent, sent, strict=True))
+        for copies, x in zip(self.schedule.inputs, leaves, strict=True):
+            known.update(dict.fromkeys(copies, x))
+        for i in self.acting:  # what has crossed, where it arrives
+            if isinstance(i, Move):
+                known.update((r, known[s]) for s, r in zip(i.sources, i.results, strict=True) if s in known)
+        _run(self.learning, known)
+        after = [x if i in self.private else known[_learned(self.schedule.outputs[i])] for i, x in enumerate(leaves)]
+        return after, [known[v] for v in self.schedule.metrics]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 of the operations of both halves with their shapes: equal for equal programs, in any process."""
+        digest = hashlib.sha256()
+        for run in (i for i in (*self.acting, *self.learning) if isinstance(i, Run)):
+            for e in (e for jaxpr in jaxprs_in(run.jaxpr.jaxpr) for e in jaxpr.eqns):
+                digest.update(f"{e.primitive} {[str(a.aval) for a in (*e.invars, *e.outvars)]}".encode())
+        for value in (*self.sent_kinds, *self.published_kinds):
+            digest.update(str(value).encode())
+        return digest.hexdigest()
+
+    def _constants(self) -> dict[Value, Any]:
+        return dict(self.schedule.constants)
+
+
+def halves(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
+    """Cuts a schedule of `Apart` in two; raises the error that `refused` makes of the reason why it cannot be."""
+    body = [i for i in schedule.body if not isinstance(i, Free)]
+    if not all(isinstance(i, Run | Move) for i in body):
+        raise refused("its actors and its learner exchange data at every step")
+    first = next((k for k, i in enumerate(body) if isinstance(i, Run) and not _acts(i.placement)), len(body))
+    acting, learning = tuple(body[:first]), tuple(body[first:])
+    if buffers := [name for i in body if isinstance(i, Run) and "buffer" in i.roles for name in i.fragments]:
+        raise refused(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in a row")
+    up = [i for i in acting if isinstance(i, Move) and _acts(i.sources[0].placement)]
+    if not learning or not up or any(_acts(i.placement) if isinstance(i, Run) else True for i in learning):
+        raise refused("its actors wait for what the learner makes of their data in the same iteration")
+    made = {v for i in acting if isinstance(i, Run) for v in i.makes()}
+    crossing = dict.fromkeys(s for i in up for s in i.sources)
+    crossing |= dict.fromkeys(v for v in schedule.metrics if v in made)
+    read = {v for i in acting for v in i.reads()}
+    pairs = list(enumerate(schedule.inputs))
+    private = tuple(k for k, copies in pairs if all(_acts(v.placement) for v in copies))
+    published = tuple(k for k, copies in pairs if k not in private and not read.isdisjoint(copies))
+    kinds = [(schedule.inputs[k][0].label, schedule.inputs[k][0].aval) for k in published]
+    for label, aval in [*kinds, *((v.label, v.aval) for v in crossing)]:
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            raise refused(f"random keys ({label}) cross between its actors and its learner")
+    return Halves(schedule, acting, learning, private, published, tuple(crossing))
+
+
+def _acts(placement: Placement) -> bool:
+    return placement.name == "actors"
+
+
+def _learned(copies: Sequence[Value]) -> Value:
+    """The copy that the learner has."""
+    return next(v for v in copies if not _acts(v.placement))
+
+
+def _run(instructions: Sequence[Instruction], known: dict[Value, Any]) -> None:
+    """Evaluates programs and moves, in order."""
+    for i in instructions:
+        if isinstance(i, Run):
+            results = jaxpr_as_fun(suited(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
+            known.update(zip(i.outputs, results, strict=True))
+        elif isinstance(i, Move):
+            known.update((r, known[s]) for s, r in zip(i.sources, i.results, strict=True))

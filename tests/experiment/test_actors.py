@@ -1,0 +1,368 @@
+"""Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.experiment import replay_arrivals, wire
+from msrl_jax.experiment.arrivals import FILE, Arrivals, read
+from msrl_jax.experiment.folder import versions
+from msrl_jax.experiment.parts import parts_of
+from tests.support import processes
+from tests.support.runs import assert_same_state, plain
+
+ROOT = Path(__file__).parents[2]
+START = 120
+"""Seconds that processes may take to start and to compile, on a busy machine."""
+TINY = {"num_envs": 4, "unroll_length": 16, "hidden_sizes": (8,)}
+STEPS = TINY["num_envs"] * TINY["unroll_length"]
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def address():
+    return free_address()
+
+
+def environment():
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+    return os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
+
+
+def start(log, *argv):
+    with Path(log).open("a") as file:
+        command = [sys.executable, "-m", "msrl_jax", *map(str, argv)]
+        return processes.start(command, stdout=subprocess.DEVNULL, stderr=file, env=environment())
+
+
+def wait_for(condition, what, seconds=START):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(0.1)
+    return found
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+
+
+class Live:
+    """A run with a learner and actors in processes of their own."""
+
+    def __init__(self, folder, address):
+        self.folder, self.run, self.address, self.actors, self.before = folder, folder / "run", address, [], []
+
+    def learn(self, *options):
+        log = self.folder / "learner.log"
+        given = ["--algo", "impala", "--num-envs", 4, "--unroll-length", 16, "--hidden-sizes", 8, "--seed", 3]
+        common = ["--out", self.run, "--resume", "--eval-episodes", 0, "--checkpoint-every", "1s", "--progress", "none"]
+        learner = start(log, "train", "--actors-at", self.address, *given, *common, *options)
+        return learner
+
+    def act(self, count=1):
+        for _ in range(count):
+            self.actors.append(start(self.folder / f"actor{len(self.actors)}.log", "act", self.address, "--wait", "60s"))
+
+    def rows(self):
+        file = self.run / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] * file.exists()
+
+    def logs(self):
+        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log")))
+
+    def wait_for_rows(self, actors, count=2):
+        """Waits for `count` more rows in which as many actors are there."""
+        seen = len(self.rows()) if (self.run / "metrics.jsonl").exists() else 0
+        file = self.run / "metrics.jsonl"
+        has = lambda: file.exists() and sum(row["actors"] == actors for row in self.rows()[seen:]) >= count  # noqa: E731
+        wait_for(has, self.logs)
+
+    def lines(self):
+        return read(self.run / FILE)
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory):
+    """A run with 2, 4 and 1 actors, whose learner is killed and goes on; at the end it is told to stop."""
+    live = Live(tmp_path_factory.mktemp("lived"), free_address())
+    length = ["--total-steps", 10**9, "--policy", "SingleLearnerCoarse:staleness=2,parameter_codec=delta(4, 10)"]
+    learner = live.learn(*length)
+    live.act(2)
+    live.wait_for_rows(2)
+    live.act(2)
+    live.wait_for_rows(4)
+    wait_for(lambda: {line.get("ticket", 0) for line in live.lines()} == {0, 1, 2, 3}, live.logs)  # each has sent something
+    for actor in live.actors[1:]:
+        kill(actor)
+    live.wait_for_rows(1)
+    checkpoints = live.run / "checkpoints"
+    wait_for(lambda: any(checkpoints.glob("*/run.json")), live.logs)
+    live.before = live.rows()
+    kill(learner)
+    time.sleep(1.0)  # the actor that is left waits
+    learner = live.learn(*length)
+    live.wait_for_rows(1)
+    learner.send_signal(signal.SIGTERM)
+    assert learner.wait(START) == 143, live.logs()
+    assert live.actors[0].poll() is None  # the run may go on
+    processes.end_all()
+    return live
+
+
+@pytest.mark.long
+def test_actors_join_and_leave_without_a_restart(lived):
+    counts = [row["actors"] for row in lived.before]
+    assert re.fullmatch("0*1*2+3*4+[321]*1+", "".join(map(str, counts))), counts
+    joined = [line["joins"] for line in lived.lines() if "joins" in line]
+    assert joined == [0, 1, 2, 3]  # the one that was left kept its ticket, and nobody else came
+
+
+@pytest.mark.long
+def test_an_actor_that_is_killed_costs_its_unroll_and_nothing_else(lived):
+    """What arrived of each actor are the first unrolls that it made, without a gap, and a learner takes each once."""
+    for ticket in range(4):
+        found = [line["unroll"] for line in lived.lines() if line.get("ticket") == ticket]
+        assert sorted(set(found)) == list(range(len(set(found)))) and found
+        assert len(found) - len(set(found)) <= 1  # the one that was on its way when the learner was killed
+
+
+@pytest.mark.long
+def test_data_are_used_up_to_the_bound_of_staleness_and_else_dropped_and_counted(lived):
+    lines = lived.lines()
+    second = next(i for i, line in enumerate(lines) if line.get("begins"))
+    assert all(0 <= line["used"] - line["version"] <= 2 for line in lines if "used" in line)
+    late = [line["dropped"] for line in lines[:second] if "dropped" in line]
+    assert late and all(re.fullmatch(r"its parameters are \d+ iterations old, and the bound is 2", reason) for reason in late)
+    last = lived.before[-1]
+    (at,) = [i for i, line in enumerate(lines[:second]) if line.get("used") == last["iteration"] - 1]
+    after = next(i for i, line in enumerate(lines) if i > at and "dropped" not in line)
+    counts = [sum("dropped" in line for line in lines[:end]) for end in (at, after)]
+    assert counts[0] <= last["dropped_unrolls"] <= counts[1]
+    assert lived.rows()[-1]["dropped_unrolls"] >= len(late)  # the count goes on
+    ages = [row["parameter_age"] for row in lived.rows()]
+    assert min(ages) >= 0 and 0 < max(ages) <= 2
+
+
+@pytest.mark.long
+def test_the_learner_goes_on_from_its_checkpoint_while_actors_wait(lived):
+    begins = [line["begins"] for line in lived.lines() if "begins" in line]
+    assert len(begins) == 2 and begins[0] == 0 < begins[1]
+    rows = [row["iteration"] for row in lived.rows()]
+    assert rows == sorted(set(rows)) and rows[-1] > begins[1]
+
+
+@pytest.mark.long
+def test_the_record_is_enough_to_compute_the_run_again(lived):
+    """All bits of the learner's state, over joins, leaves, drops and a killed learner."""
+    live = msrl.Result.load(lived.run)
+    assert_same_state(replay_arrivals(lived.run), live.state)
+    used = [line["used"] for line in lived.lines() if "used" in line]
+    assert used[-1] + 1 == live.history["iteration"][-1]
+
+
+@pytest.mark.long
+def test_one_actor_without_staleness_trains_as_one_process_does(tmp_path, address):
+    live = Live(tmp_path, address)
+    live.act()  # before its learner
+    learner = live.learn("--total-steps", 12 * STEPS, "--policy", "SingleLearnerCoarse", "--chunk", 4)
+    assert learner.wait(START) == 0, live.logs()
+    assert live.actors[0].wait(30) == 0, live.logs()  # it is told that the run is over
+    result = msrl.Result.load(live.run)
+    expected = msrl.train(
+        "impala", policy="SingleLearnerCoarse", total_steps=12 * STEPS, chunk=4, seed=3, eval_episodes=0, progress=False,
+        devices=jax.devices()[:2], **TINY,
+    )  # fmt: skip
+    for x, y in zip(jax.tree.leaves(result.state.params), jax.tree.leaves(expected.state.params), strict=True):
+        np.testing.assert_allclose(plain(x), plain(y), rtol=1e-5, atol=1e-6)
+    for name in ("episode_return", "entropy", "value_loss", "parameter_age"):
+        np.testing.assert_allclose(result.history[name], expected.history[name], rtol=1e-4)
+
+
+def learner_in_a_thread(address, folder=None, algo="impala", **options):
+    """A learner whose actors are made by hand; its result, or its error, is in the list."""
+    found, given = [], {"total_steps": 2 * STEPS, "eval_episodes": 0, "progress": False, "time_limit": 60} | options
+
+    def learn():
+        try:
+            found.append(msrl.train(algo, actors_at=address, out=folder, **given, **TINY))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=learn, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def said(address, *messages):
+    """What a learner answers to the last of some messages, each of which has an answer; None only waits for one."""
+
+    answers = []
+
+    def reach():
+        with contextlib.suppress(wire.WireError):
+            return wire.connect(wire.address_of(address), b"msrl-jax")
+
+    with contextlib.closing(wait_for(reach, "nobody listens")) as channel:
+        for message in messages:
+            if message is not None:
+                channel.send(message)
+            answers.append(channel.receive(2**20)[0])
+    return answers[-1]
+
+
+def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
+    """Of another version, with a ticket of another run, with other programs, and one that sends no unroll; then a good one."""
+    thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
+    hello = {"versions": versions(), "ticket": None, "run": None}
+    old = said(address, hello | {"versions": versions() | {"msrl-jax": "0.1.0"}})
+    assert re.fullmatch(r"it has msrl-jax 0.1.0, and the learner has [\w.]+; install the same", old["refused"])
+    stale = said(address, hello | {"ticket": 0, "run": "another"})
+    assert stale == {"refused": "its ticket is of another run; start the actor again"}
+    other = said(address, hello, {"fingerprint": "another"})
+    assert other["refused"].startswith("its programs are not those of the learner; give both the same code")
+    experiment = msrl.Experiment(algorithm=msrl.algorithms.IMPALA(**TINY), total_steps=2 * STEPS)
+    ready = {"fingerprint": parts_of(experiment).halves.fingerprint}
+    token = {"run": "another", "unroll": 0, "life": 0, "version": 0}
+    stale = said(address, hello, ready, None, token)
+    assert stale == {"refused": "its token is not one of this run; start the actor again"}
+    monkeypatch.setenv(wire.SECRET, "another secret")
+    with pytest.raises(PermissionError, match="or does not have the same secret"):
+        msrl.experiment.act(address)
+    monkeypatch.delenv(wire.SECRET)
+    assert msrl.experiment.act(address) >= 2
+    thread.join(60)
+    assert found[0].status == "finished" and found[0].history["step"][-1] == 2 * STEPS
+    assert [line["used"] for line in read(tmp_path / "run" / FILE) if "used" in line] == [0, 1]
+    errors = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
+    assert len(errors) == 5
+
+
+def test_two_learners_at_one_address(address):
+    thread, found = learner_in_a_thread(address)
+    assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
+    with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
+        msrl.train("impala", actors_at=address, progress=False, **TINY)
+    assert msrl.experiment.act(address) >= 2
+    thread.join(60)
+    assert found[0].status == "finished"
+
+
+@pytest.mark.long
+def test_several_learners_share_an_actor(address):
+    """Each has a run and a policy of its own; the one that ends first does not end the other."""
+    runs = {address: ("impala", 2), free_address(): ("a2c", 5), free_address(): ("ppo", 3)}
+    learners = [learner_in_a_thread(at, algo=algo, total_steps=n * STEPS) for at, (algo, n) in runs.items()]
+    assert msrl.experiment.act(*runs) >= 10
+    for thread, _ in learners:
+        thread.join(60)
+    results = [found[0] for _, found in learners]
+    assert [(result.experiment.name, result.history["step"][-1] // STEPS) for result in results] == list(runs.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
+        ({"actors_at": "0.0.0.0:7000"}, "set the variable MSRL_JAX_SECRET to the same text"),
+        ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
+        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
+        ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
+        ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_before_anything_compiles(given, error, monkeypatch):
+    monkeypatch.delenv(wire.SECRET, raising=False)
+    with pytest.raises(ValueError, match=error):
+        msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
+
+
+def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
+    folder = tmp_path / "run"
+    thread, found = learner_in_a_thread(address, folder)
+    msrl.experiment.act(address)
+    thread.join(60)
+    assert_same_state(replay_arrivals(folder), found[0].state)
+    msrl.train(resume=folder, total_steps=3 * STEPS, policy="GPUOnly", progress=False, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="did not learn from actors all the time"):
+        replay_arrivals(folder)
+
+
+def test_a_run_that_diverges_ends_its_actors_too(address):
+    thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
+    msrl.experiment.act(address)
+    thread.join(60)
+    assert isinstance(found[0], msrl.experiment.DivergedError)
+    assert "Actors made its data, so the iteration was not run again" in str(found[0])
+
+
+def test_nobody_there():
+    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
+        msrl.experiment.act()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
+            msrl.experiment.act(where, wait=0.3)
+
+
+def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
+    first = Arrivals(tmp_path)
+    first.begin(0, None)
+    tickets = [first.join(), first.join()]
+    outcomes = [
+        first.take(0, 0, 0, 0, 0, 1), first.take(1, 0, 0, 0, 1, 1),  # used at iterations 0 and 1
+        first.take(1, 1, 0, 0, 2, 1),  # two iterations old
+        first.take(0, 1, 0, 1, 2, 1), first.take(0, 1, 0, 1, 3, 1),  # the same one twice
+    ]  # fmt: skip
+    assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
+    second = Arrivals(tmp_path)  # after a checkpoint of 2 iterations
+    second.begin(2, None)
+    assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
+    assert second.take(1, 0, 0, 0, 2, 9) == "it came twice"  # before the checkpoint
+    assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
+    assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
+    assert second.take(1, 3, 1, 3, 3, 9) is None
+    assert len(read(tmp_path / FILE)) == 14
+
+
+def test_messages_that_are_none(address):
+    """What is too large, or no message, ends the connection, and nothing else."""
+    listener = wire.listen(wire.address_of(address))
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(wire.accepted(listener.accept(), b"s")), daemon=True)
+    thread.start()
+    near = wire.connect(wire.address_of(address), b"s")
+    thread.join(10)
+    (far,) = ends
+    near.send({"a": 1}, [np.arange(3, dtype=np.int16)])
+    header, payload = far.receive(100)
+    assert header == {"a": 1}
+    np.testing.assert_array_equal(wire.arrays_of(payload, [jax.ShapeDtypeStruct((3,), np.int16)])[0], [0, 1, 2])
+    with pytest.raises(wire.WireError, match="6 bytes of arrays in place of 8"):
+        wire.arrays_of(payload, [jax.ShapeDtypeStruct((4,), np.int16)])
+    near.send({}, [np.zeros(2**21, np.uint8)])
+    with pytest.raises(wire.WireError):
+        far.receive(100)
+    near.close()
+    far.close()
+    wire.stop_listening(listener)
