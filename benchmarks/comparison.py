@@ -246,7 +246,7 @@ def rewrite(page: str, name: str, text: str) -> str:
     return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
 
 
-def chosen(settings: Sequence[S], only: Sequence[str]) -> list[S]:
+def chosen(settings: Sequence[_S], only: Sequence[str]) -> list[_S]:
     """The settings whose label contains one of the words; all if there is no word.
 
     Raises:
