@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -116,7 +115,7 @@ class ContrastiveRL:
 
         def init(key: jax.Array, obs: Any) -> dict[str, Any]:
             actor_key, pair_key, goal_key = jax.random.split(key, 3)
-            pair = obs["observation"], jnp.zeros((len(goals.desired(obs)), action_size))
+            pair = obs["observation"], jnp.zeros((len(jax.tree.leaves(obs)[0]), action_size))
             return {
                 "actor": policy.init(actor_key, obs),
                 "critic": {"pair": of_pair.init(pair_key, *pair), "goal": of_goal.init(goal_key, goals.desired(obs))},
@@ -222,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--episodes", type=int, default=200, help="that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
-    parser.add_argument("--svg", type=Path, help="file for a figure")
+    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     runs: dict[str, dict[str, Any]] = {task: {} for task in args.tasks}

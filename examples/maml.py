@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms import Agent, config, counted, field, tunable
 from msrl_jax.algorithms.losses import clipped_surrogate_loss
 from msrl_jax.algorithms.returns import lambda_return, standardize
+from msrl_jax.envs.base import is_on_host
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.report import curves
 
@@ -120,8 +120,7 @@ def adapted(apply: Callable, params: Any, rollouts: Rollouts, rate: Any) -> Any:
 
 def meta_loss(apply: Callable, params: Any, before: Rollouts, after: Rollouts, rate: Any, clip_ratio: Any) -> jax.Array:
     """The loss of the adapted parameters, as a function of those before: the mean over tasks. `[]`"""
-    of_task = lambda b, a: task_loss(apply, adapted(apply, params, b, rate), a, clip_ratio)  # noqa: E731
-    return jax.vmap(of_task, in_axes=1)(before, after).mean()
+    return jax.vmap(lambda b, a: task_loss(apply, adapted(apply, params, b, rate), a, clip_ratio), 1)(before, after).mean()
 
 
 class State(NamedTuple):
@@ -148,12 +147,13 @@ class MAML:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
 
     def build(self, env):  # noqa: D102
-        seen, space = spaces = env.observation_space, env.action_space
-        if not all(isinstance(s, envs.Box) and len(s.shape) == 1 for s in spaces) or not np.isfinite(space.high).all():
-            raise TypeError(f"maml takes vectors as observations and bounded ones as actions, and was given {seen} and {space}")
+        seen, space, shape = env.observation_space, env.action_space, (self.num_envs, self.num_rollouts)
+        fits = all(isinstance(s, envs.Box) and len(s.shape) == 1 for s in (seen, space)) and not is_on_host(env)
+        if not fits or not jnp.issubdtype(space.dtype, jnp.floating) or not np.isfinite([space.low, space.high]).all():
+            what = "environments on devices, vectors as observations and bounded ones of floats as actions"
+            raise TypeError(f"maml takes {what}, and was given {seen} and {space}")
         policy: Any = Gaussian(space.shape[0], self.hidden_sizes)
         optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(self.learning_rate))
-        shape = self.num_envs, self.num_rollouts
 
         def choose(params, obs, key):
             mean, log_deviation = policy.apply(params, obs)
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
-    parser.add_argument("--svg", type=Path, help="file for a figure")
+    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     runs = {name: train(rate, args.seeds, policy=args.policy) for name, rate in TRAINED.items()}

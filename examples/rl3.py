@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -118,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=500_000, help="environment steps of each seed")
     parser.add_argument("--episodes", type=int, default=512, help="meta-episodes that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--svg", type=Path, help="file for a figure")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
+    parser.add_argument("--json", type=curves.new_file, help="file for the numbers")
     args = parser.parse_args(arguments)
     tasks = TASKS[args.tasks]()
     found = {

@@ -15,7 +15,6 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,7 +57,8 @@ def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     height, width, channels = x.shape[1:]
     row, column = (i.ravel() for i in np.indices((height, width)))  # of each place
-    padded = jnp.pad(kernel, [(size - 1 - WINDOW // 2,) * 2 for size in (height, width)] + [(0, 0)] * 2)
+    margins = [(size - 1 - WINDOW // 2,) * 2 + (0,) for size in (height, width)]  # below 0 if images are smaller than filters
+    padded = jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), [*margins, (0, 0, 0), (0, 0, 0)])
     matrix = padded[row[:, None] - row + height - 1, column[:, None] - column + width - 1]  # [HW before, HW after, C, C]
     matrix = jnp.swapaxes(matrix, 1, 2).reshape(height * width * channels, -1)
     return matmul(x.reshape(len(x), -1), matrix).reshape(x.shape)
@@ -93,7 +93,7 @@ class CellNetwork(nn.Module):
     cell: Cell | None = None
 
     def __post_init__(self):
-        """Raises ValueError if there is no operation, or an unknown one."""
+        """Raises ValueError if there is no operation, or an unknown one, or if edges or sizes fit no network."""
         cell, known = self.cell, ", ".join(OPERATIONS)
         nodes = [self.operations] if cell is None else [[name for _, name in into] for into in cell]
         if unknown := [name for names in nodes for name in names if name not in OPERATIONS]:
@@ -101,6 +101,11 @@ class CellNetwork(nn.Module):
         if not nodes or not all(set(names) - {"zero"} for names in nodes):
             given = f"operations={self.operations}" if cell is None else f"cell={cell}"
             raise ValueError(f"{given}: a node without operations computes nothing; use some of {known}, and not zero alone")
+        for n, into in enumerate(cell or (), 1):
+            if loose := [i for i, _ in into if i not in range(n)]:
+                raise ValueError(f"cell={cell}: an edge into node {n} comes from {loose[0]}; use a node before it, from 0 on")
+        if len({*self.operations}) < len(self.operations):
+            raise ValueError(f"operations={self.operations}: name each once")
         super().__post_init__()
 
     @nn.compact
@@ -270,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
-    parser.add_argument("--svg", type=Path, help="file for a figure")
+    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     found = {}

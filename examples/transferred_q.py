@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -282,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=curves.new_file)
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     seeds, uncorrected = range(args.seeds), Setting(correction_weight=1e9)

@@ -49,8 +49,12 @@ class TwentyQuestions:
     questions: tuple[tuple[str, str], ...] = tuple(QUESTIONS.items())
 
     def __post_init__(self):
-        if self.turns < 1:
+        if not isinstance(self.turns, int) or self.turns < 1:
             raise ValueError(f"TwentyQuestions(turns={self.turns}): use at least 1, for a guess")
+        if not self.words:
+            raise ValueError("TwentyQuestions(words=()): give at least one word, which the oracle can think of")
+        object.__setattr__(self, "words", tuple(self.words))  # of lists and dicts: the game is a key of caches
+        object.__setattr__(self, "questions", tuple(dict(self.questions).items()))
         for question, words in self.questions:
             if len(question.split()) != UTTERANCE:
                 raise ValueError(f"the question {question!r} has {len(question.split())} words; use {UTTERANCE}, as in a guess")

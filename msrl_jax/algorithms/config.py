@@ -11,6 +11,8 @@ import functools
 import math
 import numbers
 import operator
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -137,13 +139,19 @@ def config(
         defaults = {f.name: f.default for f in dataclasses.fields(new)}
         check_fields(unflatten(tuple(map(defaults.get, static)), map(defaults.get, leaves)))
         before = {n.lower(): c for n, c in ALGORITHMS.items()}.get(name.lower())
-        if before is not None and (before.__module__, before.__qualname__) != (new.__module__, new.__qualname__):
+        if before is not None and _place(before) != _place(new):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         jax.tree_util.register_pytree_node(new, flatten, unflatten)
         ALGORITHMS[name] = new  # a cell of a notebook may define it again
         return new
 
     return make
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """The file and the name of a class: a program and the module of the same file, which may be imported too, are one place."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return os.path.realpath(file) if file else cls.__module__, cls.__qualname__
 
 
 def tunable_fields(config: type) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Meta-learning as wrappers: an episode is several episodes of one task, and observations tell what happened in them.
 
 A task is what parameters as data are in an episode: `train("recurrent_ppo", RL2(env, ...), env_params=distribution)` draws one
-at the start of each meta-episode. In the shape descriptions, `S` is the number of states, and `A` of actions.
+at the start of each meta-episode. In the shape descriptions, `S` is the number of states, `A` of actions, and `K`
+of metrics of the environment.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, env_name, has_agents
-from msrl_jax.envs.metrics import Reduction, metrics_of
+from msrl_jax.envs.base import Environment, PyTree, Stepped, env_name, has_agents, is_on_host
+from msrl_jax.envs.metrics import Reduction, metrics_of, reported
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 _QUARTERS = tuple(f"return_quarter_{i}" for i in (1, 2, 3, 4))
@@ -34,6 +35,7 @@ class RL2State(NamedTuple):
       steps: of the meta-episode so far. `[]` int32
       episode_steps: of the episode so far. `[]` int32
       returns: sums of rewards in the four quarters of the meta-episode so far. `[4]` float32
+      reported: the environment's metrics of what the last step led to. `[K]` float32
     """
 
     env_state: PyTree
@@ -44,6 +46,7 @@ class RL2State(NamedTuple):
     steps: jax.Array
     episode_steps: jax.Array
     returns: jax.Array
+    reported: jax.Array
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class RL2(EnvironmentWrapper):
     _inner = attrgetter("env_state")
 
     def __post_init__(self):
-        whole(f"RL2 of {env_name(self.env)}: horizon", self.horizon)
-        whole(f"RL2 of {env_name(self.env)}: episode_length", self.episode_length)
+        for name in ("horizon", "episode_length"):
+            object.__setattr__(self, name, whole(f"RL2 of {env_name(self.env)}: {name}", getattr(self, name)))
         if self.horizon % self.episode_length:
             lower = self.horizon // self.episode_length * self.episode_length
             raise ValueError(
@@ -78,6 +81,8 @@ class RL2(EnvironmentWrapper):
             )
         if has_agents(self.env):
             raise TypeError(f"RL2 takes environments of one agent, and {env_name(self.env)} has several")
+        if is_on_host(self.env):
+            raise TypeError(f"RL2 joins episodes on a device, and {env_name(self.env)} is simulated on the host; give another")
 
     @property
     def observation_space(self) -> spaces.Box:
@@ -97,10 +102,14 @@ class RL2(EnvironmentWrapper):
     @property
     def report(self):  # noqa: D102
         def report(state: RL2State) -> dict[str, jax.Array]:
-            own = dict(zip(_QUARTERS, state.returns, strict=True))
-            return {**self.env.report(state.env_state), **own} if metrics_of(self.env) else own  # type: ignore[attr-defined]
+            names = (*metrics_of(self.env), *_QUARTERS)
+            return dict(zip(names, jnp.concatenate([state.reported, state.returns]), strict=True))
 
         return report
+
+    def _reported(self, env_state: PyTree) -> jax.Array:
+        found = reported(self.env, env_state)
+        return jnp.zeros(0) if found is None else found
 
     def _observation(self, state: RL2State, action: jax.Array) -> jax.Array:
         begun, time = state.episode_steps == 0, state.steps / self.horizon
@@ -111,7 +120,8 @@ class RL2(EnvironmentWrapper):
         """Starts a meta-episode."""
         env_state, obs = self.env.reset(key)
         zero, none = jnp.zeros((), jnp.int32), jnp.asarray(False)
-        state = RL2State(env_state, obs, obs, jnp.zeros(()), none, zero, zero, jnp.zeros(4))
+        found = self._reported(env_state)
+        state = RL2State(env_state, obs, obs, jnp.zeros(()), none, zero, zero, jnp.zeros(4), found)
         return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape))
 
     def step(self, key: jax.Array, state: RL2State, action: PyTree) -> Stepped:
@@ -119,6 +129,7 @@ class RL2(EnvironmentWrapper):
         step_key, reset_key = jax.random.split(key)
         env_state, obs, reward, terminated, truncated = self.env.step(step_key, state.env_state, action)
         steps, episode_steps = state.steps + 1, state.episode_steps + 1
+        found = self._reported(env_state)  # before another episode begins
         ended = terminated | truncated | (episode_steps >= self.episode_length)
         going, begun = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
         env_state, current, episode_steps = jax.tree.map(lambda new, old: jnp.where(ended, new, old), begun, going)
@@ -126,7 +137,7 @@ class RL2(EnvironmentWrapper):
         quarter = jnp.minimum(4 * state.steps // self.horizon, 3)
         after = RL2State(
             env_state, current, obs, reward, jnp.asarray(terminated), steps, episode_steps,
-            state.returns.at[quarter].add(reward),
+            state.returns.at[quarter].add(reward), found,
         )  # fmt: skip
         seen = self._observation(after, spaces.flatten(self.env.action_space, action))
         return after, seen, reward, steps >= self.horizon, jnp.asarray(False)
@@ -145,7 +156,7 @@ def value_iteration(transitions: jax.Array, rewards: jax.Array, discount: float,
     Returns:
       The values. `[S, A]`
     """
-    return jax.lax.fori_loop(0, sweeps, lambda _, q: rewards + discount * transitions @ q.max(-1), jnp.zeros_like(rewards))
+    return jax.lax.fori_loop(0, sweeps, lambda _, q: rewards + discount * transitions @ q.max(-1), 0.0 * rewards)
 
 
 class RL3State(NamedTuple):
@@ -191,9 +202,9 @@ class RL3(EnvironmentWrapper):
                 f"RL3 counts states and actions, and {env_name(inner)} has observations in {inner.observation_space} and "
                 f"actions in {inner.action_space}; give an environment where both are Discrete, or take RL2 alone"
             )
-        if not 0 <= self.discount <= 1 or not self.smoothing > 0:
+        if not 0 <= self.discount <= 1 or not 0 < self.smoothing < np.inf:
             raise ValueError(
-                f"RL3: discount={self.discount!r} must be in [0, 1] and smoothing={self.smoothing!r} above 0"
+                f"RL3: discount={self.discount!r} must be in [0, 1] and smoothing={self.smoothing!r} finite and above 0"
             )
 
     @property

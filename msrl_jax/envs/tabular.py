@@ -43,6 +43,8 @@ class TabularMDP:
             )
         if (transitions < 0).any() or not np.allclose(transitions.sum(-1), 1, atol=1e-4):
             raise ValueError("TabularMDP: transitions[s, a] are no probabilities; let each row sum to 1")
+        if not np.isfinite(rewards).all() or not 0 <= self.noise < np.inf:
+            raise ValueError(f"TabularMDP: give finite rewards, and a finite noise of at least 0, not {self.noise!r}")
         found = tables | {"observation_space": spaces.Discrete(len(rewards))}
         for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
             object.__setattr__(self, name, value)
@@ -83,7 +85,7 @@ class BernoulliBandit:
 
     def __post_init__(self):
         success = np.asarray(self.success, np.float32)
-        if success.ndim != 1 or (success < 0).any() or (success > 1).any():
+        if success.ndim != 1 or not ((success >= 0) & (success <= 1)).all():
             raise ValueError(f"BernoulliBandit: success={self.success!r} must be probabilities, one for each arm")
         object.__setattr__(self, "success", success)
         object.__setattr__(self, "action_space", spaces.Discrete(len(success)))
@@ -133,8 +135,8 @@ def random_mdps(
     """
     whole("random_mdps: num_states", num_states)
     whole("random_mdps: num_actions", num_actions)
-    if not concentration > 0:
-        raise ValueError(f"random_mdps: concentration={concentration!r} must be above 0")
+    if not 0 < concentration < np.inf:
+        raise ValueError(f"random_mdps: concentration={concentration!r} must be finite and above 0")
 
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         moves, means = jax.random.split(key)

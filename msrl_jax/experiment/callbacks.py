@@ -94,7 +94,8 @@ class Callbacks:
     def _set_env_params(self, run: Run, values: Any) -> None:
         new = changed(run.experiment.environment, values)
         if not find_source(run.run_state):
-            raise ValueError(f"{run.experiment.name} takes no environment steps, so no parameters can be set during its run")
+            what = f"{run.experiment.name} keeps no environments between iterations"
+            raise ValueError(f"{what}, so no parameters can be set during its run")
         self._values = {**(self._values or {}), **new} if isinstance(new, Mapping) else new
 
     def _apply_env_params(self, run: Run) -> None:

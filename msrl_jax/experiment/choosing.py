@@ -16,6 +16,7 @@ from msrl_jax import policies as registry
 from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.experiment.spec import Experiment
+from msrl_jax.fragments.passes.checks import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay
@@ -169,6 +170,7 @@ def _candidates() -> list[DistributionPolicy]:
 
 def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) -> None:
     name = "name a policy instead"
+    given = () if devices is None else check_devices(devices)
     if is_on_host(experiment.environment):
         raise ValueError(
             f'policy="auto" cannot know how long {experiment.env_name} takes without stepping its simulators, which would not '
@@ -178,7 +180,7 @@ def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) 
         raise ValueError(
             f'policy="auto" measures in one process, and each of {jax.process_count()} would measure other times; {name}'
         )
-    if missing := [d for d in devices or () if is_planned(d)]:
+    if missing := [d for d in given if is_planned(d)]:
         raise ValueError(f'policy="auto" cannot measure devices that are not there, such as {missing[0]}; {name}')
 
 

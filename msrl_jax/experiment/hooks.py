@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import ExperienceWriter, at_rest
 from msrl_jax.data.files import check_new
 from msrl_jax.data.spaces import bytes_per_step
@@ -165,6 +166,8 @@ def recorded(
     agent = experiment.behavior.agent
     if agent.unit != "environment steps":
         raise ValueError(f"record={str(record)!r}: {experiment.name} takes no environment steps; leave it out")
+    if getattr(innermost(jax.eval_shape(agent.init, jax.random.key(0))), "env_state", None) == ():
+        raise ValueError(f"record={str(record)!r}: {experiment.name} keeps no environments between iterations; leave it out")
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
         size = bytes_per_step(experiment.environment) * agent.steps_per_iteration * experiment.members

@@ -330,7 +330,9 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
 def _score(agent: Agent, metrics: Metrics, rank_by: str) -> Mean:
     """The score of every member in an iteration, as sums and counts `[M]`; more is better."""
     if agent.unit != "updates":
-        score = metrics[f"episode_{rank_by}"]
+        if (name := f"episode_{rank_by}") not in metrics:
+            raise ValueError(f"pbt compares members by {name}, which is not among {', '.join(metrics)} of the algorithm")
+        score = metrics[name]
         assert isinstance(score, Mean)
         return score
     if "validation_loss" not in metrics:

@@ -22,8 +22,9 @@ from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import env_name, is_on_host
+from msrl_jax.envs.distributions import ramps
 from msrl_jax.envs.metrics import metrics_of
-from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
+from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_source, randomized, source_of
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evaluate import Behavior
@@ -237,6 +238,12 @@ class Experiment:
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
         agent, state = self.agent, jax.eval_shape(self.initial_state)
+        drawn = source_of(self.environment)
+        if drawn and ramps(drawn.values) and agent.unit == "environment steps" and not find_source(state):
+            raise ValueError(
+                f"env_params has a ramp, and {self.name} keeps no environments between iterations, so the ramp would stay at "
+                "its start; use numbers and distributions"
+            )
         program = compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )

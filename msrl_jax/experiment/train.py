@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compiling, _recipes
+from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -20,7 +20,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, pool, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
-from msrl_jax.experiment.choosing import resolved
+from msrl_jax.experiment.choosing import is_auto, resolved
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
@@ -134,6 +134,8 @@ def train(
     started = time.perf_counter()
     limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
+    if policy is not None and not is_auto(policy):
+        policy = policies.get(policy)  # before an algorithm is built, which may take long
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,

@@ -1,9 +1,11 @@
 """Curves of several seeds: their mean and its interval, and figures of them as SVG."""
 
+import argparse
 import contextlib
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,15 @@ def svg_of(figure: Any) -> str:
     with styled():
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
+
+
+def new_file(text: str) -> Path:
+    """The file of a figure, as the type of an argument of `argparse`: without its folder it is refused before what it shows."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder; name a file in it" if path.is_dir() else f"has no folder {path.parent}; make it first"
+        raise argparse.ArgumentTypeError(f"{text} {what}")
+    return path
 
 
 def inline(svg: str) -> str:

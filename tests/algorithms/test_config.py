@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,14 @@ def test_algorithms_are_found_by_name_class_and_place(ball):
     assert config("ball")(type("Ball", (), same)) is ALGORITHMS["ball"] is not ball  # a cell of a notebook that runs again
     with pytest.raises(ValueError, match="'ppo' is registered already"):
         config("ppo")(declared())
+
+
+def test_a_program_whose_policy_is_named_by_its_module_is_one_place(tmp_path, monkeypatch):
+    text = "from msrl_jax import algorithms\n\n@algorithms.config('twice')\nclass Twice:\n    def build(self, env): ...\n"
+    (tmp_path / "my_program.py").write_text(f"{text}\nif __name__ == '__main__':\n    import my_program\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(ALGORITHMS, "twice", None)
+    assert runpy.run_path(str(tmp_path / "my_program.py"), run_name="__main__")["my_program"].Twice is ALGORITHMS["twice"]
 
 
 def declared(base=object, **parts):

@@ -116,6 +116,8 @@ def test_value_iteration_is_that_of_numpy_and_a_missing_probability_ends_the_epi
     found = envs.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.float32), 0.9, 7)
     np.testing.assert_allclose(found, q, rtol=1e-6)
     assert found[1, 0] == 4, "nothing follows"
+    whole = envs.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.int32), 0.9, 7)
+    np.testing.assert_allclose(whole, q, rtol=1e-6)
 
 
 class Ending:
@@ -147,7 +149,18 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
     q = env.action_values(state)
     assert abs(q[0, 1] - 1) < 0.3, "1 and next to nothing, though the model counts smoothed moves"
     assert env.metrics == {"steps": "last", **{f"return_quarter_{i}": "last" for i in (1, 2, 3, 4)}}
-    assert env.report(state)["return_quarter_1"] == 1.0 and env.report(state)["steps"] == 0
+    assert env.report(state)["return_quarter_1"] == 1.0 and env.report(state)["steps"] == 3, "of the last episode"
+
+
+@pytest.mark.parametrize(("reduction", "value"), [("last", 3), ("max", 3), ("sum", 1 + 1 + 1 + 1 + 2 + 3)])
+def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
+    inner = type("Reporting", (Ending,), {"metrics": {"steps": reduction}})()
+    env = envs.EpisodeStatistics(envs.vectorize(envs.RL2(inner, 6, 3), 1))
+    state, _ = env.reset(jax.random.key(0))
+    for action in (1, 1, 1, 0, 0, 0):  # three episodes of a step, and one of three
+        state, _ = jax.jit(env.step)(state, jnp.array([action]))
+    mean = env.pop_episodes(state)[1]["episode_steps"]
+    assert (float(mean.total), float(mean.count)) == (value, 1)
 
 
 def test_actions_and_observations_of_other_spaces():
@@ -164,7 +177,9 @@ def test_actions_and_observations_of_other_spaces():
         (lambda: envs.RL2(Homes(), 8, 4), TypeError, "of one agent"),
         (lambda: envs.RL3(MDP), TypeError, r"write RL3\(RL2\(env, ...\)\)"),
         (lambda: envs.RL3(envs.RL2(Corridor(), 8, 4)), TypeError, "where both are Discrete"),
-        (lambda: envs.RL3(RL2, smoothing=0), ValueError, "smoothing=0 above 0"),
+        (lambda: envs.RL3(RL2, smoothing=0), ValueError, "smoothing=0 finite and above 0"),
+        (lambda: envs.RL3(RL2, smoothing=np.inf), ValueError, "smoothing=inf finite"),
+        (lambda: envs.RL2(envs.make("gymnasium:CartPole-v1"), 8, 4), TypeError, "is simulated on the host"),
         (lambda: envs.RL3(RL2, discount=1.5), ValueError, "discount=1.5 must be in"),
     ],
 )

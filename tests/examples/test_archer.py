@@ -327,6 +327,9 @@ def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
 def test_bad_input_is_refused_at_once():
     with pytest.raises(ValueError, match=r"TwentyQuestions\(turns=0\): use at least 1, for a guess"):
         game.TwentyQuestions(turns=0)
+    with pytest.raises(ValueError, match="give at least one word, which the oracle can think of"):
+        game.TwentyQuestions(words=(), questions=())
+    assert game.TwentyQuestions(words=list(game.WORDS), questions=game.QUESTIONS) == game.TwentyQuestions()
     with pytest.raises(ValueError, match="the question 'is it very soft' has 4 words; use 3, as in a guess"):
         game.TwentyQuestions(questions=(("is it very soft", "dog"),))
     with pytest.raises(ValueError, match=r"the answer to 'is it soft' is yes for \['cat'\], which are not in words=\('dog',"):

@@ -168,6 +168,31 @@ def test_bad_input_is_refused_before_anything_compiles():
         example.ContrastiveRL(batch_size=1)
 
 
+class Parts:
+    """Goals are of three parts, more than there are environments below."""
+
+    goal = envs.Dict({name: envs.Box(-1, 1, (size,)) for name, size in {"a": 2, "b": 1, "c": 3}.items()})
+    observation_space = envs.Dict({"observation": envs.Box(-1, 1, (2,)), "achieved_goal": goal, "desired_goal": goal})
+    action_space = envs.Box(-1, 1, (2,))
+
+    def reset(self, key):
+        obs = self.observation_space.sample(key)
+        return obs, obs
+
+    def step(self, key, state, action):
+        return state, state, *self.goal_reward(state["achieved_goal"], state["desired_goal"]), jnp.asarray(False)
+
+    def goal_reward(self, achieved, desired):
+        return -jnp.abs(achieved["a"] - desired["a"]).sum(), jnp.asarray(False)
+
+
+def test_goals_may_have_several_parts():
+    agent = counted(example.ContrastiveRL(**SMALL | {"num_envs": 2, "shards": 1}).build(Parts()))
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    weights = {x.shape[0] for x in jax.tree.leaves(state.inner.params["critic"]["goal"]) if len(x.shape) == 2}
+    assert 2 + 1 + 3 in weights and jax.eval_shape(agent.iteration, state)
+
+
 def test_the_figure_has_a_panel_for_each_task_and_a_curve_for_each_algorithm():
     runs = {name: (np.arange(4), np.linspace(0, 1, 8).reshape(4, 2)) for name in example.ALGORITHMS}
     svg = example.figure(dict.fromkeys(example.TASKS, runs))

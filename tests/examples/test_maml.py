@@ -211,12 +211,28 @@ def test_the_adapter_is_where_the_actors_are_unless_a_layout_places_its_role():
 
 
 def test_bad_input_is_refused_at_once():
-    with pytest.raises(TypeError, match="maml takes vectors as observations and bounded ones as actions, and was given"):
-        msrl.train(example.MAML(), "CartPole-v1", total_steps=1)
+    for space in (envs.Box(-np.inf, 1, (2,)), envs.MultiDiscrete([3, 3])):
+        env = type("Other", (example.Navigation,), {"action_space": space})()
+        with pytest.raises(TypeError, match=r"bounded ones of floats as actions, and was given Box\(-inf, inf, \(2,\)"):
+            msrl.train(example.MAML(), env, total_steps=1)
+    for name in ("CartPole-v1", "gymnasium:Pendulum-v1"):
+        with pytest.raises(TypeError, match="maml takes environments on devices, vectors as observations and bounded "):
+            msrl.train(example.MAML(), name, total_steps=1)
     with pytest.raises(ValueError, match="num_rollouts=1: use an integer of at least 2"):
         example.MAML(num_rollouts=1)
     with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors, adapters and a learner, and there are 2"):
         compiled(APART, 2)
+
+
+def test_what_needs_environments_that_go_on_is_refused_at_once(tmp_path):
+    train = functools.partial(msrl.train, example.MAML(**SMALL), example.Navigation(), total_steps=10_000, progress=False)
+    with pytest.raises(ValueError, match=r"x.npz': maml keeps no environments between iterations; leave it out"):
+        train(record=tmp_path / "x.npz")
+    with pytest.raises(ValueError, match=r"env_params has a ramp, and maml keeps no environments .* stay at its start"):
+        train(env_params={"goal": envs.ramp([0.0, 0.0], [0.5, 0.5], 100)})
+    pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-4, 1e-2)}, members=2, every=1)
+    with pytest.raises(ValueError, match="compares members by episode_return, which is not among meta_loss, return_after"):
+        train(pbt=pbt)
 
 
 @pytest.mark.slow

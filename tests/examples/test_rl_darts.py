@@ -58,7 +58,7 @@ def plain_operation(name, x, params, edge):
     return {"max_pool": plain_max_pool(x), "identity": x, "zero": np.zeros_like(x)}[name]
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (3, 6)])
+@pytest.mark.parametrize("shape", [(5, 5), (3, 6), (2, 4), (1, 1)])
 def test_a_product_of_matrices_convolves(shape):
     x, filters = images(*shape), np.random.default_rng(1).normal(size=(5, 5, C, C)).astype(np.float32)
     found = example.convolve(jnp.asarray(x), jnp.asarray(filters))
@@ -196,6 +196,11 @@ def test_bad_input_is_refused_in_words():
         example.CellNetwork(operations=())
     with pytest.raises(ValueError, match=r"cell=\(\(\(0, 'identity'\),\), \(\)\): a node without operations"):
         example.CellNetwork(cell=(((0, "identity"),), ()))
+    for node, cell in ((1, (((1, "identity"),),)), (2, (((0, "identity"),), ((-1, "identity"),)))):
+        with pytest.raises(ValueError, match=rf"an edge into node {node} comes from -?1; use a node before it, from 0 on"):
+            example.CellNetwork(cell=cell)
+    with pytest.raises(ValueError, match=r"operations=\('identity', 'identity'\): name each once"):
+        example.CellNetwork(operations=("identity", "identity"))
     with pytest.raises(ValueError, match="operation 'conv7x7' is unknown; use some of conv3x3, conv5x5"):
         example.CellNetwork(operations=("conv7x7",))
     for network, what in (("cnn", "network='cnn'"), (example.CellNetwork(cell=(((0, "identity"),),)), "a discrete cell")):

@@ -248,7 +248,7 @@ def test_a_run_without_environments_plays_its_episodes_with_the_parameters_but_c
     env = envs.make(ENV)
     options = {"data": noise(env), "env_params": {"max_steps_in_episode": 3}, "total_steps": 32, "progress": False}
     assert set(msrl.train("bc", env, eval_episodes=4, **options).evaluation.lengths) == {3}
-    with pytest.raises(ValueError, match="bc takes no environment steps, so no parameters can be set during its run"):
+    with pytest.raises(ValueError, match="bc keeps no environments between iterations, so no parameters can be set"):
         msrl.train("bc", env, eval_episodes=0, callbacks=[lambda t: t.set_env_params({"max_steps_in_episode": 2})], **options)
 
 

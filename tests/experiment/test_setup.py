@@ -91,3 +91,9 @@ def test_a_path_is_text_or_an_object_that_stands_for_one(tmp_path):
     assert as_path("out", "run") == Path("run") and as_path("out", tmp_path) == tmp_path
     with pytest.raises(TypeError, match=r"out=3: use a path as text or a pathlib.Path, or leave it out"):
         as_path("out", 3)
+
+
+def test_a_policy_is_looked_up_before_an_algorithm_is_built():
+    """ArCHer, an example, first learns to talk for a minute as it is built."""
+    with pytest.raises(ValueError, match="unknown policy 'GPUOny'"):
+        msrl.train("no algorithm", policy="GPUOny", progress=False)

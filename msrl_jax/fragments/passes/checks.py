@@ -23,11 +23,13 @@ from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layou
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices as a tuple, if each is a device and appears once."""
+    """The devices as a tuple, if there are some, each is a device and appears once."""
     if isinstance(devices, np.ndarray):  # such as those of a mesh
         devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
+    if not devices:
+        raise ValueError("devices is empty; give at least one, such as jax.devices()[:1], or leave it out for all")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:
         raise TypeError(f"devices holds {wrong[0]!r}, which is no device; give those of jax.devices()")
     twice = [device for i, device in enumerate(devices) if device in devices[:i]]

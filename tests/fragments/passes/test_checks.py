@@ -113,6 +113,11 @@ def test_more_devices_than_there_are_is_refused(policy):
         compile_(lambda s: (s, {}), {"x": jnp.ones(8)}, policy)
 
 
+def test_no_devices_are_not_all_devices():
+    with pytest.raises(ValueError, match=r"devices is empty; give at least one, such as jax.devices"):
+        msrl.compile(lambda s: (s, {}), {"x": jnp.ones(8)}, policy=msrl.policies.GPUOnly(), devices=[])
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5])
 def test_device_counts_are_positive_integers(count):
     with pytest.raises(ValueError, match=r"actors=.* must be an integer of at least 1"):
