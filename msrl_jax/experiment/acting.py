@@ -37,6 +37,7 @@ class _Actor:
     def __init__(self, experiment: Experiment | None):
         self.experiment, self.parts = experiment, None
         self.run: str | None = None
+        self.about: Any = None  # what the parts are made of
         self.ticket: int | None = None
         self.unrolls = 0
         self.waiting: _Sent | None = None
@@ -70,8 +71,9 @@ class _Actor:
         about = _received(channel)[0]
         self.run = about["run"]
         try:
-            if self.parts is None:
+            if self.parts is None or about["experiment"] != self.about:  # of another run
                 self.parts = parts_of(self.experiment or Experiment.from_json(about["experiment"]))
+                self.about = about["experiment"]
             _ = self.parts.act
             packing = Packing.of(about["codec"], self.parts.halves.published_kinds)
         except (ValueError, TypeError, ImportError) as error:

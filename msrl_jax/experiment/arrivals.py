@@ -10,10 +10,14 @@ A line is one of these, in the order in which things happened:
 the number of the iteration that learns from it, or `dropped`, the reason why none does.
 """
 
+import contextlib
+import itertools
 import json
+import os
 import secrets
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.experiment.folder import RunFolderError, SaveWarning
+from msrl_jax.experiment.folder import RunFolderError, SaveWarning, read_rows
 from msrl_jax.experiment.parts import Packing, Parts, parts_of
-from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.spec import Experiment, difference
 from msrl_jax.experiment.store import read_description
 
 FILE = "arrivals.jsonl"
@@ -54,6 +58,9 @@ class Arrivals:
             if line.get("used", iteration) < iteration:
                 self._taken[line["ticket"]] = line["unroll"]
         self._lines = None
+        if self._file is not None and self._file.exists():
+            with contextlib.suppress(OSError):  # the next line does not go on with one that was cut off
+                os.truncate(self._file, self._file.read_bytes().rfind(b"\n") + 1)
         self._write({"run": self.run, "begins": iteration, "codec": codec})
 
     def join(self) -> int:
@@ -92,8 +99,11 @@ class Arrivals:
 def read(file: Path) -> list[dict[str, Any]]:
     """The lines of a record; none if there is no file."""
     try:
-        return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-    except ValueError as error:
+        lines = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
+        if not all(isinstance(line, dict) for line in lines) or (lines and "run" not in lines[0]):
+            raise ValueError("a line is no entry of a record")
+        return lines
+    except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
 
 
@@ -113,16 +123,30 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
     folder = Path(folder)
     description, lines = read_description(folder), read(folder / FILE)
     begins = [0, *(entry["iteration"] for entry in description["resumed"])]
-    if [line["begins"] for line in lines if "begins" in line] != begins:
+    # A learner that was killed as it began may be in one of both alone.
+    if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
     experiment = Experiment.from_json(description) if experiment is None else experiment
+    if differs := difference(description, experiment.to_json()):
+        name, saved, given = differs
+        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")
     again = _Again(parts_of(experiment), lines)
-    for line in lines:
-        if "begins" in line:
-            again.begin(line)
-        elif "ticket" in line:
-            again.arrive(line)
+    try:
+        for line in lines:
+            if "begins" in line:
+                again.begin(line)
+            elif "ticket" in line:
+                again.arrive(line)
+        if any(row["iteration"] > again.iteration for row in read_rows(folder)[-1:]):
+            raise KeyError("its last lines")
+    except KeyError as error:
+        text = f"{folder / FILE} does not have all that arrived ({error} is not there); restore the file"
+        raise RunFolderError(text) from error
     return innermost(jax.tree.unflatten(jax.tree.structure(again.parts.state), again.leaves))
+
+
+def _changes(numbers: Iterable[int]) -> list[int]:
+    return [number for number, _ in itertools.groupby(numbers)]
 
 
 class _Again:
@@ -151,6 +175,8 @@ class _Again:
         if line["unroll"] == made:  # else it came before
             own, sent = self.parts.act(own, jax.device_put(self._published[acting], self.parts.at))
             self._actors[ticket] = made + 1, own, sent
+        elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
+            raise KeyError(f"unroll {made} of ticket {ticket}")
         self._reads[acting] -= 1
         if not self._reads[acting]:
             del self._published[acting]

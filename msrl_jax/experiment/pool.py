@@ -102,8 +102,8 @@ class Pool:
         self._listener = wire.listen(self._address)
         self._record = Arrivals(folder)
 
-    def begin(self, run: Run) -> None:
-        """Lets actors in."""
+    def open(self, run: Run) -> None:
+        """Lets actors in, once the folder is that of a run: a record alone would keep the next learner out of it."""
         self.iteration = run.iteration
         self._record.begin(run.iteration, self.packing.name)
         self.publish(jax.tree.leaves(run.run_state))
@@ -123,12 +123,11 @@ class Pool:
             return
         with self._lock:
             actors = list(self._actors.values())
-        for actor in actors:
-            with contextlib.suppress(WireError):
-                actor.channel.send({"over": True})
-            actor.answers.put(None)
+        telling = [threading.Thread(target=self._dismiss, args=(actor,), daemon=True) for actor in actors]
+        for thread in telling:  # a suspended actor does not read, and would hold up the learner
+            thread.start()
         deadline = time.monotonic() + _LINGER
-        for thread in self._threads:
+        for thread in [*telling, *self._threads]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
@@ -141,6 +140,11 @@ class Pool:
             for actor in self._actors.values():
                 actor.answers.put(None)
                 actor.channel.close()
+
+    def _dismiss(self, actor: Actor) -> None:
+        with contextlib.suppress(WireError):
+            actor.channel.send({"over": True})
+        actor.answers.put(None)
 
     def ready(self, seconds: float) -> bool:
         """Whether there is an unroll to learn from within some seconds."""
@@ -249,7 +253,7 @@ class Pool:
                 if header["run"] != self._record.run or not 0 <= of[1] <= self._record.life:
                     raise Refusal("its token is not one of this run; start the actor again")
                 unroll = Unroll(actor, *of, wire.arrays_of(payload, kinds))
-            except (KeyError, TypeError, ValueError, WireError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
                 raise Refusal(f"what it sent is no unroll of this run ({error}); start the actor again") from None
             self._arrived.put(unroll)
 
@@ -259,6 +263,10 @@ class Waiting:
 
     def __init__(self, pool: Pool, requests: StopRequests):
         self._pool, self._requests = pool, requests
+
+    def begin(self, run: Run) -> None:
+        """Lets actors in."""
+        self._pool.open(run)
 
     def before(self, run: Run) -> Ending | None:
         """Waits until there is something to learn from."""

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -83,17 +84,17 @@ class Channel:
 
     def close(self) -> None:
         """Ends the connection, also for a thread that waits for a message."""
-        with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
-            self._connection.close()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError) as error:  # ValueError: what came is no message
+    except (OSError, EOFError, TypeError, ValueError, RecursionError) as error:
+        # TypeError: another thread has just closed it. The last two: what came is no message.
         raise WireError(str(error) or type(error).__name__) from error
 
 
@@ -148,10 +149,12 @@ def connect(address: tuple[str, int], secret: bytes) -> Channel:
 
 def _proved(connection: Connection, secret: bytes, *steps: Any) -> Channel:
     try:
+        _give_up_after(connection, PATIENCE)  # else whoever connects and says nothing has a thread and a file for ever
         for step in steps:
             if step is answer_challenge and not connection.poll(PATIENCE):
                 raise WireError("no challenge came")
             step(connection, secret)
+        _give_up_after(connection, 0)
     except (multiprocessing.AuthenticationError, AssertionError) as error:
         connection.close()
         raise PermissionError(f"the other end is none of this package, or does not have the same secret ({SECRET})") from error
@@ -159,3 +162,9 @@ def _proved(connection: Connection, secret: bytes, *steps: Any) -> Channel:
         connection.close()
         raise WireError(str(error) or type(error).__name__) from error
     return Channel(connection)
+
+
+def _give_up_after(connection: Connection, seconds: float) -> None:
+    """Limits the time in which a part of a message has to come; 0 is no limit."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))

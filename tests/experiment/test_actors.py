@@ -1,8 +1,12 @@
 """Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
 import contextlib
+import dataclasses
+import functools
 import json
+import multiprocessing
 import os
+import queue
 import re
 import signal
 import socket
@@ -11,16 +15,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment import replay_arrivals, wire
+from msrl_jax.experiment import pool, replay_arrivals, wire
 from msrl_jax.experiment.arrivals import FILE, Arrivals, read
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.parts import parts_of
+from msrl_jax.experiment.run import Ending
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 
@@ -302,6 +309,14 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     msrl.experiment.act(address)
     thread.join(60)
     assert_same_state(replay_arrivals(folder), found[0].state)
+    whole = (folder / FILE).read_text().splitlines(keepends=True)
+    for cut in (whole[:-1], [line for line in whole if '"unroll": 0' not in line]):
+        (folder / FILE).write_text("".join(cut))
+        with pytest.raises(ValueError, match=r"does not have all that arrived .* is not there"):
+            replay_arrivals(folder)
+    (folder / FILE).write_text("".join(whole))
+    with pytest.raises(ValueError, match="and the experiment 1; give its own"):
+        replay_arrivals(folder, dataclasses.replace(found[0].experiment, seed=1))
     msrl.train(resume=folder, total_steps=3 * STEPS, policy="GPUOnly", progress=False, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="did not learn from actors all the time"):
         replay_arrivals(folder)
@@ -343,6 +358,50 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
     assert len(read(tmp_path / FILE)) == 14
+
+
+def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
+    first = Arrivals(tmp_path)
+    first.begin(0, None)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"joi')
+    Arrivals(tmp_path).begin(0, None)
+    assert [line["begins"] for line in read(tmp_path / FILE)] == [0, 0]
+    (tmp_path / FILE).write_text("5\n")
+    with pytest.raises(ValueError, match=r"is damaged \(a line is no entry of a record\)"):
+        read(tmp_path / FILE)
+
+
+def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
+    """A suspended one: parameters that fill its buffers are on their way, and the thread that sends them waits."""
+    monkeypatch.setattr(pool, "_LINGER", 0.2)
+    near, far = multiprocessing.Pipe()
+    channel = wire.Channel(near)
+
+    def send():
+        with contextlib.suppress(wire.WireError):
+            channel.send({}, [np.zeros(2**21)])
+
+    stuck = threading.Thread(target=send, daemon=True)
+    full = SimpleNamespace(channel=channel, answers=queue.SimpleQueue())
+    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={0: full}, _threads=[stuck])
+    of_pool._dismiss = functools.partial(pool.Pool._dismiss, of_pool)
+    stuck.start()
+    time.sleep(0.2)
+    ending = threading.Thread(target=pool.Pool.end, args=(of_pool, SimpleNamespace(ending=Ending("finished"))), daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive() and stuck.is_alive()
+    channel.close()
+    far.close()
+
+
+def test_who_connects_and_says_nothing_is_left(address, monkeypatch):
+    monkeypatch.setattr(wire, "PATIENCE", 0.2)
+    listener = wire.listen(wire.address_of(address))
+    with socket.create_connection(wire.address_of(address)), pytest.raises(wire.WireError):
+        wire.accepted(listener.accept(), b"s")
+    wire.stop_listening(listener)
 
 
 def test_messages_that_are_none(address):
