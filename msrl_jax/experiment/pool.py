@@ -20,6 +20,7 @@ from msrl_jax.experiment.parts import Packing, Parts, Sender, parts_of
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.wire import Channel, WireError
+from msrl_jax.fragments.passes.checks import check_devices
 from msrl_jax.fragments.placement import Device
 from msrl_jax.policies import SingleLearnerCoarse
 
@@ -77,7 +78,7 @@ def opened(
 ) -> "Pool":  # fmt: skip
     """Listens for actors; raises ValueError, before anything compiles, if the run or the address is not for them."""
     policy = check_policy(policy)
-    return Pool(address, parts_of(experiment, None if devices is None else devices[0]), policy, folder, say)
+    return Pool(address, parts_of(experiment, None if devices is None else check_devices(devices)[0]), policy, folder, say)
 
 
 class Pool:

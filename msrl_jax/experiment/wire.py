@@ -31,7 +31,7 @@ class WireError(ConnectionError):
 def address_of(text: str, argument: str = "actors_at") -> tuple[str, int]:
     """Reads `HOST:PORT`."""
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    if not (colon and host and port.isdecimal() and int(port) < 2**16):
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(f"{argument}={text!r}: give HOST:PORT, such as 127.0.0.1:7000")
     return host, int(port)
 
