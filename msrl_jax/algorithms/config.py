@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, type] = {}
 """The configs of all algorithms, by name."""
 
 OF_RUNS = {
-    "algo", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes", "eval_every",
+    "algo", "actors_at", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes", "eval_every",
     "checkpoint_every", "keep_checkpoints", "time_limit", "guard", "record", "env_params", "pbt", "rank_by", "callbacks",
     "progress",
 }  # fmt: skip
