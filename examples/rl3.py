@@ -21,10 +21,8 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.report import curves
 
-HORIZON = 64
-NUM_STATES, NUM_ACTIONS = 5, 3
 SETTINGS = {
-    "num_envs": 32, "unroll_length": HORIZON, "learning_rate": 3e-3, "anneal_learning_rate": True, "discount": 0.9,
+    "num_envs": 32, "learning_rate": 3e-3, "anneal_learning_rate": True, "discount": 0.9,
     "gae_lambda": 0.3, "hidden_sizes": (64,), "memory_size": 64,
 }  # fmt: skip
 
@@ -35,40 +33,42 @@ class Tasks:
 
     Attributes:
       env: the environment whose parameters are the task.
-      episode_length: steps of an episode; a meta-episode has `HORIZON`.
+      episode_length: steps of an episode.
+      horizon: steps of a meta-episode.
       learned: the distribution of tasks in training.
       others: distributions of tasks that are played besides, by name.
     """
 
     env: Any
     episode_length: int
+    horizon: int
     learned: Callable
     others: dict[str, Callable]
 
 
-def mdps() -> Tasks:
+def mdps(num_states: int = 5, num_actions: int = 3, horizon: int = 64) -> Tasks:
     """Random MDPs; the others have uniform rewards, as the authors', and nearly deterministic transitions besides."""
-    shape = NUM_STATES, NUM_ACTIONS
-    env = envs.TabularMDP(np.full((*shape, NUM_STATES), 1 / NUM_STATES), np.ones(shape))
+    shape = num_states, num_actions
+    env = envs.TabularMDP(np.full((*shape, num_states), 1 / num_states), np.ones(shape))
     draw = envs.random_mdps
     others = {
         "uniform rewards": draw(*shape, uniform_rewards=True),
         "and near determinism": draw(*shape, uniform_rewards=True, concentration=0.1),
     }
-    return Tasks(env, 8, draw(*shape), others)
+    return Tasks(env, 8, horizon, draw(*shape), others)
 
 
 def bandits() -> Tasks:
     """Bandits of five arms, whose probabilities are uniform."""
-    return Tasks(envs.BernoulliBandit(np.full(5, 0.5)), 1, envs.random_bandits(5), {})
+    return Tasks(envs.BernoulliBandit(np.full(5, 0.5)), 1, 64, envs.random_bandits(5), {})
 
 
-TASKS = {"mdps": mdps, "bandits": bandits}
+TASKS = {"mdps": mdps, "large_mdps": lambda: mdps(10, 5, 128), "bandits": bandits}
 
 
 def wrapped(tasks: Tasks, is_rl3: bool) -> Any:
     """The meta-environment of RL^2 or RL^3."""
-    env = envs.RL2(tasks.env, HORIZON, tasks.episode_length)
+    env = envs.RL2(tasks.env, tasks.horizon, tasks.episode_length)
     return envs.RL3(env) if is_rl3 else env
 
 
@@ -76,12 +76,12 @@ def rewards(tasks: Tasks, is_rl3: bool, seeds: int, steps: int, episodes: int, *
     """Trains an agent on each seed and lets it play; rewards per step in each quarter of the horizon, by tasks. `[seeds, 4]`"""
     result = msrl.train(
         "recurrent_ppo", wrapped(tasks, is_rl3), env_params=tasks.learned, total_steps=steps, seeds=seeds, eval_episodes=0,
-        progress=False, **SETTINGS, **where,
+        progress=False, unroll_length=tasks.horizon, **SETTINGS, **where,
     )  # fmt: skip
 
     def quarters(member: int, distribution: Callable) -> np.ndarray:
         played = result.evaluate(episodes, seed=1000, member=member, env_params=distribution).metrics
-        return np.array([np.mean(played[f"return_quarter_{i}"]) for i in (1, 2, 3, 4)]) * 4 / HORIZON
+        return np.array([np.mean(played[f"return_quarter_{i}"]) for i in (1, 2, 3, 4)]) * 4 / tasks.horizon
 
     every = {"as in training": tasks.learned, **tasks.others}
     return {name: np.stack([quarters(member, draw) for member in range(seeds)]) for name, draw in every.items()}
@@ -96,13 +96,13 @@ def best(tasks: Tasks, distribution: Callable, number: int = 2000) -> float:
     return float(solve(drawn["transitions"], drawn["rewards"])[:, 0].max(-1).mean() / tasks.episode_length)
 
 
-def figure(found: dict[str, dict[str, np.ndarray]], limits: dict[str, float]) -> str:
+def figure(found: dict[str, dict[str, np.ndarray]], limits: dict[str, float], horizon: int) -> str:
     """Draws rewards per step over the meta-episode, by algorithm and tasks `[seeds, 4]`, with 95% intervals of the means."""
     with curves.styled():
         drawn, panels = curves.figure_of(len(limits))
         for panel, (name, limit) in zip(panels, limits.items(), strict=True):
             for number, (algorithm, rows) in enumerate(found.items()):
-                middle = (np.arange(4) + 0.5) * HORIZON / 4
+                middle = (np.arange(4) + 0.5) * horizon / 4
                 curves.draw(panel, algorithm, number, *curves.mean_curve(middle, rows[name].T))
             panel.axhline(limit, color="gray", lw=1, ls=":", label="task known")
             panel.set(title=name, xlabel="step of the meta-episode", ylabel="reward per step")
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = {algorithm: {name: rows.tolist() for name, rows in by.items()} for algorithm, by in found.items()}
         args.json.write_text(json.dumps(numbers | {"task known": limits}))
     if args.svg:
-        args.svg.write_text(figure(found, limits))
+        args.svg.write_text(figure(found, limits, tasks.horizon))
 
 
 if __name__ == "__main__":

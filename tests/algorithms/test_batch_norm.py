@@ -108,7 +108,7 @@ def compare_update_of_sac(env, config, state, after, metrics):
         return (temperature * log_prob - jnp.minimum(*q)).mean()
 
     for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
-        value, gradient = jax.value_and_grad(loss)(params[name])
+        value, gradient = jax.jit(jax.value_and_grad(loss))(params[name])
         np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
         assert_close(after.params[name], adam(params[name], state.opt_state[name], gradient, config))
 

@@ -62,7 +62,7 @@ def plain_update(learner, batch, weight, count, config, total):
         error = target - plain_q(params, e.obs, config.dueling, jnp)[np.arange(B), e.action]
         return (weight * jnp.where(abs(error) < d, error**2 / 2, d * (abs(error) - d / 2))).mean(), error
 
-    gradient, error = jax.grad(loss, has_aux=True)(params)
+    gradient, error = jax.jit(jax.grad(loss, has_aux=True))(params)
     gradient = wide(gradient)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
     gradient = jax.tree.map(lambda g: g * min(1.0, config.max_grad_norm / norm), gradient)

@@ -15,7 +15,10 @@ MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
 OPTIONS = {"dqn": {}, "apex_dqn": {"relabel_by": "final"}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+PRESETS = [pytest.param(name, marks=pytest.mark.slow) for name in ("apex_dqn", "ddpg")]
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3", *PRESETS])
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     env = Bits() if "dqn" in name else envs.make(MAZE)
     agent, config = build(name, env, num_updates=1, relabel=1.0, **OPTIONS[name])

@@ -136,7 +136,7 @@ def plain_gradient(params, rollout, last_obs, config, corrected=False):
         value_error = ((v - target) ** 2).mean() / 2
         return -(now * advantage).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
 
-    return wide(jax.grad(loss)(params)), ratio
+    return wide(jax.jit(jax.grad(loss))(params)), ratio
 
 
 def plain_rmsprop(params, mean_square, gradient, config):

@@ -45,7 +45,7 @@ def test_one_update_equals_an_independent_implementation(continuous):
     target_entropy = -1.5 if continuous else np.log(3) / 2
     losses = plain_losses(state, batch, noises, continuous, target_entropy, config.learn_temperature)
     for name, loss in losses.items():
-        value, gradient = jax.value_and_grad(loss)(state.params[name])
+        value, gradient = jax.jit(jax.value_and_grad(loss))(state.params[name])
         assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config, 1 - 6 / 20))
         if name != "log_temperature":
             np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
@@ -96,7 +96,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
         return (temperature * log_prob - quantiles(params["critic"], batch.obs, action).mean((0, -1))).mean()
 
     for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
-        value, gradient = jax.value_and_grad(loss)(params[name])
+        value, gradient = jax.jit(jax.value_and_grad(loss))(params[name])
         np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
         assert_close(after.params.params[name], adam(params[name], state.opt_state[name], gradient, config))
 

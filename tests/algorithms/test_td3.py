@@ -47,7 +47,7 @@ def test_one_update_equals_an_independent_implementation(name, moves):
         action = jnp.tanh(plain_mlp(actor, batch.obs))
         return -plain_mlp(one(state.params["critic"], 0), jnp.concatenate([batch.obs, action], -1)).mean()
 
-    value, gradient = jax.value_and_grad(critic_loss)(state.params["critic"])
+    value, gradient = jax.jit(jax.value_and_grad(critic_loss))(state.params["critic"])
     np.testing.assert_allclose(metrics["critic_loss"].total, value, rtol=1e-4)
     assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config, left))
     if not moves:
@@ -56,7 +56,7 @@ def test_one_update_equals_an_independent_implementation(name, moves):
         ):
             np.testing.assert_array_equal(a, b)
         return
-    gradient = jax.grad(actor_loss)(state.params["actor"])
+    gradient = jax.jit(jax.grad(actor_loss))(state.params["actor"])
     assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config, left))
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params))
     assert_close(after.target_params, moved)
@@ -89,7 +89,7 @@ def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementat
         return -(masses(one(state.params["critic"], 0), batch.obs, action) @ atoms).mean()
 
     for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
-        value, gradient = jax.value_and_grad(loss)(state.params[name])
+        value, gradient = jax.jit(jax.value_and_grad(loss))(state.params[name])
         np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
         assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
 

@@ -11,7 +11,7 @@ STEPS, SEEDS, EPISODES = 500_000, 5, 512
 
 
 def test_both_see_the_same_but_for_the_values_of_the_model():
-    for tasks in (example.mdps(), example.bandits()):
+    for tasks in (example.mdps(), example.mdps(10, 5, 128), example.bandits()):
         rl2, rl3 = (example.wrapped(tasks, is_rl3) for is_rl3 in (False, True))
         num_states, num_actions = tasks.env.observation_space.n, tasks.env.action_space.n
         assert rl2.observation_space.shape == (num_states + num_actions + 3,)
@@ -35,7 +35,7 @@ def test_a_known_task_earns_what_backward_induction_says():
 
 def test_the_figure_has_a_panel_for_each_distribution_of_tasks():
     rows = {"as in training": np.full((2, 4), 1.0), "others": np.arange(8.0).reshape(2, 4)}
-    svg = example.figure({"RL^2": rows, "RL^3": rows}, {"as in training": 1.5, "others": 2.0})
+    svg = example.figure({"RL^2": rows, "RL^3": rows}, {"as in training": 1.5, "others": 2.0}, 64)
     assert svg.count("reward per step") == 2 and svg.count("task known") == 2
 
 
@@ -59,4 +59,4 @@ def test_a_bandit_of_rl2_is_learned_about_as_well_as_one_of_rl3():
 
 def test_a_length_that_does_not_divide_the_horizon_is_refused_at_once():
     with pytest.raises(ValueError, match="horizon=64 is no multiple of episode_length=10"):
-        envs.RL2(example.mdps().env, example.HORIZON, 10)
+        envs.RL2(example.mdps().env, 64, 10)
