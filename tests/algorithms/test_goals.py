@@ -12,9 +12,7 @@ from tests.support.off_policy import SMALL, build, counting, drawn, start
 from tests.support.runs import assert_same_run, stop_after
 
 MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
-OPTIONS = {"dqn": {}, "apex_dqn": {"relabel_by": "final"}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
-
-
+OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
 PRESETS = [pytest.param(name, marks=pytest.mark.slow) for name in ("apex_dqn", "ddpg")]
 
 
