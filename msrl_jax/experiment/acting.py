@@ -28,7 +28,7 @@ class _Sent(NamedTuple):
 
 
 class _Over(Exception):
-    """The run is over."""
+    """The run is over; its text is the error that ended it, if one did."""
 
 
 class _Actor:
@@ -91,7 +91,7 @@ def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memor
     if "refused" in header:
         raise ValueError(f"the learner refused this actor: {header['refused']}")
     if "over" in header:
-        raise _Over
+        raise _Over(header.get("error", ""))
     return header, arrays
 
 
@@ -117,7 +117,8 @@ def act(
 
     Raises:
       ValueError: if a learner refuses it, with the reason.
-      ConnectionError: if a learner does not come back in time.
+      RuntimeError: if a run ended with an error.
+      ConnectionError: if a learner does not come back in time. Of several learners, it acts for the others to their end first.
     """
     limit = seconds("wait", wait)
     if not addresses:
@@ -130,6 +131,8 @@ def act(
             outcomes.append(_act(where, secret, experiment, limit, say))
         except Exception as error:
             outcomes.append(error)
+            if len(reached) > 1:  # the others may go on for days
+                say(f"acting for {':'.join(map(str, where))} ended with an error: {error}")
 
     with _compiling.on_disk():
         threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in reached]
@@ -151,7 +154,9 @@ def _act(where: tuple[str, int], secret: bytes, experiment: Experiment | None, l
                 say(f"acting for {address}")
                 attempts = 0
                 actor.act_for(channel)
-        except _Over:
+        except _Over as over:
+            if str(over):
+                raise RuntimeError(f"the run at {address} ended with an error: {over}") from None
             say(f"the run at {address} is over, after {actor.unrolls} unrolls of this actor")
             return actor.unrolls
         except WireError as error:

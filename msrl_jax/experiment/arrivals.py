@@ -2,15 +2,18 @@
 
 A line is one of these, in the order in which things happened:
 
-    {"run": TOKEN, "begins": ITERATION, "codec": NAME}          a learner begins, the first one or one that goes on
+    {"run": TOKEN, "begins": ITERATION, "codec": NAME, ...}     a learner begins, the first one or one that goes on
     {"joins": TICKET}                                           an actor joins
     {"ticket": T, "unroll": N, "life": L, "version": V, ...}    an unroll arrives: the N-th of the actor with ticket T
 
+A learner that begins notes `total_steps` and `guard`, too, which may be others when a run goes on, and change its programs.
 `life` is the number of the learner whose parameters acted, and `version` the iterations that it had done. A line has `used`,
 the number of the iteration that learns from it, or `dropped`, the reason why none does.
 """
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -51,8 +54,8 @@ class Arrivals:
         """The number of this learner."""
         return len(self.lives) - 1
 
-    def begin(self, iteration: int, codec: str | None) -> None:
-        """Notes that a learner begins; what an earlier one learned after this iteration is lost."""
+    def begin(self, iteration: int, **about: Any) -> None:
+        """Notes that a learner begins, and facts about it; what an earlier one learned after this iteration is lost."""
         self.lives.append(iteration)
         for line in self._lines or []:
             if line.get("used", iteration) < iteration:
@@ -61,7 +64,7 @@ class Arrivals:
         if self._file is not None and self._file.exists():
             with contextlib.suppress(OSError):  # the next line does not go on with one that was cut off
                 os.truncate(self._file, self._file.read_bytes().rfind(b"\n") + 1)
-        self._write({"run": self.run, "begins": iteration, "codec": codec})
+        self._write({"run": self.run, "begins": iteration, **about})
 
     def join(self) -> int:
         """The ticket of a new actor."""
@@ -130,7 +133,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
     if differs := difference(description, experiment.to_json()):
         name, saved, given = differs
         raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")
-    again = _Again(parts_of(experiment), lines)
+    again = _Again(experiment, lines)
     try:
         for line in lines:
             if "begins" in line:
@@ -142,7 +145,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
     except KeyError as error:
         text = f"{folder / FILE} does not have all that arrived ({error} is not there); restore the file"
         raise RunFolderError(text) from error
-    return innermost(jax.tree.unflatten(jax.tree.structure(again.parts.state), again.leaves))
+    return innermost(jax.tree.unflatten(jax.tree.structure(again.parts[-1].state), again.leaves))
 
 
 def _changes(numbers: Iterable[int]) -> list[int]:
@@ -152,10 +155,11 @@ def _changes(numbers: Iterable[int]) -> list[int]:
 class _Again:
     """A run that is computed again."""
 
-    def __init__(self, parts: Parts, lines: list[dict[str, Any]]):
-        self.parts, self.packing = parts, Packing.of(None, parts.halves.published_kinds)
-        self.leaves: list[jax.Array] = jax.device_put(jax.tree.leaves(parts.experiment.initial_state()), parts.at)
-        self.life, self.iteration = -1, 0
+    def __init__(self, experiment: Experiment, lines: list[dict[str, Any]]):
+        self._parts_of = functools.cache(lambda **computes: parts_of(dataclasses.replace(experiment, **computes)))
+        self.parts: list[Parts] = []  # of each learner
+        self.leaves: list[jax.Array] = []
+        self.iteration = 0
         self._begins = {line["begins"] for line in lines if "begins" in line}
         self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners go on
         self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
@@ -163,17 +167,21 @@ class _Again:
         self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
 
     def begin(self, line: dict[str, Any]) -> None:
-        self.life, self.iteration = self.life + 1, line["begins"]
-        self.packing = Packing.of(line["codec"], self.parts.halves.published_kinds)
-        if self.life:
+        parts, self.iteration = self._parts_of(total_steps=line["total_steps"], guard=line["guard"]), line["begins"]
+        self.packing = Packing.of(line["codec"], parts.halves.published_kinds)
+        if self.parts:
             self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
+        else:
+            self.leaves = jax.device_put(jax.tree.leaves(parts.experiment.initial_state()), parts.at)
+        self.parts.append(parts)
         self._publish()
 
     def arrive(self, line: dict[str, Any]) -> None:
         ticket, acting = line["ticket"], _acting(line)
-        made, own, sent = self._actors.get(ticket) or (0, self.parts.first(ticket), None)
+        parts = self.parts[line["life"]]  # an actor may have acted before the programs changed
+        made, own, sent = self._actors.get(ticket) or (0, parts.first(ticket), None)
         if line["unroll"] == made:  # else it came before
-            own, sent = self.parts.act(own, jax.device_put(self._published[acting], self.parts.at))
+            own, sent = parts.act(own, jax.device_put(self._published[acting], parts.at))
             self._actors[ticket] = made + 1, own, sent
         elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
             raise KeyError(f"unroll {made} of ticket {ticket}")
@@ -181,14 +189,15 @@ class _Again:
         if not self._reads[acting]:
             del self._published[acting]
         if "used" in line:
-            self.leaves, _ = self.parts.learn(self.leaves, sent)
+            self.leaves, _ = self.parts[-1].learn(self.leaves, sent)
             self.iteration += 1
             self._publish()
 
     def _publish(self) -> None:
-        if self._reads[self.life, self.iteration]:
-            own = jax.device_get([self.leaves[i] for i in self.parts.halves.published])
-            self._published[self.life, self.iteration] = self.packing.unpack(self.packing.pack(own))
+        now = len(self.parts) - 1, self.iteration
+        if self._reads[now]:
+            own = jax.device_get([self.leaves[i] for i in self.parts[-1].halves.published])
+            self._published[now] = self.packing.unpack(self.packing.pack(own))
         if self.iteration in self._begins:
             self._kept[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
 

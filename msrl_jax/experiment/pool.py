@@ -106,7 +106,8 @@ class Pool:
     def open(self, run: Run) -> None:
         """Lets actors in, once the folder is that of a run: a record alone would keep the next learner out of it."""
         self.iteration = run.iteration
-        self._record.begin(run.iteration, self.packing.name)
+        computes = {"total_steps": run.experiment.total_steps, "guard": run.experiment.guard}
+        self._record.begin(run.iteration, codec=self.packing.name, **computes)
         self.publish(jax.tree.leaves(run.run_state))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -118,13 +119,17 @@ class Pool:
         run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # with the time in which the learner waited for actors
 
     def end(self, run: Run) -> None:
-        """Tells actors that the run is over, unless it was interrupted, so that it may go on while they wait."""
-        self._is_over = run.ending.status not in ("interrupted", "unfinished")
-        if not self._is_over:
+        """Tells actors that the run is over, and of the error that ended it; if it may go on, they wait."""
+        status, reason = run.ending
+        if status == "interrupted" and run.path is not None:
             return
+        self._is_over = True
+        errors = {"unfinished": reason, "diverged": "something in it was nan or infinite"}
+        errors["interrupted"] = f"it was interrupted ({reason}), and has no folder from which it could go on"
+        over = {"over": True} | ({"error": errors[status]} if status in errors else {})
         with self._lock:
             actors = list(self._actors.values())
-        telling = [threading.Thread(target=self._dismiss, args=(actor,), daemon=True) for actor in actors]
+        telling = [threading.Thread(target=self._dismiss, args=(actor, over), daemon=True) for actor in actors]
         for thread in telling:  # a suspended actor does not read, and would hold up the learner
             thread.start()
         deadline = time.monotonic() + _LINGER
@@ -142,9 +147,9 @@ class Pool:
                 actor.answers.put(None)
                 actor.channel.close()
 
-    def _dismiss(self, actor: Actor) -> None:
+    def _dismiss(self, actor: Actor, over: dict[str, Any]) -> None:
         with contextlib.suppress(WireError):
-            actor.channel.send({"over": True})
+            actor.channel.send(over)
         actor.answers.put(None)
 
     def ready(self, seconds: float) -> bool:

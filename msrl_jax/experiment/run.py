@@ -42,7 +42,7 @@ _SECONDS = 1.0  # the approximate length of a chunk of longer runs
 
 
 class Ending(NamedTuple):
-    """Why a run ends; `reason` says what interrupted it."""
+    """Why a run ends; `reason` says what interrupted it, or which error ended it while it was "unfinished"."""
 
     status: Status
     reason: str = ""

@@ -27,11 +27,13 @@ from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, r
 from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.run import Pace, Run, finish, loop
+from msrl_jax.experiment.run import Ending, Pace, Run, finish, loop
 from msrl_jax.experiment.spec import Experiment, GuardPolicy
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec as policy_text
+
+_LONGEST = 500  # characters of an error of which hooks hear
 
 
 @processes.in_words()
@@ -207,6 +209,7 @@ def train(
         try:
             loop(run, hooks)
         except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
+            run.ending = Ending("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
             for problem in [] if processes.is_loss(error) else finish(run, hooks):
                 text = f"the run ends with an error, and could not be saved: {problem}"
                 warnings.warn(text, folder.SaveWarning, stacklevel=2)

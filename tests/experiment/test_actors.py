@@ -324,12 +324,68 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
         replay_arrivals(folder)
 
 
+@pytest.mark.filterwarnings("ignore:total_steps changes")
+def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(address, tmp_path):
+    """The learning rate falls over `total_steps`, and the actor acted before the run went on."""
+    folder = tmp_path / "run"
+    for iterations, again in ((3, False), (6, True)):
+        options = {"total_steps": iterations * STEPS, "anneal_learning_rate": True, "resume": again}
+        thread, found = learner_in_a_thread(address, folder, **options)
+        msrl.experiment.act(address, wait=60)
+        thread.join(60)
+        assert found[0].history["step"][-1] == iterations * STEPS
+    assert_same_state(replay_arrivals(folder), found[0].state)
+
+
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
-    msrl.experiment.act(address)
+    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
+        msrl.experiment.act(address, wait=60)
     thread.join(60)
     assert isinstance(found[0], msrl.experiment.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (OSError("no space\nis left"), "OSError: no space is left$"),
+        (KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could go on$"),
+    ],
+)
+def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error):
+    def fails(tick):
+        raise raised
+
+    thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
+    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: {error}"):
+        msrl.experiment.act(address, wait=60)
+    thread.join(60)
+    assert found[0] is raised or found[0].interrupted
+
+
+def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
+    other, said, raised = free_address(), [], []
+    listener = wire.listen(wire.address_of(other))
+
+    def act():
+        with pytest.raises(ValueError, match="the learner refused this actor: it is too late") as info:
+            msrl.experiment.act(other, address, say=said.append)
+        raised.append(info.value)
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+        channel.receive(2**20)
+        channel.send({"refused": "it is too late"})
+        text = f"acting for {other} ended with an error: the learner refused this actor: it is too late"
+        wait_for(lambda: text in said, lambda: str(said))
+    wire.stop_listening(listener)
+    assert acting.is_alive()
+    thread, found = learner_in_a_thread(address)
+    for each in (thread, acting):
+        each.join(60)
+    assert found[0].status == "finished" and raised
 
 
 def test_nobody_there():
@@ -344,7 +400,7 @@ def test_nobody_there():
 
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
     first = Arrivals(tmp_path)
-    first.begin(0, None)
+    first.begin(0)
     tickets = [first.join(), first.join()]
     outcomes = [
         first.take(0, 0, 0, 0, 0, 1), first.take(1, 0, 0, 0, 1, 1),  # used at iterations 0 and 1
@@ -353,7 +409,7 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     ]  # fmt: skip
     assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
     second = Arrivals(tmp_path)  # after a checkpoint of 2 iterations
-    second.begin(2, None)
+    second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
     assert second.take(1, 0, 0, 0, 2, 9) == "it came twice"  # before the checkpoint
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
@@ -364,10 +420,10 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
     first = Arrivals(tmp_path)
-    first.begin(0, None)
+    first.begin(0)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'{"joi')
-    Arrivals(tmp_path).begin(0, None)
+    Arrivals(tmp_path).begin(0)
     assert [line["begins"] for line in read(tmp_path / FILE)] == [0, 0]
     (tmp_path / FILE).write_text("5\n")
     with pytest.raises(ValueError, match=r"is damaged \(a line is no entry of a record\)"):
