@@ -11,7 +11,6 @@ the shape descriptions, `E` new dialogues, of which a batch has `B`, have `H` tu
 import argparse
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -148,7 +147,7 @@ class ArCHer:
             elif self.method == "ppo":
                 drawn = jax.tree.map(lambda x: jnp.broadcast_to(x, (updates, *x.shape)), dialogues)
             drawn = drawn, jnp.stack(keys[:updates])
-            return state, key, *(jax.tree.map(operator.itemgetter(part), drawn) for part in (slice(n), slice(n, None)))
+            return state, key, *(jax.tree.map(lambda x, part=part: x[part], drawn) for part in (slice(n), slice(n, None)))
 
         @msrl.fragment(role="learner:actor")
         def propose(params, turns, keys):
@@ -280,12 +279,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains by each method on all seeds, and prints the returns in the last fifth of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", choices=NAMES, nargs="+", default=list(NAMES))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=curves.positive, default=3)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=int, default=1)
+    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+    if args.policy != "auto":  # cloning takes minutes, so devices are counted before it
+        msrl.policies.get(args.policy).layout(jax.devices(), {"env": ArCHer.num_envs})
     runs = {}
     for method in args.methods:
         runs[method] = train(method, args.seeds, policy=args.policy)

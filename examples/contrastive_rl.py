@@ -217,10 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains all algorithms on all seeds, and prints how many goals they reach."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--episodes", type=int, default=200, help="that each agent plays afterwards")
+    parser.add_argument("--seeds", type=curves.positive, default=5, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--episodes", type=curves.positive, default=200, help="that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=int, default=1)
+    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)

@@ -282,9 +282,9 @@ def figure(runs: dict[str, msrl.Result], found: dict[str, np.ndarray]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains with and without adaptation on all seeds, and prints what one step brings on new tasks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=curves.positive, default=5)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=int, default=1)
+    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)

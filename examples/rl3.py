@@ -113,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains both algorithms on all seeds, and prints what they earn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", choices=TASKS, default="mdps")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--steps", type=int, default=500_000, help="environment steps of each seed")
-    parser.add_argument("--episodes", type=int, default=512, help="meta-episodes that each agent plays afterwards")
+    parser.add_argument("--seeds", type=curves.positive, default=5, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--steps", type=curves.positive, default=500_000, help="environment steps of each seed")
+    parser.add_argument("--episodes", type=curves.positive, default=512, help="meta-episodes that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     parser.add_argument("--json", type=curves.new_file, help="file for the numbers")

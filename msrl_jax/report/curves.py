@@ -88,6 +88,13 @@ def new_file(text: str) -> Path:
     return path
 
 
+def positive(text: str) -> int:
+    """A number of seeds, episodes or devices, as the type of an argument of `argparse`."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text}: use an integer of at least 1")
+    return int(text)
+
+
 def inline(svg: str) -> str:
     """An SVG file as an element of a page."""
     return re.sub(r"^.*?(?=<svg)", "", svg, flags=re.DOTALL)
