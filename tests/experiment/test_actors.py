@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.cli.program import main
 from msrl_jax.experiment import pool, replay_arrivals, wire
 from msrl_jax.experiment.arrivals import FILE, Arrivals, read
 from msrl_jax.experiment.folder import versions
@@ -326,10 +327,10 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:total_steps changes")
 def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(address, tmp_path):
-    """The learning rate falls over `total_steps`, and the actor acted before the run went on."""
+    """The learning rate falls over `total_steps`; the guard, which is part of the programs, changes too."""
     folder = tmp_path / "run"
-    for iterations, again in ((3, False), (6, True)):
-        options = {"total_steps": iterations * STEPS, "anneal_learning_rate": True, "resume": again}
+    for iterations, guard in ((3, "halt"), (6, "skip")):
+        options = {"total_steps": iterations * STEPS, "guard": guard, "anneal_learning_rate": True, "resume": iterations > 3}
         thread, found = learner_in_a_thread(address, folder, **options)
         msrl.experiment.act(address, wait=60)
         thread.join(60)
@@ -353,14 +354,14 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
         (KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could go on$"),
     ],
 )
-def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error):
+def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, capsys):
     def fails(tick):
         raise raised
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
-    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: {error}"):
-        msrl.experiment.act(address, wait=60)
+    assert main(["act", address, "--wait", "60s"]) == 2
     thread.join(60)
+    assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
     assert found[0] is raised or found[0].interrupted
 
 
