@@ -325,6 +325,7 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
         replay_arrivals(folder)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:total_steps changes")
 def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(address, tmp_path):
     """The learning rate falls over `total_steps`; the guard, which is part of the programs, changes too."""
