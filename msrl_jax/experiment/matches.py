@@ -178,24 +178,32 @@ def _of_result(result: Result) -> Player:
     return Player(choose, behavior.take(state))
 
 
-def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player:
-    """A trained agent of `alphazero` that searches before every move, without the noise of training.
+def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player | Result:
+    """A trained agent of `alphazero` or `muzero` that searches before every move, without the noise of training.
 
     Args:
       result: of the run.
-      num_simulations: positions that a search looks at; as in training if None.
-      member: number of the member; it has to be named if there are several.
+      num_simulations: positions, or steps of the model, that a search looks at; as in training if None.
+      member: number of the member. Of `alphazero`, it has to be named if there are several; of `muzero`, None keeps all.
 
     Returns:
-      The player.
+      Of `alphazero`, which searches with states of its game, a player for matches. Of `muzero`, a result whose agent searches
+      wherever it acts: in `act`, evaluations, videos and exported policies; its history and last evaluation are the run's.
 
     Raises:
-      ValueError: if the algorithm does not search, or the number of simulations is out of range.
+      ValueError: if the algorithm does not search, the number of simulations is out of range, or there is no such member.
     """
     config = result.config
-    if not hasattr(config, "search"):
-        raise ValueError(f"an agent of {result.experiment.name!r} does not search; give its result itself to a match")
     chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
+    if hasattr(config, "act_simulations"):
+        run = result if member is None else result.select(member=member)
+        acts = chosen.get("num_simulations", config.num_simulations)
+        experiment = run.experiment.replaced(algorithm=dataclasses.replace(run.config, act_simulations=acts))
+        description = {**run.description, **experiment.to_json()}
+        return dataclasses.replace(run, experiment=experiment, description=description, folder=None)
+    if not hasattr(config, "search"):
+        name = result.experiment.name
+        raise ValueError(f"an agent of {name!r} does not search; give its result itself to a match, or evaluate it")
     config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
     at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
     search = words.with_numbers_of(words.objects(config), at_the_end).search(result.behavior.env)
