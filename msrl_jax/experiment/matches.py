@@ -128,8 +128,8 @@ def match(
         raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
     games, random_moves = whole("games", games), whole("random_moves", random_moves, least=0)
     players = [p if isinstance(p, Player) else _of_result(p) for p in (one, two)]
-    venv, num_actions = envs.vectorize(game, games), getattr(game.action_space, "n", None)
-    if random_moves and num_actions is None:
+    venv = envs.vectorize(game, games)
+    if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
     is_first_seat = jnp.arange(games) < (games + 1) // 2
 
@@ -145,10 +145,8 @@ def match(
             seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
             action = jnp.stack([jnp.where(seat, mine[:, 0], theirs[:, 0]), jnp.where(seat, theirs[:, 1], mine[:, 1])], axis=1)
             if random_moves:
-                mask = mask_of(g.obs)
-                mask = jnp.ones((games, 2, num_actions), bool) if mask is None else mask
-                draw = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))
-                action = jnp.where(g.step < random_moves, draw(keys[2], mask), action)
+                drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
+                action = jnp.where(g.step < random_moves, drawn, action)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
@@ -213,6 +211,30 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
 
     # From whatever devices the run was on.
     return Player(choose, jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0]))
+
+
+def at_random(env: str | MultiAgentEnvironment) -> Player:
+    """A player who draws among the legal actions.
+
+    Args:
+      env: a game with discrete actions, or its name.
+
+    Returns:
+      The player.
+
+    Raises:
+      ValueError: if actions are not discrete.
+    """
+    game: Any = envs.make(env) if isinstance(env, str) else env
+    if not hasattr(game.action_space, "n"):
+        raise ValueError(f"at_random takes discrete actions, but those of {env_name(game)!r} are {game.action_space}")
+
+    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+        mask = mask_of(obs)
+        mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
+        return jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
+
+    return Player(choose)
 
 
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
