@@ -82,6 +82,8 @@ RUN_HERE = (
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (SEARCH, TOP),
+    (SEARCH, "Ratings"),
+    (SEARCH, "MuZero"),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
     (RUNS, "Logging"),
@@ -504,6 +506,10 @@ def test_self_play(run_sections):
 def test_search(run_sections):
     _, output = run_sections(SEARCH, TOP, games=20)
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
+    _, output = run_sections(SEARCH, "Ratings", games=2)
+    assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
+    _, output = run_sections(SEARCH, "MuZero", episodes=2)
+    assert output.count("Evaluation(2 episodes") == 2
 
 
 @pytest.mark.long

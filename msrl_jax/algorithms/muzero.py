@@ -69,6 +69,7 @@ class MuZero:
     unroll_length: int = field(default=8, doc="steps of every environment per iteration, `T`. Usual: 1 to 200.")
     num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
     max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
+    act_simulations: int = field(default=0, low=0, doc="the same outside of training; 0: the network alone acts. Usual: 0.")
     gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
     value_scale: float = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 0.1; 1 for Go.")
     random_share: float = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
@@ -106,7 +107,7 @@ class MuZero:
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
         choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]
         buffer = unroll_buffer(observation_type(env), choice, self, may_be_absent=is_on_host(env))
-        search = searcher(self, model)
+        search = searcher(self, model, self.num_simulations, self.gumbel_scale)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -136,6 +137,20 @@ class MuZero:
 
         def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             return choose(prior(params, obs), key), carry
+
+        def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
+            return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
+
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None = None) -> jax.Array:
+            if not self.act_simulations:
+                return choose_action(state.params, obs, key, ())[0]
+            action, policy = searched(state, obs)
+            return action if key is None else choose(Categorical(jnp.log(policy)), key)
+
+        def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
+            """What a search without noise finds, which is the same with every key."""
+            keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[:1])
+            return searcher(self, model, self.act_simulations, 0.0)(state.params, keys, obs)
 
         rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), model.init, gradients, choose_action)
         replayer = replaying(self, buffer, rule, num_envs)
@@ -178,17 +193,17 @@ class MuZero:
         return Agent(
             init=init,
             iteration=iteration,
-            act=lambda state, obs, key=None: choose_action(state.params, obs, key, ())[0],
+            act=act,
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            probabilities=lambda state, obs: prior(state.params, obs).probabilities(),
+            probabilities=probabilities,
         )
 
 
-def searcher(config: MuZero, model: LatentModel) -> Search:
-    """Makes the search of a config in a model; raises ImportError without mctx."""
+def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float) -> Search:
+    """Makes the search of a config in a model, of so many steps of it and noise; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
     def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
@@ -210,10 +225,10 @@ def searcher(config: MuZero, model: LatentModel) -> Search:
             key,
             root,
             expand,
-            config.num_simulations,
+            num_simulations,
             invalid_actions=None if mask is None else ~mask,
             max_num_considered_actions=config.max_considered,
-            gumbel_scale=config.gumbel_scale,
+            gumbel_scale=gumbel_scale,
             qtransform=functools.partial(mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale),
         )
         return found.action[0], found.action_weights[0]

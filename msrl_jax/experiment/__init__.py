@@ -17,12 +17,16 @@ from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError
 from msrl_jax.experiment.matches import Match as Match
 from msrl_jax.experiment.matches import Player as Player
+from msrl_jax.experiment.matches import at_random as at_random
 from msrl_jax.experiment.matches import match as match
 from msrl_jax.experiment.matches import minimax as minimax
 from msrl_jax.experiment.matches import with_search as with_search
 from msrl_jax.experiment.nonfinite import Failure as Failure
 from msrl_jax.experiment.nonfinite import replay_step as replay_step
 from msrl_jax.experiment.pbt import PBT as PBT
+from msrl_jax.experiment.ratings import Ratings as Ratings
+from msrl_jax.experiment.ratings import bradley_terry as bradley_terry
+from msrl_jax.experiment.ratings import round_robin as round_robin
 from msrl_jax.experiment.result import Result as Result
 from msrl_jax.experiment.run import Ending as Ending
 from msrl_jax.experiment.run import Run as Run

@@ -128,8 +128,8 @@ def match(
         raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
     games, random_moves = whole("games", games), whole("random_moves", random_moves, least=0)
     players = [p if isinstance(p, Player) else _of_result(p) for p in (one, two)]
-    venv, num_actions = envs.vectorize(game, games), getattr(game.action_space, "n", None)
-    if random_moves and num_actions is None:
+    venv = envs.vectorize(game, games)
+    if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
     is_first_seat = jnp.arange(games) < (games + 1) // 2
 
@@ -145,10 +145,8 @@ def match(
             seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
             action = jnp.stack([jnp.where(seat, mine[:, 0], theirs[:, 0]), jnp.where(seat, theirs[:, 1], mine[:, 1])], axis=1)
             if random_moves:
-                mask = mask_of(g.obs)
-                mask = jnp.ones((games, 2, num_actions), bool) if mask is None else mask
-                draw = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))
-                action = jnp.where(g.step < random_moves, draw(keys[2], mask), action)
+                drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
+                action = jnp.where(g.step < random_moves, drawn, action)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
@@ -178,24 +176,32 @@ def _of_result(result: Result) -> Player:
     return Player(choose, behavior.take(state))
 
 
-def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player:
-    """A trained agent of `alphazero` that searches before every move, without the noise of training.
+def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player | Result:
+    """A trained agent of `alphazero` or `muzero` that searches before every move, without the noise of training.
 
     Args:
       result: of the run.
-      num_simulations: positions that a search looks at; as in training if None.
-      member: number of the member; it has to be named if there are several.
+      num_simulations: positions, or steps of the model, that a search looks at; as in training if None.
+      member: number of the member. Of `alphazero`, it has to be named if there are several; of `muzero`, None keeps all.
 
     Returns:
-      The player.
+      Of `alphazero`, which searches with states of its game, a player for matches. Of `muzero`, a result whose agent searches
+      wherever it acts: in `act`, evaluations, videos and exported policies; its history and last evaluation are the run's.
 
     Raises:
-      ValueError: if the algorithm does not search, or the number of simulations is out of range.
+      ValueError: if the algorithm does not search, the number of simulations is out of range, or there is no such member.
     """
     config = result.config
-    if not hasattr(config, "search"):
-        raise ValueError(f"an agent of {result.experiment.name!r} does not search; give its result itself to a match")
     chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
+    if hasattr(config, "act_simulations"):
+        run = result if member is None else result.select(member=member)
+        acts = chosen.get("num_simulations", config.num_simulations)
+        experiment = run.experiment.replaced(algorithm=dataclasses.replace(run.config, act_simulations=acts))
+        description = {**run.description, **experiment.to_json()}
+        return dataclasses.replace(run, experiment=experiment, description=description, folder=None)
+    if not hasattr(config, "search"):
+        name = result.experiment.name
+        raise ValueError(f"an agent of {name!r} does not search; give its result itself to a match, or evaluate it")
     config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
     at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
     search = words.with_numbers_of(words.objects(config), at_the_end).search(result.behavior.env)
@@ -205,6 +211,30 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
 
     # From whatever devices the run was on.
     return Player(choose, jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0]))
+
+
+def at_random(env: str | MultiAgentEnvironment) -> Player:
+    """A player who draws among the legal actions.
+
+    Args:
+      env: a game with discrete actions, or its name.
+
+    Returns:
+      The player.
+
+    Raises:
+      ValueError: if actions are not discrete.
+    """
+    game: Any = envs.make(env) if isinstance(env, str) else env
+    if not hasattr(game.action_space, "n"):
+        raise ValueError(f"at_random takes discrete actions, but those of {env_name(game)!r} are {game.action_space}")
+
+    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+        mask = mask_of(obs)
+        mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
+        return jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
+
+    return Player(choose)
 
 
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:

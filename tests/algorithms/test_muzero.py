@@ -13,10 +13,12 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import MuZero
 from msrl_jax.algorithms.loops.buffers import action_type, unroll_buffer
 from msrl_jax.algorithms.muzero import Choice, Unrolled, searcher, unrolled, unrolled_loss, unrolled_target
-from msrl_jax.algorithms.networks.latent_model import LatentModel
+from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.masks import observation_type, unmasked
+from msrl_jax.experiment import with_search
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.replay import Transition
 from tests.support.agents import make_counted, make_still
@@ -135,7 +137,7 @@ def arms(config, num_actions=4):
         lambda key, obs: (), lambda params, obs: unmasked(obs),
         lambda params, latent, action: (latent, jnp.where(action == ARM, 1.0, 0.0)), lambda params, latent: flat(latent),
     )  # fmt: skip
-    return jax.jit(functools.partial(searcher(config, model), ()))
+    return jax.jit(functools.partial(searcher(config, model, config.num_simulations, config.gumbel_scale), ()))
 
 
 def test_a_search_finds_what_its_model_rewards():
@@ -280,6 +282,7 @@ def test_trees_take_what_is_said(monkeypatch):
     [
         ({"num_simulations": 10**9}, r"MuZero\.num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
         ({"capacity": 32}, r"MuZero, whose model_steps \+ n_step are the buffer's length: .* a window is length=5 steps long"),
+        ({"act_simulations": -1}, r"MuZero\.act_simulations=-1: use an integer of at least 0"),
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
         ({"network": msrl.algorithms.Whole(actor=None)}, r"network=Whole\(\.\.\.\) has no place for a model"),
     ],
@@ -298,6 +301,35 @@ def test_environments_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mctx", None)
     with pytest.raises(ImportError, match=r"muzero searches with mctx, which is not installed; install it with: pip install"):
         MuZero().build(msrl.envs.make("CartPole-v1"))
+
+
+@pytest.mark.long
+def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
+    """What it plays is the search of training without noise; after a short run, it earns much more than its network alone."""
+    result = msrl.train("muzero", "CartPole-v1", total_steps=10_000, seed=10001, eval_episodes=1, devices=jax.devices()[:1])
+    searching = with_search(result)
+    assert isinstance(searching, msrl.Result) and searching.config.act_simulations == result.config.num_simulations == 16
+    assert searching.evaluate(episodes=50).returns.mean() > 2 * result.evaluate(episodes=50).returns.mean()
+
+    config, env = result.config, msrl.envs.make("CartPole-v1")
+    obs = jax.random.normal(jax.random.key(0), (64, 4))
+    actions = msrl.envs.Discrete(2)
+    model = latent_model(make_torso(env.observation_space, config), actions, latent_size=config.latent_size)
+    search = searcher(config, model, 16, 0.0)
+    action, policy = jax.jit(search)(result.state.params, jax.random.split(jax.random.key(1), 64), obs)
+    assert (np.asarray(searching.act(obs)) == action).mean() > 0.95  # some actions are equally good, up to rounding
+    np.testing.assert_allclose(searching.probabilities(obs), policy, atol=0.02)
+    drawn = searching.act(jnp.broadcast_to(obs[0], (4000, 4)), jax.random.key(2))
+    np.testing.assert_allclose(np.bincount(drawn, minlength=2) / 4000, searching.probabilities(obs[0]), atol=0.03)
+
+    fewer = with_search(result, 3)
+    assert isinstance(fewer, msrl.Result)
+    loaded = msrl.Result.load(fewer.save(tmp_path / "run"))
+    assert loaded.config.act_simulations == 3 and result.config.act_simulations == 0
+    with pytest.raises(ValueError, match="num_simulations=0: use an integer of at least 1"):
+        with_search(result, 0)
+    with pytest.raises(ValueError, match="member=1: this run has only member 0"):
+        with_search(result, member=1)
 
 
 @pytest.mark.long

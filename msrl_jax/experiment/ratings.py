@@ -1,0 +1,184 @@
+"""Ratings of players of one game, from matches of all with all.
+
+In the shape descriptions, `P` is the number of players.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from msrl_jax._checks import check_seed
+from msrl_jax.envs import MultiAgentEnvironment, make
+from msrl_jax.experiment.evaluate import MAX_STEPS
+from msrl_jax.experiment.matches import Player, match
+from msrl_jax.experiment.result import Result
+
+ELO = 400 / math.log(10)  # of a difference of 1 between the logarithms of two strengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratings:
+    """Players of a game, and what they reached against each other; printed, the best comes first.
+
+    Attributes:
+      players: their names. `P` of them
+      points: what each player (rows) got against each other one (columns): 1 for a win, 1/2 for a draw. shape=[P, P],
+        dtype=float64
+      games: how many games they played. shape=[P, P], dtype=int64
+      elo: their Elo ratings. shape=[P], dtype=float64
+      error: standard errors of the differences to the anchored player. shape=[P], dtype=float64
+    """
+
+    players: tuple[str, ...]
+    points: np.ndarray
+    games: np.ndarray
+    elo: np.ndarray
+    error: np.ndarray
+
+    @property
+    def interval(self) -> np.ndarray:
+        """Lower and upper ends of intervals of 95%, 1.96 standard errors from the ratings. shape=[P, 2]"""
+        return self.elo[:, None] + 1.96 * self.error[:, None] * np.array([-1, 1])
+
+    def __repr__(self) -> str:
+        rows = [("player", "Elo", "95% interval", "points", "games")]
+        for i in np.argsort(-self.elo, kind="stable"):
+            low, high = self.interval[i]
+            ends = f"{low:.0f} to {high:.0f}" if self.error[i] else "fixed"
+            rows.append((self.players[i], f"{self.elo[i]:.0f}", ends, f"{self.points[i].sum():g}", str(self.games[i].sum())))
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = ("  ".join([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others, strict=True))]) for r in rows)
+        return "\n".join(lines)
+
+
+def round_robin(
+    env: str | MultiAgentEnvironment,
+    players: Mapping[str, Result | Player],
+    games: int = 200,
+    seed: int = 0,
+    *,
+    anchor: str | None = None,
+    rating: float = 0.0,
+    virtual_draws: float = 1.0,
+    random_moves: int = 0,
+    max_steps: int = MAX_STEPS,
+) -> Ratings:
+    """Rates players by matches of each with each other, in half of whose games each has the first seat.
+
+    Args:
+      env: the game, or its name.
+      players: the players, by names of one's choice: results, which play their most probable actions, or `Player`s.
+      games: number of games of every match.
+      seed: seed of the matches.
+      anchor: name of the player whose rating is given; the first one if None.
+      rating: its rating.
+      virtual_draws: as in `bradley_terry`.
+      random_moves: steps at the start of every game in which both play legal actions at random.
+      max_steps: maximum length of a game, in steps.
+
+    Returns:
+      The ratings.
+
+    Raises:
+      ValueError: if there are fewer than two players, no player is called `anchor`, or as in `match` and `bradley_terry`.
+    """
+    names = tuple(players)
+    _check(names, anchor, rating, virtual_draws)
+    game = make(env) if isinstance(env, str) else env
+    points, played = np.zeros((2, len(names), len(names)))
+    pairs = list(itertools.combinations(range(len(names)), 2))
+    seeds = np.random.default_rng(check_seed(seed)).integers(2**31, size=len(pairs))  # no two matches begin alike
+    for (i, j), of_match in zip(pairs, seeds, strict=True):
+        one, two = players[names[i]], players[names[j]]
+        m = match(game, one, two, games, int(of_match), random_moves=random_moves, max_steps=max_steps)  # type: ignore[arg-type]
+        played[i, j] = played[j, i] = len(m.returns)
+        points[i, j], points[j, i] = m.wins + m.draws / 2, m.losses + m.draws / 2
+    return bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
+
+
+def bradley_terry(
+    players: Sequence[str],
+    points: np.ndarray,
+    *,
+    anchor: str | None = None,
+    rating: float = 0.0,
+    virtual_draws: float = 1.0,
+) -> Ratings:
+    """Elo ratings by maximum likelihood (Bradley and Terry, 1952, doi:10.2307/2334029), a draw being half a win.
+
+    A player scores against another one the share `1 / (1 + 10 ** (-d / 400))` of points, where `d` is the difference of their
+    ratings. Standard errors are those of the Fisher information, which takes every point for a game won or lost; draws vary
+    less, so intervals are rather too wide. It takes games for independent, which those of two players without randomness
+    are not.
+
+    Args:
+      players: names of the players.
+      points: what each player (rows) got against each other one (columns); the points of both are the games. `[P, P]`
+      anchor: name of the player whose rating is given; the first one if None.
+      rating: its rating.
+      virtual_draws: draws that are added to the games of every two players who met. They keep the rating of a player finite
+        who won, or lost, all games; 0 gives the maximum likelihood of the games alone.
+
+    Returns:
+      The ratings.
+
+    Raises:
+      ValueError: if there are fewer than two players, no player is called `anchor`, points are no numbers from 0 on, or
+        ratings are infinite: some players have no points against all others, be it that they never met.
+    """
+    names = tuple(players)
+    fixed = _check(names, anchor, rating, virtual_draws)
+    points = np.array(points, np.float64)
+    if points.shape != (len(names),) * 2 or not (np.isfinite(points) & (points >= 0)).all() or points.diagonal().any():
+        raise ValueError(
+            f"points have shape {points.shape}; give finite numbers of at least 0, one for each two of {len(names)} players, "
+            "and 0 for a player against itself"
+        )
+    games = points + points.T
+    scored = points + virtual_draws / 2 * (games > 0)
+    _check_finite(names, scored)
+    total, free = scored + scored.T, np.arange(len(names)) != fixed
+    strength = np.zeros(len(names))
+    while True:
+        share = 1 / (1 + np.exp(strength[None] - strength[:, None]))
+        slope, weight = (scored - total * share).sum(1), total * share * (1 - share)
+        information = np.diag(weight.sum(1)) - weight
+        step = np.linalg.solve(information[np.ix_(free, free)], slope[free])
+        largest = np.abs(step).max()
+        # Newton's steps always climb if no difference changes by more than 1, within which curvatures change by less than e.
+        strength[free] += step / max(1.0, 2 * largest)
+        if largest < 1e-9:
+            break
+    error = np.zeros(len(names))
+    error[free] = ELO * np.sqrt(np.linalg.inv(information[np.ix_(free, free)]).diagonal())
+    return Ratings(names, points, np.rint(games).astype(np.int64), rating + ELO * strength, error)
+
+
+def _check(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
+    """The number of the anchored player; raises ValueError if an argument does not fit."""
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(f"players={list(names)}: give at least two players, with different names")
+    if anchor is not None and anchor not in names:
+        raise ValueError(f"anchor={anchor!r}: use the name of a player: {', '.join(names)}")
+    if not math.isfinite(rating):
+        raise ValueError(f"rating={rating!r}: use a finite number")
+    if not (math.isfinite(virtual_draws) and virtual_draws >= 0):
+        raise ValueError(f"virtual_draws={virtual_draws!r}: use a finite number of at least 0")
+    return 0 if anchor is None else names.index(anchor)
+
+
+def _check_finite(names: tuple[str, ...], scored: np.ndarray) -> None:
+    """Raises ValueError unless every player is linked to every other one by points (Ford, 1957, doi:10.2307/2308513)."""
+    linked = (scored > 0) | np.eye(len(names), dtype=bool)
+    for _ in names:
+        linked = linked @ linked
+    for i, name in enumerate(names):
+        if not linked[i].all():
+            others = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
+            raise ValueError(
+                f"{name!r} has no points against {others}, nor against who has, so ratings are infinite; use virtual_draws=1, "
+                "and let all meet"
+            )
