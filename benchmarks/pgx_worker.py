@@ -68,7 +68,8 @@ def training(source: Path, env: str, setting: dict) -> Loop:
         for start in range(0, positions, size):
             batch = jax.tree.map(lambda x, at=start: x[None, at : at + size], samples)
             run["model"], run["opt_state"], policy_loss, value_loss = az.train(run["model"], run["opt_state"], batch)
-            policy_loss.mean().item(), value_loss.mean().item()
+            for loss in (policy_loss, value_loss):  # the script logs both
+                loss.mean().item()
 
     def make(iterations: int):
         def chunk() -> object:
