@@ -90,11 +90,15 @@ class Peer:
             raise RuntimeError(f"the peer's process ended with code {self._process.wait()}; its error is above")
         return json.loads(line)
 
+    def ask(self, request: str | float) -> dict[str, Any]:
+        """Sends a line to the process, and returns its answer."""
+        assert self._process.stdin is not None
+        print(request, file=self._process.stdin, flush=True)
+        return self._answer()
+
     def run(self, seconds: float) -> float:
         """Trains for about `seconds`, and returns environment steps per second."""
-        assert self._process.stdin is not None
-        print(seconds, file=self._process.stdin, flush=True)
-        return self._answer()["steps_per_second"]
+        return self.ask(seconds)["steps_per_second"]
 
 
 def compare(setting: Setting, command: Sequence[str | Path], repeats: int, seconds: float) -> dict[str, Any]:
