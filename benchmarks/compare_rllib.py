@@ -4,8 +4,8 @@
     /tmp/rllib/bin/pip install 'ray[rllib]==2.60.0' torch==2.14.1 'gymnasium[mujoco]==1.2.2'
     python benchmarks/compare_rllib.py --rllib /tmp/rllib/bin/python --json benchmarks/results/rllib.json --docs docs/rllib.md
 
-All take turns: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the host,
-and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second.
+All take turns: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the
+host, and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from comparison import Peer, Setting, chosen, machine, our_versions, rewrite
+from comparison import Peer, Setting, chosen, machine, merge, our_versions, rewrite
 
 import msrl_jax as msrl
 from msrl_jax.experiment import Experiment
@@ -34,7 +34,7 @@ DEVICE, HOST, PEER = "msrl_jax, on the device", "msrl_jax, Gymnasium", "Ray RLli
 COLUMNS = (DEVICE, HOST, PEER)
 SHARED = {
     "num_envs": 16, "hidden_sizes": (64, 64), "activation": "tanh", "shared_torso": False, "discount": 0.99,
-    "value_coef": 0.5, "entropy_coef": 0.01, "learning_rate": 1e-3,
+    "value_coef": 0.5, "entropy_coef": 0.01, "learning_rate": 3e-3,
 }  # fmt: skip
 PPO = SHARED | {
     "unroll_length": 128, "num_epochs": 4, "num_minibatches": 8, "gae_lambda": 0.95, "clip_ratio": 0.2, "max_grad_norm": 0.5,
@@ -45,12 +45,12 @@ OURS = {
     "impala": {"optimizer": "adam", "epsilon": 1e-8, "vtrace_lambda": 1.0},
 }  # fmt: skip
 SETTINGS = [
-    Setting("ppo", "gymnasium:CartPole-v1", PPO, only_ours=OURS["ppo"]),
-    Setting("impala", "gymnasium:CartPole-v1", IMPALA, only_ours=OURS["impala"]),
+    Setting("ppo", "gymnasium:CartPole-v1:num_workers=1", PPO, only_ours=OURS["ppo"]),
+    Setting("impala", "gymnasium:CartPole-v1:num_workers=1", IMPALA | {"learning_rate": 1e-3}, only_ours=OURS["impala"]),
     Setting("ppo", "gymnasium:HalfCheetah-v5", PPO | {"learning_rate": 3e-4, "entropy_coef": 0.0}, only_ours=OURS["ppo"]),
 ]
-TARGETS = {"gymnasium:CartPole-v1": 475.0}
-IN_JAX = {"gymnasium:CartPole-v1": "CartPole-v1"}
+TARGETS = {"gymnasium:CartPole-v1:num_workers=1": 475.0}
+IN_JAX = {"gymnasium:CartPole-v1:num_workers=1": "CartPole-v1"}
 # The fastest of those tried on this machine; see the page.
 OPTIONS: dict[str, Any] = {"runners": 0, "learners": 0, "vectorize": "sync", "threads": 1}
 
@@ -111,9 +111,9 @@ def reach(
     The program is compiled before the clock starts.
     """
     start = time.perf_counter()
-    program.run(experiment.start(program), chunk, chunk=chunk)
-    begun, steps, found = time.perf_counter(), 0, float("nan")
+    program.run(experiment.start(program), chunk, chunk=chunk, donate=True)
     state, totals, counts = experiment.start(program), [], []
+    begun, steps, found = time.perf_counter(), 0, float("nan")
     while not found >= target and steps < max_steps and time.perf_counter() - begun < max_seconds:
         state, metrics = program.run(state, chunk, chunk=chunk, donate=True)
         steps += chunk * experiment.steps_per_iteration
@@ -153,10 +153,12 @@ def _ratios(own: Sequence[float], others: Sequence[float]) -> str:
 
 def tables(record: Mapping[str, Any]) -> str:
     """The tables of a record as Markdown, and what it was measured on."""
+    rows = record["rows"]
     lines = [
-        f"| steps/s | {' | '.join(COLUMNS)} | device : RLlib | host : RLlib | load |", "|---" + "|---:" * (len(COLUMNS) + 3) + "|",
+        f"| steps/s | {' | '.join(COLUMNS)} | device : RLlib | host : RLlib | load |",
+        "|---" + "|---:" * (len(COLUMNS) + 3) + "|",
     ]  # fmt: skip
-    for row in (row for row in record["rows"] if "runs" in row):
+    for row in (row for row in rows if "runs" in row):
         runs = row["runs"]
         cells = [_spread(runs[c], ",.0f") if c in runs else "-" for c in COLUMNS]
         cells += [_ratios(runs[c], runs[PEER]) if c in runs else "-" for c in (DEVICE, HOST)]
@@ -165,7 +167,7 @@ def tables(record: Mapping[str, Any]) -> str:
         "", f"| seconds to the return | {' | '.join(COLUMNS)} | RLlib : device | RLlib : host |",
         "|---" + "|---:" * (len(COLUMNS) + 2) + "|",
     ]  # fmt: skip
-    for row in (row for row in record["rows"] if "returns" in row):
+    for row in (row for row in rows if "returns" in row):
         runs = row["returns"]
         seconds = {c: [run["seconds"] for run in runs[c]] for c in runs}
         cells = []
@@ -179,11 +181,11 @@ def tables(record: Mapping[str, Any]) -> str:
         cells += [_ratios(seconds[PEER], seconds[c]) if c in runs else "-" for c in (DEVICE, HOST)]
         lines.append(f"| {row['label']}, {row['target']:g} | {' | '.join(cells)} |")
     about = record["machine"]
-    named = {"msrl_jax": record["versions"], "RLlib": record["peer_versions"]}
+    named = {"msrl_jax": record["versions"], "RLlib": rows[0]["peer_versions"]}
     versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
     note = (
-        f"Medians, with the least and the greatest, of {record['repeats']} turns of {record['seconds']:g} s, and of "
-        f"{record['seeds']} seeds, on {about['cores']} cores of {about['cpu']}, at commit {record['commit']}. {versions}."
+        "Medians, with the least and the greatest: of turns, and of seeds from 0 up. "
+        f"{about['cores']} cores of {about['cpu']}, commit {', '.join(sorted({row['commit'] for row in rows}))}. {versions}."
     )
     return "\n".join([*lines, "", note])
 
@@ -207,18 +209,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     command = [args.rllib, Path(__file__).with_name("rllib_worker.py")]
     limits = {"max_steps": args.max_steps, "max_seconds": args.max_seconds}
-    record: dict[str, Any] = {
-        "machine": machine(), "versions": our_versions(), "peer_versions": {}, "options": OPTIONS, "commit": commit(),
-        "repeats": args.repeats, "seconds": args.seconds, "seeds": args.returns, "limits": limits, "rows": [],
-    }  # fmt: skip
+    record: dict[str, Any] = {"peer": "Ray RLlib", "machine": machine(), "versions": our_versions(), "rows": []}
+    if args.json.exists():
+        try:
+            record = merge(json.loads(args.json.read_text()), record)
+        except ValueError as error:
+            parser.error(f"{args.json}: {error}")
     for setting in selected:
-        row: dict[str, Any] = {"label": setting.label, "setting": dataclasses.asdict(setting)}
+        row: dict[str, Any] = {"label": setting.label, "setting": dataclasses.asdict(setting), "options": OPTIONS}
+        row |= {"commit": commit(), "seconds": args.seconds, "limits": limits}
         if args.repeats:
             row |= speeds(setting, command, args.repeats, args.seconds)
         if args.returns and setting.env in TARGETS:
             row |= returns(setting, command, range(args.returns), limits)
-        record["peer_versions"] = row.pop("peer_versions", record["peer_versions"])
-        record["rows"].append(row)
+        record = merge(record, record | {"rows": [row]})
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.docs:

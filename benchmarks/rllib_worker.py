@@ -56,7 +56,7 @@ def algorithm(setting: dict[str, Any], options: dict[str, Any], seed: int) -> An
         fcnet_hiddens=list(given["hidden_sizes"]), fcnet_activation=given["activation"], vf_share_layers=given["shared_torso"]
     )
     config = (
-        config.environment(setting["env"].rpartition(":")[2])
+        config.environment(setting["env"].split(":")[1])
         .env_runners(
             num_env_runners=runners, num_envs_per_env_runner=given["num_envs"] // max(runners, 1),
             rollout_fragment_length=given["unroll_length"], gym_env_vectorize_mode=options["vectorize"],
@@ -74,7 +74,8 @@ def algorithm(setting: dict[str, Any], options: dict[str, Any], seed: int) -> An
 def progress(result: dict[str, Any]) -> tuple[int, list[float]]:
     """The environment steps since the start, and the returns of the episodes that ended in this iteration."""
     found = result["env_runners"]
-    return int(found.get(STEPS, 0)), [float(value) for value in found.get(RETURNS, ())]
+    returns = found.get(RETURNS, ())  # a series of one is reported as a number
+    return int(found.get(STEPS, 0)), [float(x) for x in (returns if isinstance(returns, list | tuple) else [returns])]
 
 
 class Training:
