@@ -151,6 +151,12 @@ def _ratios(own: Sequence[float], others: Sequence[float]) -> str:
     return _spread([a / b for a, b in zip(own, others, strict=True)], ",.2f")
 
 
+def _reached(runs: Sequence[Row], seconds: Sequence[float]) -> str:
+    steps, start = (statistics.median(run[name] for run in runs) for name in ("steps", "start_seconds"))
+    within = sum(run["reached"] for run in runs)
+    return f"{_spread(seconds, ',.2f')} after {start:.0f} to start; {steps / 1000:,.0f} k steps; {within} of {len(runs)}"
+
+
 def tables(record: Mapping[str, Any]) -> str:
     """The tables of a record as Markdown, and what it was measured on."""
     rows = record["rows"]
@@ -170,14 +176,7 @@ def tables(record: Mapping[str, Any]) -> str:
     for row in (row for row in rows if "returns" in row):
         runs = row["returns"]
         seconds = {c: [run["seconds"] for run in runs[c]] for c in runs}
-        cells = []
-        for column in COLUMNS:
-            within = sum(run["reached"] for run in runs.get(column, ()))
-            steps = statistics.median(run["steps"] for run in runs[column]) / 1000 if column in runs else 0
-            cells.append(
-                f"{_spread(seconds[column], ',.1f')}; {steps:,.0f} k steps; {within} of {len(runs[column])}"
-                if column in runs else "-"
-            )  # fmt: skip
+        cells = [_reached(runs[c], seconds[c]) if c in runs else "-" for c in COLUMNS]
         cells += [_ratios(seconds[PEER], seconds[c]) if c in runs else "-" for c in (DEVICE, HOST)]
         lines.append(f"| {row['label']}, {row['target']:g} | {' | '.join(cells)} |")
     about = record["machine"]
