@@ -5,7 +5,8 @@
     python benchmarks/compare_rllib.py --rllib /tmp/rllib/bin/python --json benchmarks/results/rllib.json --docs docs/rllib.md
 
 All take turns: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the
-host, and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second.
+host, and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second;
+what the record has of them stays.
 """
 
 import argparse
@@ -221,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             row |= speeds(setting, command, args.repeats, args.seconds)
         if args.returns and setting.env in TARGETS:
             row |= returns(setting, command, range(args.returns), limits)
+        # What was not measured now stays as it was.
+        row = next((old for old in record["rows"] if old["label"] == row["label"]), {}) | row
         record = merge(record, record | {"rows": [row]})
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
