@@ -102,7 +102,8 @@ class MuZero:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         action_space = check_discrete("MuZero", env.action_space)
         venv, num_envs = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs)), self.num_envs
-        check_trees(self, action_space.n, 4 * self.latent_size)
+        for simulations in ("num_simulations", "act_simulations"):
+            check_trees(self, action_space.n, 4 * self.latent_size, simulations)
         model = latent_model(make_torso(venv.observation_space, self), action_space, latent_size=self.latent_size)
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
         choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]

@@ -121,13 +121,15 @@ def match(
       The results.
 
     Raises:
-      ValueError: if the game has not two agents, a number is out of range, or an agent remembers earlier observations.
+      TypeError: if a player is neither.
+      ValueError: if the game has not two agents, a number is out of range, or an agent is of another game, or remembers earlier
+        observations.
     """
     game: Any = envs.make(env) if isinstance(env, str) else env
     if len(getattr(game, "agents", ())) != 2:
         raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
     games, random_moves = whole("games", games), whole("random_moves", random_moves, least=0)
-    players = [p if isinstance(p, Player) else _of_result(p) for p in (one, two)]
+    players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
@@ -163,9 +165,16 @@ def match(
     return Match(**played)
 
 
-def _of_result(result: Result) -> Player:
+def _of_result(result: Result, game: Any) -> Player:
     """The player of a run: its best member's most probable actions."""
-    behavior = result.behavior
+    if not isinstance(result, Result):
+        raise TypeError(f"a player is {result!r}; give a run's result, or a Player, such as minimax(env, 3)")
+    behavior, own = result.behavior, result.behavior.env
+    if getattr(own, "agents", None) != game.agents or str(own.observation_space) != str(game.observation_space):
+        raise ValueError(
+            f"an agent of {result.experiment.name!r} was trained in {env_name(own)!r}, with observations "
+            f"{own.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; give agents of this game"
+        )
     if behavior.agent.initial_carry is not None:
         raise ValueError(f"an agent of {result.experiment.name!r} remembers earlier observations, and matches have no memory")
     state = result._of_member(None)

@@ -83,8 +83,11 @@ def round_robin(
       The ratings.
 
     Raises:
+      TypeError: if players have no names, or one is no player.
       ValueError: if there are fewer than two players, no player is called `anchor`, or as in `match` and `bradley_terry`.
     """
+    if not isinstance(players, Mapping):
+        raise TypeError(f"players is a {type(players).__name__}; give a dict of players by name")
     names = tuple(players)
     _check(names, anchor, rating, virtual_draws)
     game = make(env) if isinstance(env, str) else env

@@ -280,6 +280,7 @@ def test_trees_take_what_is_said(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"act_simulations": 10**9}, r"MuZero\.act_simulations=1000000000: the search trees of .* use act_simulations="),
         ({"num_simulations": 10**9}, r"MuZero\.num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
         ({"capacity": 32}, r"MuZero, whose model_steps \+ n_step are the buffer's length: .* a window is length=5 steps long"),
         ({"act_simulations": -1}, r"MuZero\.act_simulations=-1: use an integer of at least 0"),

@@ -82,6 +82,8 @@ def test_who_cannot_play_is_refused():
         match(Homes(), always(0), always(0))
     with pytest.raises(ValueError, match="games=0: use an integer of at least 1"):
         match(game, perfect(), perfect(), games=0)
+    with pytest.raises(TypeError, match="a player is 3; give a run's result, or a Player"):
+        match(game, perfect(), 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' has not both"):
         minimax("KuhnPoker", 2)
     with pytest.raises(ValueError, match="depth=0: use an integer of at least 1"):
@@ -102,6 +104,8 @@ def test_a_trained_agent_plays_with_and_without_search():
     assert lost_games(msrl.envs.make(GAME), with_search(result), seat=0)[0] > 0
     other = msrl.train("self_play", GAME, total_steps=16 * 8, num_opponents=2, **small)
     assert match(GAME, other, at_random(), games=20).finished.all()
+    with pytest.raises(ValueError, match=r"was trained in 'pgx:tic_tac_toe', with observations .* of 'KuhnPoker' are"):
+        match("KuhnPoker", other, other)
     with pytest.raises(ValueError, match="an agent of 'self_play' does not search; give its result itself to a match"):
         with_search(other)
     with pytest.raises(ValueError, match="num_simulations=0: use an integer of at least 1"):

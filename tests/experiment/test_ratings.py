@@ -119,6 +119,8 @@ def test_what_does_not_fit_is_refused():
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             round_robin(**{"env": "RockPaperScissors", "players": rock} | options)
+    with pytest.raises(TypeError, match="players is a list; give a dict of players by name"):
+        round_robin("RockPaperScissors", [always(0), always(1)])  # type: ignore[arg-type]
     for points in ([[0, 1]], [[0, -1], [1, 0]], [[1, 1], [1, 0]], [[0, np.nan], [1, 0]]):
         with pytest.raises(ValueError, match="give finite numbers of at least 0, one for each two of 2 players, and 0 for"):
             bradley_terry(("a", "b"), np.array(points))

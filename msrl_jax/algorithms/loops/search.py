@@ -20,22 +20,23 @@ def import_mctx(name: str) -> Any:
         ) from error
 
 
-def check_trees(config: Any, num_actions: int, state_bytes: int) -> None:
+def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: str = "num_simulations") -> None:
     """Raises ValueError if all search trees are larger than the memory of the devices that they are split over.
 
-    A node of a tree keeps a state of so many bytes.
+    A node of a tree keeps a state of so many bytes; `simulations` is the field that has their number.
     """
     # mctx keeps five numbers of a node and six of each of its actions, besides the state.
     node = 4 * (5 + 6 * num_actions) + state_bytes
-    nbytes = config.num_envs * (config.num_simulations + 1) * node
+    number = getattr(config, simulations)
+    nbytes = config.num_envs * (number + 1) * node
     local = own_devices()
     devices = local[: math.gcd(config.num_envs, len(local))]
     limit = device_memory(devices)
     if limit is not None and nbytes > limit:
         most = limit // (config.num_envs * node) - 1
-        remedy = f"num_simulations={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
+        remedy = f"{simulations}={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
         raise ValueError(
-            f"{type(config).__name__}.num_simulations={config.num_simulations}: the search trees of "
+            f"{type(config).__name__}.{simulations}={number}: the search trees of "
             f"num_envs={config.num_envs} environments take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} "
             f"devices that they can be split over have {limit:,}; use {remedy}"
         )
