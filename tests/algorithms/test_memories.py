@@ -89,6 +89,7 @@ def squashed(outputs, noise):
     return jnp.tanh(u), (jnp.log(density) - jnp.log(1 - jnp.tanh(u) ** 2)).sum(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sac", pytest.param("td3", marks=pytest.mark.slow)])
 def test_one_update_equals_a_loop_over_the_steps_of_windows(name):
     options = {"initial_temperature": 0.3, "target_entropy": -1.5} if name == "sac" else {"policy_period": 1}

@@ -185,6 +185,7 @@ def test_of_discrete_actions_the_best_of_a_few_is_no_bound():
     assert 0 < metrics["weight"] < 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "target_gap", [pytest.param(None, id="fixed", marks=pytest.mark.slow), pytest.param(0.3, id="lagrange")]
 )

@@ -75,6 +75,7 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
+@pytest.mark.long
 def test_evaluate_estimates_from_data(trained, tmp_path, capsys):
     folder, _ = trained
     (run_folder,) = (folder / "runs").iterdir()

@@ -140,6 +140,7 @@ def test_an_environment_that_never_starts_is_reported_at_once():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.long
 def test_a_step_does_not_wait_for_the_slowest():
     factory = functools.partial(Counting, 20, slow=0.05)  # episodes with a start below 0.5 are slow
     sim, seed = simulators(GymnasiumEnvironment(factory, num_workers=8, drop_slowest=0.25), 8)

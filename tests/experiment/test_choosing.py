@@ -56,6 +56,7 @@ def test_what_a_short_measurement_does_not_tell_apart_is_said(monkeypatch):
     assert "SingleLearnerCoarse 2 times as long" in found.reason and "does not tell it from GPUOnly" in found.reason
 
 
+@pytest.mark.long
 def test_training_with_auto_is_training_with_the_chosen_policy(monkeypatch, tmp_path, capsys):
     others = dict.fromkeys(policies.names(), 2.0)
     fixed(monkeypatch, others | {"SingleLearnerCoarse": 1.0})
@@ -136,6 +137,7 @@ def test_devices_that_are_only_planned_are_not_measured(monkeypatch):
         msrl.choose_policy(small(), devices=jax.devices())
 
 
+@pytest.mark.long
 def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
     fixed(monkeypatch, dict.fromkeys(policies.names(), 2.0) | {"Central": 1.0})
     given = "explain --policy auto --num-envs 8 --unroll-length 4 --num-minibatches 2"

@@ -110,6 +110,7 @@ def trained():
     return msrl.train("ppo", "Pendulum-v1", total_steps=512, progress=False, **small)
 
 
+@pytest.mark.long
 def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
     path = tmp_path / "played.npz"
     data = msrl.data.record(trained, 1600, path, num_envs=8)

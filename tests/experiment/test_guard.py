@@ -74,6 +74,7 @@ def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(alg
     assert msrl.replay_step(error.replay, env=Faulty()) is None  # a repaired environment
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [TOGETHER, pytest.param("Central:workers=1", marks=pytest.mark.slow)])
 def test_a_gradient_that_overflows_is_located_in_its_fragment(policy):
     with pytest.raises(DivergedError) as caught:

@@ -211,6 +211,7 @@ def test_images_that_the_agent_sees_are_shown():
     assert (pictures == pictures[:, :1, :1, :1]).all()
 
 
+@pytest.mark.long
 def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
     options = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
     films = msrl.experiment.Filming(256, max_steps=5)

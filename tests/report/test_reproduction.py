@@ -215,6 +215,7 @@ def test_update_writes_a_damaged_record_anew(folder, first, capsys):
     np.testing.assert_array_equal(scores(_recipes.Record.read(folder / "small.json")), scores(first.record))
 
 
+@pytest.mark.long
 def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
     begun, calls = reproduction.train, []
 
