@@ -211,8 +211,7 @@ def assert_first_step(after, name, before, gradient, rate):
     assert norm > 1e-3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["archer", "cloning", "ppo"])
+@pytest.mark.parametrize("method", [pytest.param("archer", marks=pytest.mark.long), "cloning", "ppo"])
 def test_the_first_updates_are_the_plain_ones(method):
     given = {"critic_updates": 0} if method == "cloning" else {}
     config, _, state = agent_and_state(method, **given)
