@@ -215,7 +215,7 @@ def test_what_a_search_cannot_use_is_refused(game, monkeypatch):
         build(game)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_exactly(tmp_path):
     options = {**SMALL, "total_steps": 10 * 32, "actor_period": 2, "eval_episodes": 1}
     whole = msrl.train("alphazero", GAME, **options)

@@ -91,7 +91,7 @@ def test_all_play_all():
     np.testing.assert_allclose(round_robin("RockPaperScissors", ring, games=7, anchor="paper", rating=100).elo, 100)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_who_looks_further_ahead_is_rated_higher():
     game = "pgx:tic_tac_toe"
     players = {"at random": at_random(game), "depth 1": minimax(game, 1), "depth 2": minimax(game, 2)}
