@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from comparison import Peer, Setting, chosen, machine, merge, our_versions, rewrite
+from comparison import Peer, Setting, chosen, machine, merge, our_versions, rewrite, spread
 
 import msrl_jax as msrl
 from msrl_jax.experiment import Experiment
@@ -143,19 +143,14 @@ def returns(
         return {"returns": found, "target": target, "peer_versions": other.about["versions"]}
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    """The median, and the least and the greatest value."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def _ratios(own: Sequence[float], others: Sequence[float]) -> str:
-    return _spread([a / b for a, b in zip(own, others, strict=True)], ",.2f")
+    return spread([a / b for a, b in zip(own, others, strict=True)], ",.2f")
 
 
 def _reached(runs: Sequence[Row], seconds: Sequence[float]) -> str:
     steps, start = (statistics.median(run[name] for run in runs) for name in ("steps", "start_seconds"))
     within = sum(run["reached"] for run in runs)
-    return f"{_spread(seconds, ',.2f')} after {start:.0f} to start; {steps / 1000:,.0f} k steps; {within} of {len(runs)}"
+    return f"{spread(seconds, ',.2f')} after {start:.0f} to start; {steps / 1000:,.0f} k steps; {within} of {len(runs)}"
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -167,7 +162,7 @@ def tables(record: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     for row in (row for row in rows if "runs" in row):
         runs = row["runs"]
-        cells = [_spread(runs[c], ",.0f") if c in runs else "-" for c in COLUMNS]
+        cells = [spread(runs[c], ",.0f") if c in runs else "-" for c in COLUMNS]
         cells += [_ratios(runs[c], runs[PEER]) if c in runs else "-" for c in (DEVICE, HOST)]
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {row['load']:.1f} |")
     lines += [

@@ -229,6 +229,11 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", about])
 
 
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, and the least and the greatest value."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
 def rewrite(page: str, name: str, text: str) -> str:
     """Replaces the part of a page between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 

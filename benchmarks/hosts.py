@@ -37,8 +37,8 @@ class Simulating:
     def __init__(self, env: str, num_envs: int):
         made: Any = msrl.envs.make(env)
         self._sim = made.vectorize(num_envs).simulators
-        self._number, self._seed = np.arange(num_envs, dtype=np.int32), np.arange(num_envs, dtype=np.uint32)
-        self._steps, _ = self._sim.reset(self._number, self._seed)
+        self._seed = np.arange(num_envs, dtype=np.uint32)
+        self._steps, _ = self._sim.reset(self._seed)
         keys = jax.random.split(jax.random.key(0), (64, num_envs))
         self._actions = np.asarray(jax.vmap(jax.vmap(made.action_space.sample))(keys))
 
@@ -47,7 +47,7 @@ class Simulating:
         start, taken = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
             for action in self._actions:
-                self._steps, _ = self._sim(self._number, self._seed, self._steps, action)
+                self._steps, _ = self._sim(self._seed, self._steps, action)
             taken += self._actions[..., 0].size if self._actions.ndim > 2 else self._actions.size
         return taken / (time.perf_counter() - start)
 
