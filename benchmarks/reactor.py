@@ -33,16 +33,14 @@ from msrl_jax.report.provenance import commit
 HOST, DEVICE, STEP, UNROLL = "msrl_jax", "msrl_jax, all of it in JAX", "Ray, a call per step", "Ray, a call per unroll"
 COLUMNS = (HOST, DEVICE, STEP, UNROLL)
 TWO = {"num_envs": 16, "num_workers": 2, "unroll_length": 32}
+LAKE, FIRM = "gymnasium:FrozenLake-v1:is_slippery=False,num_workers=2", {"is_slippery": False}
 SETTINGS = [
     Setting("simulate", "gymnasium:CartPole-v1:num_workers=2", TWO | {"peer_env": "CartPole-v1"}),
     Setting("simulate", "reactor:frames", TWO | {"peer_env": "frames"}),
-    Setting(
-        "q_learning", "gymnasium:FrozenLake-v1:is_slippery=False,num_workers=2",
-        TWO | {"peer_env": "FrozenLake-v1", "params": {"is_slippery": False}},
-    ),
+    *(Setting("q_learning", LAKE, TWO | {"peer_env": "FrozenLake-v1", "params": FIRM, "unroll_length": n}) for n in (1, 32)),
     *(Setting("inference", f"{n} agents", {"agents": n, "num_envs": 1, "unroll_length": 128}) for n in (2, 8)),
 ]  # fmt: skip
-_CHUNK = 4  # iterations between two readings of the metrics
+_CHUNK = 128  # steps of each environment between two readings of the metrics
 
 
 def frames() -> msrl.envs.GymnasiumEnvironment:
@@ -131,9 +129,10 @@ def inference(agents: int, unroll_length: int) -> tuple[msrl.Program, Any]:
     return msrl.compile(iteration, state, policy=policy, devices=jax.devices()[:1]), state
 
 
-def running(program: msrl.Program, state: Any, steps: int) -> Runner:
-    """A runner of a program whose iterations have so many steps."""
-    return Runner(lambda state: program.run(state, _CHUNK, chunk=_CHUNK, donate=True)[0], state, _CHUNK * steps)
+def running(program: msrl.Program, state: Any, num_envs: int, unroll_length: int) -> Runner:
+    """A runner of a program."""
+    count = _CHUNK // unroll_length
+    return Runner(lambda state: program.run(state, count, chunk=count, donate=True)[0], state, _CHUNK * num_envs)
 
 
 def ours(setting: Setting) -> dict[str, Any]:
@@ -143,10 +142,10 @@ def ours(setting: Setting) -> dict[str, Any]:
     if setting.algo == "simulate":
         return {HOST: Simulating(setting.env, num_envs)}
     if setting.algo == "inference":
-        return {HOST: running(*inference(config["agents"], length), length)}
+        return {HOST: running(*inference(config["agents"], length), num_envs, length)}
     made = {HOST: (msrl.envs.make(setting.env), "MultiLearner"), DEVICE: (Lake(), "GPUOnly")}
     return {
-        column: running(*q_learning(env, num_envs, length, policy), num_envs * length) for column, (env, policy) in made.items()
+        column: running(*q_learning(env, num_envs, length, policy), num_envs, length) for column, (env, policy) in made.items()
     }
 
 

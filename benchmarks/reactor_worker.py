@@ -117,8 +117,8 @@ class Agent:
         return int((obs @ last).argmax())
 
 
-def calls(setting: dict[str, Any], ray: Any) -> tuple[dict[str, Callable[[], Any]], int]:
-    """What a setting calls, a `step` or an `unroll` of all actors, and the environment steps of an unroll."""
+def calls(setting: dict[str, Any], ray: Any) -> dict[str, tuple[Callable[[], Any], int]]:
+    """What a setting calls, a `step` or an `unroll` of all actors, and how many steps that is."""
     config = setting["config"]
     if setting["algo"] == "inference":
         world, actions = World(config["agents"]), np.zeros(config["agents"], int)
@@ -128,22 +128,23 @@ def calls(setting: dict[str, Any], ray: Any) -> tuple[dict[str, Callable[[], Any
             obs = world(actions)
             actions[:] = ray.get([agent.act.remote(row) for agent, row in zip(agents, obs, strict=True)])
 
-        return {"step": infer}, 1
+        return {"step": (infer, 1)}
     per, length = config["num_envs"] // config["num_workers"], config["unroll_length"]
     name, params = config["peer_env"], config.get("params", {})
     actors = [ray.remote(Simulators).remote(name, params, per, k) for k in range(config["num_workers"])]
+    unroll_steps = length * config["num_envs"]
     if setting["algo"] == "simulate":
-        some = np.zeros(per, int)
+        some = itertools.cycle(np.random.default_rng(0).integers(2, size=(64, per)))
         return {
-            "step": lambda: ray.get([a.step.remote(some) for a in actors]),
-            "unroll": lambda: ray.get([a.unroll.remote(length) for a in actors]),
-        }, length * config["num_envs"]  # fmt: skip
+            "step": (lambda: ray.get([a.step.remote(next(some)) for a in actors]), config["num_envs"]),
+            "unroll": (lambda: ray.get([a.unroll.remote(length) for a in actors]), unroll_steps),
+        }  # fmt: skip
     q = np.ones((16, 4), np.float32)
 
     def learn() -> None:
         q[:] += STEP_SIZE * sum(ray.get([a.errors.remote(q, length) for a in actors]))
 
-    return {"unroll": learn}, length * config["num_envs"]
+    return {"unroll": (learn, unroll_steps)}
 
 
 def rate(call: Callable[[], Any], steps: int, seconds: float) -> float:
@@ -168,16 +169,14 @@ def main() -> None:
 
     # Ray places an actor where a core is free: more are declared than there are.
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="error")
-    made, steps = calls(args.setting, ray)
-    for call in made.values():
+    made = calls(args.setting, ray)
+    for call, _ in made.values():
         call()
     versions = {name: importlib.metadata.version(name) for name in ("ray", "gymnasium", "numpy")}
     print(json.dumps({"versions": {"python": platform.python_version()} | versions}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        what = request["call"]
-        each = steps // args.setting["config"].get("unroll_length", 1) if what == "step" else steps
-        print(json.dumps({"steps_per_second": rate(made[what], each, request["seconds"])}), file=answers)
+        print(json.dumps({"steps_per_second": rate(*made[request["call"]], request["seconds"])}), file=answers)
     ray.shutdown()
 
 
