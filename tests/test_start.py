@@ -14,7 +14,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _compiling
-from msrl_jax.cli.actions import names_in_sources
+from msrl_jax.cli.listing import names_in_sources
 from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support import processes
 

@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes, _suites
+from msrl_jax import _recipes
 from msrl_jax._checks import whole
-from msrl_jax._terminal import table
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
     Act,
@@ -43,6 +42,7 @@ from msrl_jax.cli.commands import (
     Video,
 )
 from msrl_jax.cli.flags import UsageError
+from msrl_jax.cli.listing import list_names
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
@@ -438,75 +438,6 @@ def _copy(args: Copy, config: dict[str, Any]) -> int:
     return 0
 
 
-def _list_recipes(args: List) -> int:
-    rows = []
-    for recipe in map(_recipes.find, _recipes.names()):
-        about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
-        try:
-            record = _recipes.record_of(recipe)
-        except _recipes.RecordError as error:
-            record = None
-            print(f"warning: {error}", file=sys.stderr)
-        if record is not None:
-            about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
-            about |= {"seconds": record.seconds["wall"], "cores": record.hardware["cores"]}
-        rows.append(about | {"about": recipe.about})
-    if args.json:
-        print(json.dumps(rows))
-        return 0
-    cells = []
-    for row in rows:
-        reached = f"{row['return']:.4g}" if "return" in row else "no record"
-        wall = f"{row['seconds']:,.0f} s, {row['seeds']} seeds, {row['cores']} cores" if "return" in row else ""
-        cells.append([row["recipe"], row["algo"], row["env"], f"{row['total_steps']:,}", reached, wall])
-    print("\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)))
-    return 0
-
-
-def _list_names(args: List, config: dict[str, Any]) -> int:
-    if args.recipes:
-        return _list_recipes(args)
-    if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
-        from msrl_jax import algorithms, envs, policies
-
-        known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
-    else:
-        known = names_in_sources()
-    if args.envs:
-        known = {"environments": known["environments"]}
-    if args.json:
-        suites = {x: {"version": s.version(), "install": s.install} for x, s in _suites.SUITES.items()}
-        print(json.dumps(known | {"suites": suites}))
-        return 0
-    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in _suites.SUITES.items()]}
-    for kind, lines in (known | suites).items():
-        print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
-    return 0
-
-
-def names_in_sources() -> dict[str, list[str]]:
-    """The names of the registries, read from the sources of this package: importing those would import JAX."""
-
-    def found(folder: str, pattern: str) -> list[str]:
-        texts = [file.read_text("utf-8") for file in (Path(__file__).parents[1] / folder).glob("*.py")]
-        return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
-
-    return {
-        "algorithms": found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
-        "environments": sorted([*_suites.names(), "KuhnPoker", "PointMaze", "RockPaperScissors"]),
-        "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
-    }
-
-
-def _state(suite: _suites.Suite) -> str:
-    """Whether a suite of environments is installed, or how to install it."""
-    if (version := suite.version()) is None:
-        return f"not installed: {suite.install} brings the environments of {suite.title}"
-    if not suite.files:
-        return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
-    return f"{suite.package} {version}, {len(suite.own_names)} environments"
-
-
 def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
     from msrl_jax.envs import check
 
@@ -532,6 +463,6 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "plot": (Plot, _plot),
     "reproduce": (Reproduce, _reproduce),
     "copy": (Copy, _copy),
-    "list": (List, _list_names),
+    "list": (List, list_names),
     "check-env": (CheckEnv, _check_env),
 }

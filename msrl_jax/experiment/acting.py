@@ -61,8 +61,7 @@ class _Actor:
                 self.leaves, sent = parts.act(self.leaves, published)
                 token = {"run": self.run, "life": header["life"], "version": header["version"], "unroll": self.unrolls}
                 self.waiting, self.unrolls = _Sent(token, jax.device_get(sent)), self.unrolls + 1
-            if channel.has_message():  # it can only say that the run is over
-                _received(channel)
+            _hear(channel)
             channel.send(*self.waiting)
             is_sent = True
 
@@ -79,6 +78,7 @@ class _Actor:
         except (ValueError, TypeError, ImportError) as error:
             channel.send({"cannot": str(error)})
             raise
+        _hear(channel)
         channel.send({"fingerprint": self.parts.halves.fingerprint})
         ticket = _received(channel)[0]["ticket"]
         if self.ticket is None:
@@ -93,6 +93,12 @@ def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memor
     if "over" in header:
         raise _Over(header.get("error", ""))
     return header, arrays
+
+
+def _hear(channel: Channel) -> None:
+    """Reads what came meanwhile; it can only say that the run is over."""
+    if channel.has_message():
+        _received(channel)
 
 
 def act(

@@ -96,6 +96,7 @@ class Pool:
         self._arrived: queue.SimpleQueue[Unroll] = queue.SimpleQueue()
         self._held: Unroll | None = None
         self._actors: dict[int, Actor] = {}
+        self._entering: set[Channel] = set()  # of actors that compile
         self._lock, self._is_closed, self._is_over = threading.Lock(), False, False
         self._threads: list[threading.Thread] = []
         self._since, self.iteration = time.perf_counter(), 0
@@ -123,12 +124,14 @@ class Pool:
         status, reason = run.ending
         if status == "interrupted" and run.path is not None:
             return
-        self._is_over = True
         errors = {"unfinished": reason, "diverged": "something in it was nan or infinite"}
         errors["interrupted"] = f"it was interrupted ({reason}), and has no folder from which it could go on"
         over = {"over": True} | ({"error": errors[status]} if status in errors else {})
         with self._lock:
-            actors = list(self._actors.values())
+            self._is_over = True
+            actors, entering = list(self._actors.values()), list(self._entering)
+        for channel in entering:  # of which each reads it when it has compiled
+            self._tell(channel, over)
         telling = [threading.Thread(target=self._dismiss, args=(actor, over), daemon=True) for actor in actors]
         for thread in telling:  # a suspended actor does not read, and would hold up the learner
             thread.start()
@@ -148,9 +151,13 @@ class Pool:
                 actor.channel.close()
 
     def _dismiss(self, actor: Actor, over: dict[str, Any]) -> None:
-        with contextlib.suppress(WireError):
-            actor.channel.send(over)
+        self._tell(actor.channel, over)
         actor.answers.put(None)
+
+    @staticmethod
+    def _tell(channel: Channel, over: dict[str, Any]) -> None:
+        with contextlib.suppress(WireError):
+            channel.send(over)
 
     def ready(self, seconds: float) -> bool:
         """Whether there is an unroll to learn from within some seconds."""
@@ -212,8 +219,8 @@ class Pool:
         except WireError:
             pass  # it is gone
 
-    @contextlib.contextmanager
-    def _let_in(self, channel: Channel) -> Iterator[Actor]:
+    def _met(self, channel: Channel) -> int | None:
+        """Tells an actor what the run computes, and hears that it computes the same; its ticket if it was here before."""
         hello, _ = channel.receive()
         theirs, mine = hello.get("versions"), versions()
         if not isinstance(theirs, dict):
@@ -230,6 +237,15 @@ class Pool:
             raise Refusal(f"it cannot build the experiment: {ready['cannot']}")
         if ready.get("fingerprint") != self.parts.halves.fingerprint:
             raise Refusal("its programs are not those of the learner; give both the same code, environments and settings")
+        return ticket
+
+    @contextlib.contextmanager
+    def _let_in(self, channel: Channel) -> Iterator[Actor]:
+        self._entering.add(channel)
+        try:
+            ticket = self._met(channel)
+        finally:
+            self._entering.discard(channel)
         with self._lock:
             if self._is_closed or self._is_over:
                 raise WireError("the run is over")

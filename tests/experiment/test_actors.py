@@ -221,16 +221,17 @@ def learner_in_a_thread(address, folder=None, algo="impala", **options):
     return thread, found
 
 
+def reached(address):
+    with contextlib.suppress(wire.WireError):
+        return wire.connect(wire.address_of(address), b"msrl-jax")
+
+
 def said(address, *messages):
     """What a learner answers to the last of some messages, each of which has an answer; None only waits for one."""
 
     answers = []
 
-    def reach():
-        with contextlib.suppress(wire.WireError):
-            return wire.connect(wire.address_of(address), b"msrl-jax")
-
-    with contextlib.closing(wait_for(reach, "nobody listens")) as channel:
+    with contextlib.closing(wait_for(lambda: reached(address), "nobody listens")) as channel:
         for message in messages:
             if message is not None:
                 channel.send(message)
@@ -390,6 +391,29 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
     assert found[0].status == "finished" and raised
 
 
+def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
+    thread, found = learner_in_a_thread(address)
+    channel = wait_for(lambda: reached(address), "no learner")
+    channel.send({"versions": versions(), "ticket": None, "run": None})
+    about, _ = channel.receive()
+    assert msrl.experiment.act(address, wait=60)  # another one
+    assert channel.receive()[0] == {"over": True}
+    channel.close()
+    thread.join(60)
+    assert found[0].status == "finished"
+
+    listener, acted = wire.listen(wire.address_of(address)), []
+    acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(address, wait=60)), daemon=True)
+    acting.start()
+    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+        channel.receive()
+        channel.send(about)
+        channel.send({"over": True})
+    wire.stop_listening(listener)
+    acting.join(60)
+    assert acted == [0]
+
+
 def test_nobody_there():
     with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
         msrl.experiment.act()
@@ -444,7 +468,8 @@ def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
 
     stuck = threading.Thread(target=send, daemon=True)
     full = SimpleNamespace(channel=channel, answers=queue.SimpleQueue())
-    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={0: full}, _threads=[stuck])
+    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={0: full}, _entering=set(), _threads=[stuck])
+    of_pool._tell = pool.Pool._tell
     of_pool._dismiss = functools.partial(pool.Pool._dismiss, of_pool)
     stuck.start()
     time.sleep(0.2)
