@@ -149,7 +149,8 @@ def measure(workers: int, delays: Sequence[float], repeats: int, seconds: float)
 def table(record: Mapping[str, Any]) -> str:
     """A record as Markdown: steps per second of the first variant, and the others' ratios to it within turns."""
     first, *others = VARIANTS
-    lines = [f"| a step sleeps | workers | {first}, steps/s | {' | '.join(others)} | load |", "|---" + "|---:" * 6 + "|"]
+    head = ("a step sleeps", "workers", f"{first}, steps/s", *others, "load")
+    lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for row in record["rows"]:
         runs = row["runs"]
         cells = [spread(runs[first], ",.0f")]

@@ -12,7 +12,6 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from comparison import Peer, Setting
 
 import msrl_jax as msrl
 from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
+from msrl_jax.report.bench import Runner, calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit
 
 PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}
@@ -52,7 +51,7 @@ class Simulating:
         return taken / (time.perf_counter() - start)
 
 
-def training(setting: Setting, policy: str) -> Callable[[float], float]:
+def training(setting: Setting, policy: str) -> Runner:
     """A runner of training, compiled."""
     experiment = make_experiment(setting.algo, setting.env, overrides=setting.config)
     program = experiment.compile(msrl.policies.get(policy), jax.devices()[:1])
