@@ -274,10 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--games", choices=GAMES, nargs="+", default=list(GAMES))
     parser.add_argument("--seeds", type=curves.positive, default=3, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     found = {}
     for algorithm in args.algorithms:
         for game in args.games:
