@@ -151,7 +151,7 @@ def weights_of(network: CellNetwork, params: Any) -> np.ndarray:
 
 def entropy(weights: np.ndarray) -> float:
     """The entropy of weights `[edges, O]`, a mean over edges, over that of equal weights: from 0 to 1."""
-    return float(jax.scipy.special.entr(weights).sum(-1).mean() / np.log(weights.shape[-1]))
+    return float(jax.scipy.special.entr(weights).sum(-1).mean() / np.log(max(weights.shape[-1], 2)))
 
 
 def discretize(result: msrl.Result, member: int | None = None) -> CellNetwork:
