@@ -146,8 +146,8 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     training, held = make(learned, config.batch_size)
     if len(held_out) < shards:
         raise ValueError(
-            f"validation_fraction={config.validation_fraction:g} holds {len(held_out)} of {len(dataset)} rows out, fewer than one "
-            f"in each of shards={shards}; use a larger fraction, 0, or fewer shards"
+            f"validation_fraction={config.validation_fraction:g} holds {len(held_out)} of {len(dataset)} rows out, fewer than "
+            f"one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
         )
     validation, held_back = make(held_out, min(config.batch_size, len(held_out) // shards * shards))
     return Source(training, validation, Data(held, held_back))
