@@ -282,8 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for game in args.games:
             found[f"{algorithm}, {game}"] = seeds = []
             for seed in range(args.seeds):
-                seeds.append(search(algorithm, game, seed, policy=args.policy))
-                runs, entropies = seeds[-1]
+                runs, entropies = search(algorithm, game, seed, policy=args.policy)
+                runs = {name: dataclasses.replace(run, run_state=None) for name, run in runs.items()}  # it has the buffer
+                seeds.append((runs, entropies))
                 returns = ", ".join(f"{name} {late(run):.2f}" for name, run in runs.items())
                 print(f"{algorithm}, {game}, seed {seed}: {returns}; entropy {entropies[-1]:.2f};", end=" ")
                 print(runs[DISCRETE].config.network.cell, flush=True)
