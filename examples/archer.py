@@ -281,10 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", choices=NAMES, nargs="+", default=list(NAMES))
     parser.add_argument("--seeds", type=curves.positive, default=3)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     if args.policy != "auto":  # cloning takes minutes, so devices are counted before it
         msrl.policies.get(args.policy).layout(jax.devices(), {"env": ArCHer.num_envs})
     runs = {}

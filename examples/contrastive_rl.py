@@ -220,10 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=curves.positive, default=5, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--episodes", type=curves.positive, default=200, help="that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     runs: dict[str, dict[str, Any]] = {task: {} for task in args.tasks}
     for task in args.tasks:
         for name in ALGORITHMS:

@@ -284,10 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=curves.positive, default=5)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     runs = {name: train(rate, args.seeds, policy=args.policy) for name, rate in TRAINED.items()}
     found = {name: on_new_tasks(runs.get(name.partition(",")[0]), rate, args.seeds) for name, rate in RATES.items()}
     for name, rows in found.items():

@@ -151,7 +151,7 @@ def weights_of(network: CellNetwork, params: Any) -> np.ndarray:
 
 def entropy(weights: np.ndarray) -> float:
     """The entropy of weights `[edges, O]`, a mean over edges, over that of equal weights: from 0 to 1."""
-    return float(jax.scipy.special.entr(weights).sum(-1).mean() / np.log(weights.shape[-1]))
+    return float(jax.scipy.special.entr(weights).sum(-1).mean() / np.log(max(weights.shape[-1], 2)))
 
 
 def discretize(result: msrl.Result, member: int | None = None) -> CellNetwork:
@@ -274,17 +274,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--games", choices=GAMES, nargs="+", default=list(GAMES))
     parser.add_argument("--seeds", type=curves.positive, default=3, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     found = {}
     for algorithm in args.algorithms:
         for game in args.games:
             found[f"{algorithm}, {game}"] = seeds = []
             for seed in range(args.seeds):
-                seeds.append(search(algorithm, game, seed, policy=args.policy))
-                runs, entropies = seeds[-1]
+                runs, entropies = search(algorithm, game, seed, policy=args.policy)
+                runs = {name: dataclasses.replace(run, run_state=None) for name, run in runs.items()}  # it has the buffer
+                seeds.append((runs, entropies))
                 returns = ", ".join(f"{name} {late(run):.2f}" for name, run in runs.items())
                 print(f"{algorithm}, {game}, seed {seed}: {returns}; entropy {entropies[-1]:.2f};", end=" ")
                 print(runs[DISCRETE].config.network.cell, flush=True)

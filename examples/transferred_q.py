@@ -279,11 +279,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs both experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.positive, default=1)
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--seeds", type=curves.positive, default=5)
     parser.add_argument("--svg", type=curves.new_file)
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     seeds, uncorrected = range(args.seeds), Setting(correction_weight=1e9)
     found, pooled = (run(setting, seeds, SOURCES, args.policy)["error"][..., -1] for setting in (OFFLINE, uncorrected))
     errors = np.stack([np.repeat(found[:, :1], len(SOURCES), 1), pooled, found], 1)

@@ -1,4 +1,4 @@
-"""Quick starts: XLA's programs on disk, for the next start, and compiling in other threads.
+"""How JAX starts: on virtual CPU devices; with XLA's programs on disk, from the last start; and compiling in other threads.
 
 On disk is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
 environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX bounds the folder's size only with a lock that every reading
@@ -28,6 +28,9 @@ _THREAD = "msrl-jax in the background"
 
 VARIABLE = "MSRL_JAX_CACHE"
 
+MOST_CPU_DEVICES = 1024
+"""Virtual ones, that start within seconds; each has threads of its own."""
+
 MOST_BYTES = 2**30
 """Size of all programs on disk, at the start of a process."""
 
@@ -45,6 +48,22 @@ _OWN = f"jaxlib-*-{'[0-9a-f]' * 12}"
 
 class CacheWarning(UserWarning):
     """Compiled programs cannot be kept on disk."""
+
+
+def use_cpu_devices(count: int | None) -> None:
+    """Makes JAX start with this many virtual CPU devices; None changes nothing."""
+    if count is None:
+        return
+    if not 1 <= count <= MOST_CPU_DEVICES:
+        raise ValueError(f"--cpu-devices {count}: use 1 to {MOST_CPU_DEVICES}")
+    # Many devices on few cores may reach a collective late; this is not a deadlock.
+    limits = {"warn_stuck": 300, "terminate": 1200}
+    patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def user_folder() -> Path:

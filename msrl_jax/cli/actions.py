@@ -20,6 +20,7 @@ from typing import Any
 
 from msrl_jax import _recipes
 from msrl_jax._checks import whole
+from msrl_jax._compiling import use_cpu_devices
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
     Act,
@@ -46,23 +47,6 @@ from msrl_jax.cli.listing import list_names
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
-MOST_CPU_DEVICES = 1024  # that start within seconds; each has threads of its own
-
-
-def use_cpu_devices(count: int | None) -> None:
-    """Makes JAX start with this many virtual CPU devices; None changes nothing."""
-    if count is None:
-        return
-    if not 1 <= count <= MOST_CPU_DEVICES:
-        raise UsageError(f"--cpu-devices {count}: use 1 to {MOST_CPU_DEVICES}")
-    # Many devices on few cores may reach a collective late; this is not a deadlock.
-    limits = {"warn_stuck": 300, "terminate": 1200}
-    patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
-    os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
 
 
 def _print_json(value: Any) -> None:

@@ -80,7 +80,7 @@ def goals_of(env: Environment) -> Goals:
     compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
     where = f"{name}.goal_reward"
     found = jax.eval_shape(lambda *goals: strong(returned(reward_of(*goals), where, "reward, terminated")), achieved, desired)
-    if any(x.shape for x in found) or found[1].dtype != bool:
+    if any(getattr(x, "shape", None) != () for x in found) or found[1].dtype != bool:
         raise TypeError(
             f"{where} returned {', '.join(map(show, found))}; return the reward, float32[], and whether the goal terminates "
             "the episode, bool[]"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from msrl_jax._compiling import MOST_CPU_DEVICES, use_cpu_devices
 from msrl_jax.experiment.history import last_known
 from msrl_jax.report.statistics import estimate, mean
 
@@ -89,9 +90,17 @@ def new_file(text: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """A number of seeds, episodes or devices, as the type of an argument of `argparse`."""
+    """A number of seeds, episodes or steps, as the type of an argument of `argparse`."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text}: use an integer of at least 1")
+    return int(text)
+
+
+def cpu_devices(text: str) -> int:
+    """A number of virtual CPU devices, with which JAX starts then, as the type of an argument of `argparse`."""
+    if positive(text) > MOST_CPU_DEVICES:
+        raise argparse.ArgumentTypeError(f"{text}: use at most {MOST_CPU_DEVICES}")
+    use_cpu_devices(int(text))
     return int(text)
 
 

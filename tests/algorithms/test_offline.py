@@ -364,6 +364,7 @@ def test_without_a_value_network_there_is_no_expectile():
         ("iql", True, {"expectile": 1.2}, r"IQL\.expectile=1.2: use a finite number at least 0 and at most 1"),
         ("bc", True, {"validation_fraction": 1.0}, "validation_fraction=1.0: use a finite number at least 0 and below 1"),
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
+        ("bc", True, {"shards": 128}, r"holds 64 of 640 rows out, fewer than one in each of shards=128; use a larger"),
         ("bc", True, {"data": noise(RandomWalk(False))}, "action of the data set has shape"),
         ("bc", True, {"data": "there/is/none.npz"}, "there is no file"),
     ],

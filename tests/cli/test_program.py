@@ -11,8 +11,8 @@ import time
 import jax
 import pytest
 
+from msrl_jax._compiling import MOST_CPU_DEVICES
 from msrl_jax.cli import main, program
-from msrl_jax.cli.actions import MOST_CPU_DEVICES
 from msrl_jax.cli.commands import Train
 from tests.support import processes
 

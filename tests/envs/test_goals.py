@@ -73,6 +73,11 @@ class Vague(Bits):
         return (achieved == desired).sum(), (achieved == desired)
 
 
+class Unfinished(Bits):
+    def goal_reward(self, achieved, desired):
+        return None, (achieved == desired).all()
+
+
 class Single(Bits):
     def goal_reward(self, achieved, desired):
         return (achieved == desired).all()
@@ -92,6 +97,7 @@ class Seen(Bits):
         (envs.FlattenObservation(Bits()), r"observations of Bits are Box.*leave the wrapper out that flattens them"),
         (Short(), r"achieved_goal of Short has a value of float32\[4\], but desired_goal has float32\[2\]"),
         (Vague(), r"Vague.goal_reward returned int32\[\], bool\[4\]; return the reward, float32\[\], and whether"),
+        (Unfinished(), r"Unfinished.goal_reward returned a NoneType, bool\[\]; return the reward, float32\[\], and whether"),
         (Single(), r"Single.goal_reward returned a .*; return the 2 values \(reward, terminated\)"),
         (envs.privileged.with_privileged(Seen()), r"the critic sees the privileged_state of Seen.*Unprivileged\(env\)"),
     ],

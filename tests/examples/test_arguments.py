@@ -27,6 +27,10 @@ def test_what_there_is_none_of_is_refused(name, capsys):
             with pytest.raises(SystemExit):
                 example(name).main([f"{option}={given}"])
             assert f"argument {option}: {given}: use an integer of at least 1" in capsys.readouterr().err
+    if "--cpu-devices" in COUNTS[name]:
+        with pytest.raises(SystemExit):
+            example(name).main(["--cpu-devices=100000"])
+        assert "argument --cpu-devices: 100000: use at most 1024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["examples.archer:Apart", "SingleLearnerCoarse:learners=2"])

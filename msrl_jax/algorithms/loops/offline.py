@@ -144,7 +144,12 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
         return Source(training, None, Data(held, ()))
     learned, held_out = dataset.split(config.validation_fraction)
     training, held = make(learned, config.batch_size)
-    validation, held_back = make(held_out, min(config.batch_size, max(len(held_out) // shards, 1) * shards))
+    if len(held_out) < shards:
+        raise ValueError(
+            f"validation_fraction={config.validation_fraction:g} holds {len(held_out)} of {len(dataset)} rows out, fewer than "
+            f"one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
+        )
+    validation, held_back = make(held_out, min(config.batch_size, len(held_out) // shards * shards))
     return Source(training, validation, Data(held, held_back))
 
 
