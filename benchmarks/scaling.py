@@ -4,18 +4,21 @@ The devices need not be there: `pip install 'jax[tpu]'` brings the compiler for 
 
     python benchmarks/scaling.py --devices tpu:v6e:1x1 tpu:v6e:2x2 tpu:v6e:4x4 tpu:v6e:8x8 --out scaling
 
-writes scaling.json and scaling.md. Environments grow with the devices.
+writes scaling.json and scaling.md. Environments grow with the devices. `--svg FILE --rows A.json B.json` draws such files.
 """
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from msrl_jax.fragments.plan.topologies import cpus_of
+from msrl_jax.report import curves
 from msrl_jax.report.scaling import Scaled, cells_of, plans
 
 POLICIES = (
@@ -32,17 +35,45 @@ def format_markdown(rows: Sequence[Scaled]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *named])
 
 
+def figure(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Draws what the busiest chip receives and reduces, by algorithm and policy, and what planning takes, as SVG."""
+    names, policies = (list(dict.fromkeys(row[of] for row in rows)) for of in ("algorithm", "drawn"))
+    busiest = lambda row: max(b + row["bytes_of_collectives"][name] for name, b in row["bytes_arriving"].items())  # noqa: E731
+    with curves.styled():
+        drawn, panels = curves.figure_of(len(names) + 1)
+        for number, (panel, name) in enumerate(zip(panels, names, strict=False)):
+            for policy in policies:
+                of = [row for row in rows if (row["algorithm"], row["drawn"]) == (name, policy)]
+                panel.plot([row["count"] for row in of], [busiest(row) for row in of], "o-", lw=1.2, ms=3, label=policy)
+            for what, line in (("xla_seconds", "o-"), ("tracing_seconds", "o:")):
+                counts = sorted({row["count"] for row in rows if row["algorithm"] == name})
+                of = [[row[what] for row in rows if (row["algorithm"], row["count"]) == (name, n)] for n in counts]
+                label = f"{name}, {'XLA' if what == 'xla_seconds' else 'tracing and cutting'}"
+                panels[-1].plot(counts, [max(each) for each in of], line, color=f"C{number}", lw=1.2, ms=3, label=label)
+            panel.set(title=name, xlabel="chips", ylabel="bytes of the busiest chip", xscale="log", yscale="log")
+        panels[-1].set(title="compiling", xlabel="chips", ylabel="seconds, of the slowest policy", xscale="log", yscale="log")
+        return curves.svg_of(curves.finished(drawn))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Plans every policy for all devices and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", nargs="+", default=["ppo"])
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--policy", nargs="+", default=POLICIES)
-    parser.add_argument("--devices", nargs="+", required=True)
+    parser.add_argument("--devices", nargs="+", default=[])
     parser.add_argument("--envs-per-device", type=int, default=8)
     parser.add_argument("--config", type=json.loads, default={}, help="fields of the config, as JSON")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--svg", type=curves.new_file, help="file for a figure of --rows")
+    parser.add_argument("--rows", nargs="+", type=Path, default=[], help="JSON files of earlier calls")
     args = parser.parse_args(argv)
+    if args.svg:
+        drawn = [row for file in args.rows for row in json.loads(file.read_text())["rows"]]
+        args.svg.write_text(figure([{"drawn": re.sub(r"[(:].*", "", row["policy"])} | row for row in drawn]))
+        return
+    if not args.devices or args.out is None:
+        parser.error("give --devices and --out, or --svg and --rows")
     config = {name: tuple(x) if isinstance(x, list) else x for name, x in args.config.items()}
     rows, refused = [], []
     for algo in args.algo:

@@ -123,3 +123,6 @@ def test_the_script_writes_its_tables_and_what_was_refused(tmp_path, capsys):
     head, _, first, second, third = (tmp_path / "it.md").read_text().splitlines()
     assert head.startswith("| policy | devices |") and first.startswith("| `GPUOnly` | cpu:2 | 0 | 1 |")
     assert second.startswith("|  | cpu:4 | 0 | 1 |") and third.startswith("| `Central:shards=2` | cpu:4 |")
+    script.main(["--rows", str(tmp_path / "it.json"), "--svg", str(tmp_path / "it.svg")])
+    drawn = (tmp_path / "it.svg").read_text()
+    assert all(f">{text}<" in drawn for text in ("a2c", "GPUOnly", "Central", "a2c, XLA", "compiling"))
