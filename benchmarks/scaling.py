@@ -38,20 +38,25 @@ def format_markdown(rows: Sequence[Scaled]) -> str:
 def figure(rows: Sequence[Mapping[str, Any]]) -> str:
     """Draws what the busiest chip receives and reduces, by algorithm and policy, and what planning takes, as SVG."""
     names, policies = (list(dict.fromkeys(row[of] for row in rows)) for of in ("algorithm", "drawn"))
-    busiest = lambda row: max(b + row["bytes_of_collectives"][name] for name, b in row["bytes_arriving"].items())  # noqa: E731
+    both = lambda row: (b + row["bytes_of_collectives"][name] for name, b in row["bytes_arriving"].items())  # noqa: E731
     with curves.styled():
         drawn, panels = curves.figure_of(len(names) + 1)
         for number, (panel, name) in enumerate(zip(panels, names, strict=False)):
             for policy in policies:
                 of = [row for row in rows if (row["algorithm"], row["drawn"]) == (name, policy)]
-                panel.plot([row["count"] for row in of], [busiest(row) for row in of], "o-", lw=1.2, ms=3, label=policy)
+                points = [row["count"] for row in of], [max(both(row)) / 1024 for row in of]
+                panel.plot(*points, "o-", lw=1.2, ms=3, label=policy)
             for what, line in (("xla_seconds", "o-"), ("tracing_seconds", "o:")):
                 counts = sorted({row["count"] for row in rows if row["algorithm"] == name})
                 of = [[row[what] for row in rows if (row["algorithm"], row["count"]) == (name, n)] for n in counts]
                 label = f"{name}, {'XLA' if what == 'xla_seconds' else 'tracing and cutting'}"
                 panels[-1].plot(counts, [max(each) for each in of], line, color=f"C{number}", lw=1.2, ms=3, label=label)
-            panel.set(title=name, xlabel="chips", ylabel="bytes of the busiest chip", xscale="log", yscale="log")
-        panels[-1].set(title="compiling", xlabel="chips", ylabel="seconds, of the slowest policy", xscale="log", yscale="log")
+            panel.set(title=name, ylabel="KiB of the busiest chip")
+        panels[-1].set(title="compiling", ylabel="seconds, of the slowest policy")
+        for panel in panels:
+            panel.set(xlabel="chips", xscale="log", ylim=(0, None))
+            panel.set_xticks(counts := sorted({row["count"] for row in rows}), [f"{n:,}" for n in counts], minor=False)
+            panel.minorticks_off()
         return curves.svg_of(curves.finished(drawn))
 
 
