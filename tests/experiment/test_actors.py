@@ -402,8 +402,9 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     thread.join(60)
     assert found[0].status == "finished"
 
-    listener, acted = wire.listen(wire.address_of(address)), []
-    acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(address, wait=60)), daemon=True)
+    other, acted = free_address(), list[int]()
+    listener = wire.listen(wire.address_of(other))
+    acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(other, wait=60)), daemon=True)
     acting.start()
     with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
         channel.receive()
