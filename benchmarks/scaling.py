@@ -4,7 +4,7 @@ The devices need not be there: `pip install 'jax[tpu]'` brings the compiler for 
 
     python benchmarks/scaling.py --devices tpu:v6e:1x1 tpu:v6e:2x2 tpu:v6e:4x4 tpu:v6e:8x8 --out scaling
 
-writes scaling.json and scaling.md. Environments grow with the devices. `--svg FILE --rows A.json B.json` draws such files.
+writes scaling.json and scaling.md. Environments grow with the devices, unless `--config` has `num_envs`. `--svg FILE --rows A.json B.json` draws such files.
 """
 
 import argparse
@@ -80,12 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.devices or args.out is None:
         parser.error("give --devices and --out, or --svg and --rows")
     config = {name: tuple(x) if isinstance(x, list) else x for name, x in args.config.items()}
+    per_device = None if "num_envs" in config else args.envs_per_device
     rows, refused = [], []
     for algo in args.algo:
         for policy in args.policy:
             for devices in args.devices:
                 try:
-                    rows += plans(algo, args.env, policy, [devices], args.envs_per_device, **config)
+                    rows += plans(algo, args.env, policy, [devices], per_device, **config)
                 except ValueError as error:
                     refused.append({"algorithm": algo, "policy": policy, "devices": devices, "why": str(error)})
                     print(f"{algo}, {policy} on {devices}: {error}", flush=True)

@@ -16,7 +16,6 @@ number of actions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +29,15 @@ from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, Optimizer
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
 from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
+from msrl_jax.algorithms.loops.turns import check_turns, of_player, player_observation, vectorize_turns
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
+from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
-from msrl_jax.envs.base import emitted, env_name, is_on_host
+from msrl_jax.envs.base import emitted
 from msrl_jax.envs.masks import sample_legal, turn_actions
-from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.runtime.memory import tree_bytes
 
@@ -103,7 +103,7 @@ class AlphaZero:
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError if something does not fit."""
         search, network = searcher(self, env)
-        venv, num_envs = vectorize_agents(Turns(env), self.num_envs), self.num_envs  # type: ignore[arg-type]
+        venv, num_envs = vectorize_turns("alphazero", env, self.num_envs), self.num_envs
         buffer = positions(self, env)
 
         @fragment(role="learner")
@@ -120,9 +120,7 @@ class AlphaZero:
             return jax.grad(loss, has_aux=True)(params)
 
         def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            policy = network.policy(params, obs)
-            keys = key if key is None else jax.random.split(key, policy.logits.shape[:2])
-            return (policy.mode() if keys is None else policy.sample(keys)), carry
+            return choose(network.policy(params, obs), key, 2), carry
 
         rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), network.init, gradients, choose_action, target=None)
         replayer = replaying(self, buffer, rule, num_envs)
@@ -181,22 +179,11 @@ class AlphaZero:
         return searcher(self, env)[0]
 
 
-@dataclass(frozen=True)
-class Turns(EnvironmentWrapper):
-    """A game whose global state is who is to move, which is then known before a reset, too."""
-
-    env: Any
-
-    def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
-        """The player to move. `[1]` float32"""
-        return self.env.to_move(state)[None].astype(jnp.float32)
-
-
 def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
     """Makes the search of a config in one game, and its network, an `ActorCritic`; raises what `build` raises."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
-    check_game(env)
+    check_turns("alphazero", env)
     state, _ = emitted(env.reset)
     check_trees(config, action_space.n, tree_bytes(state))
     network: Any = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
@@ -248,30 +235,9 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
 
 
-def check_game(env: Any) -> None:
-    """Raises ValueError unless both players see the whole state of a game, and move in turns."""
-    name = env_name(env)
-    if is_on_host(env):
-        raise ValueError(
-            f"alphazero searches with a game's own step, but environment {name!r} is simulated on the host, where states "
-            "cannot be tried out; write the game in JAX, or use ippo or self_play"
-        )
-    if len(env.agents) != 2 or getattr(env, "to_move", None) is None or getattr(env, "action_mask", None) is None:
-        raise ValueError(
-            f"alphazero is for games of two players who move in turns and see the whole state, but environment {name!r} has "
-            f"{len(env.agents)} agents and not both methods to_move(state) and action_mask(state); use self_play, ippo or mappo"
-        )
-    state, _ = emitted(env.reset)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
-        raise ValueError(
-            f"alphazero searches in games without chance, but the state of environment {name!r} holds a key; use self_play"
-        )
-
-
 def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
     """Makes the buffer of examples; raises ValueError if sizes do not fit each other."""
-    _, obs = emitted(vectorize_agents(env, 1).reset)
-    obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
+    obs = player_observation(vectorize_agents(env, 1))
     policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))
     example = Example(obs, policy, value)  # type: ignore[arg-type]
     storage: Any = storage_of(config.storage, obs)
@@ -290,16 +256,6 @@ def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
     except ValueError as error:
         text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose positions are the buffer's steps: {text}") from None
-
-
-def of_player(obs: Any, player: jax.Array) -> Any:
-    """What a player `[...]` sees, of the observations of both `[..., 2, ...]`."""
-
-    def pick(x: jax.Array) -> jax.Array:
-        first, second = jnp.moveaxis(x, player.ndim, 0)
-        return jnp.where((player == 0).reshape(*player.shape, *(1,) * (first.ndim - player.ndim)), first, second)
-
-    return jax.tree.map(pick, obs)
 
 
 def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:

@@ -89,7 +89,7 @@ def tunable(*, default: T, doc: str, adaptive: bool = False, once: bool = False,
 def config(
     name: str,
     *,
-    many_agents: bool = False,
+    many_agents: bool | None = False,
     offline: bool = False,
     privileged: bool = False,
     needs: Mapping[str, str] | None = None,
@@ -101,7 +101,7 @@ def config(
 
     Args:
       name: the name of the algorithm, such as `"ppo"`.
-      many_agents: whether its environments are `MultiAgentEnvironment`s.
+      many_agents: whether its environments are `MultiAgentEnvironment`s; None if they can be.
       offline: whether it learns from data alone, with no steps of environments.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
       needs: with which values of another field some fields have an effect: `{"distribution=c51|qr": "num_atoms"}` refuses a

@@ -7,6 +7,9 @@ A tree search in a learned model improves the policy of a network at every step,
 3. learns from `K` batches of windows of it: the model is unrolled from the first observation of a window along its actions, and
    learns to predict rewards, values and improved policies, not observations.
 
+In games of two players who move in turns, whoever is to move is the agent. What follows a move is worth to that player what it
+costs the other one, so the discount factor is negative.
+
 The search is mctx's. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `M` is
 `model_steps`, `S` the length of a window, `M + n_step`, and `A` the number of actions.
 """
@@ -27,6 +30,7 @@ from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, unrol
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
 from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
 from msrl_jax.algorithms.loops.sequences import rescale, unrescale
+from msrl_jax.algorithms.loops.turns import OneMover, player_observation, vectorize_turns
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
@@ -61,9 +65,9 @@ Search = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
 """`(params, keys [E], obs [E, ...]) -> (actions [E], policies [E, A])`"""
 
 
-@config("muzero")
+@config("muzero", many_agents=None)
 class MuZero:
-    """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions."""
+    """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions, and for games."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 1024.")
     unroll_length: int = field(default=8, doc="steps of every environment per iteration, `T`. Usual: 1 to 200.")
@@ -99,16 +103,22 @@ class MuZero:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        action_space = check_discrete("MuZero", env.action_space)
-        venv, num_envs = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs)), self.num_envs
+        """Builds the agent for an environment or a game; raises TypeError or ValueError if a space or a size does not fit."""
+        action_space, num_envs = check_discrete("MuZero", env.action_space), self.num_envs
+        if is_game := envs.has_agents(env):
+            venv: Any = vectorize_turns("muzero", env, num_envs)
+            played: Any = OneMover(venv)
+            observation, discount = player_observation(venv), -self.discount
+        else:
+            venv = played = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
+            observation, discount = observation_type(env), self.discount
         for simulations in ("num_simulations", "act_simulations"):
             check_trees(self, action_space.n, 4 * self.latent_size, simulations)
         model = latent_model(make_torso(venv.observation_space, self), action_space, latent_size=self.latent_size)
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
         choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]
-        buffer = unroll_buffer(observation_type(env), choice, self, may_be_absent=is_on_host(env))
-        search = searcher(self, model, self.num_simulations, self.gumbel_scale)
+        buffer = unroll_buffer(observation, choice, self, may_be_absent=is_on_host(env))
+        search = searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -117,7 +127,7 @@ class MuZero:
             target = unrolled_target(
                 window._replace(action=window.action.policy),
                 unrescale(next_value, self.rescale_epsilon),
-                discount=self.discount,
+                discount=discount,
                 num_steps=self.n_step,
                 model_steps=self.model_steps,
             )
@@ -137,7 +147,7 @@ class MuZero:
             return Categorical(only_legal(logits, obs))
 
         def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(prior(params, obs), key), carry
+            return choose(prior(params, obs), key, 1 + is_game), carry
 
         def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
             return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
@@ -146,12 +156,14 @@ class MuZero:
             if not self.act_simulations:
                 return choose_action(state.params, obs, key, ())[0]
             action, policy = searched(state, obs)
-            return action if key is None else choose(Categorical(jnp.log(policy)), key)
+            return action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
             """What a search without noise finds, which is the same with every key."""
-            keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[:1])
-            return searcher(self, model, self.act_simulations, 0.0)(state.params, keys, obs)
+            search = searcher(self, model, self.act_simulations, 0.0, discount)
+            search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # who waits has one action
+            keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
+            return search(state.params, keys, obs)
 
         rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), model.init, gradients, choose_action)
         replayer = replaying(self, buffer, rule, num_envs)
@@ -166,13 +178,13 @@ class MuZero:
 
         @fragment(role="env")
         def env_step(env_state, action):
-            return venv.step(env_state, action)
+            return played.step(env_state, action)
 
         pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
-            env_state, obs = venv.reset(env_key)
+            env_state, obs = played.reset(env_key)
             begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
             return begun._replace(env_state=env_state, obs=obs)
 
@@ -200,10 +212,11 @@ class MuZero:
             updates_per_iteration=self.num_updates,
             env=venv,
             probabilities=probabilities,
+            ranked=not is_game,  # the sum of both returns is 0
         )
 
 
-def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float) -> Search:
+def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> Search:
     """Makes the search of a config in a model, of so many steps of it and noise; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
@@ -212,8 +225,8 @@ def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_sc
         latent, reward = model.step(params, latent, action)
         logits, value = model.predict(params, latent)
         reward, value = (unrescale(x, config.rescale_epsilon) for x in (reward, value))
-        discount = jnp.full_like(reward, config.discount)
-        return mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=logits, value=value), latent
+        after = jnp.full_like(reward, discount)
+        return mctx.RecurrentFnOutput(reward=reward, discount=after, prior_logits=logits, value=value), latent
 
     def search_one(params: Any, key: jax.Array, obs: Any) -> tuple[jax.Array, jax.Array]:
         obs = jax.tree.map(lambda x: x[None], obs)
@@ -262,7 +275,7 @@ def unrolled_target(
     Args:
       window: the steps. `[S, B, ...]`
       next_value: values of the true successors. `[S, B]`
-      discount: discount factor per step.
+      discount: discount factor per step; negative if the players alternate.
       num_steps: rewards that a value sums up before it bootstraps.
       model_steps: steps of the model, `M`, at most `S - num_steps`.
 

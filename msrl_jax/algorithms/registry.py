@@ -102,17 +102,18 @@ def check_env(config: Any, env: Any) -> None:
                 f"jax_numpy_{setting}_promotion={value!r}: algorithms rely on the promotion of {setting}s; "
                 f"call this under jax.numpy_{setting}_promotion({default!r})"
             )
-    if envs.has_agents(env) == config.many_agents:
+    several = envs.has_agents(env)
+    if config.many_agents in (None, several):
         if has_privileged(env) and not config.privileged:
             takes = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
-            others = "the method global_state of environments of several agents" if config.many_agents else takes
+            others = "the method global_state of environments of several agents" if several else takes
             raise TypeError(
                 f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
                 f"does not take one; use {others}, or envs.Unprivileged(env)"
             )
         return
     name = env_name(env)
-    others = [n for n, c in ALGORITHMS.items() if c.many_agents != config.many_agents and c.offline == config.offline]  # type: ignore[attr-defined]
+    others = [n for n, c in ALGORITHMS.items() if c.many_agents in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
     if config.many_agents:
         fact = f"algorithm {config.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
     else:

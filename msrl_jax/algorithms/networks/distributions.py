@@ -145,9 +145,9 @@ def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: ja
     return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
 
 
-def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:
-    """Actions of a batch `[E]`: drawn with one key for the batch, or the most probable ones if `key` is None."""
-    return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[0]))
+def choose(policy: Distribution, key: jax.Array | None, batch_dims: int = 1) -> jax.Array:
+    """Actions of a batch `[E]`, or `[E, A]` of agents: drawn with one key for all, or the most probable ones if it is None."""
+    return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[:batch_dims]))
 
 
 def _invert(logits: jax.Array, uniform: jax.Array) -> jax.Array:
