@@ -73,6 +73,10 @@ CASES = {
         **REPLAY, "num_epochs": None, "num_minibatches": None, "learning_starts": None, "trace_length": None,
         "mixing_size": None, "hyper_size": None, "num_simulations": 4, "network": "mlp",
     }),
+    "muzero": ("muzero", {
+        **REPLAY, "num_epochs": None, "num_minibatches": None, "trace_length": None, "mixing_size": None, "hyper_size": None,
+        "num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8, "network": "mlp",
+    }),
     "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru", "memory_size": 8}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
@@ -88,7 +92,7 @@ ITERATIONS = 3
 def agent_and_reference(case):
     """The agent, its first state, and the states and metrics of plain `jit(scan)`."""
     algo, options = CASES[case]
-    game = {"self_play": "KuhnPoker", "alphazero": "pgx:tic_tac_toe"}.get(algo)
+    game = {"self_play": "KuhnPoker", "alphazero": "pgx:tic_tac_toe", "muzero": "pgx:tic_tac_toe"}.get(algo)
     agent = build(algo, msrl.envs.make(game) if game else Homes(), **options)
 
     def step(state, _):
