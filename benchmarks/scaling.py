@@ -4,7 +4,8 @@ The devices need not be there: `pip install 'jax[tpu]'` brings the compiler for 
 
     python benchmarks/scaling.py --devices tpu:v6e:1x1 tpu:v6e:2x2 tpu:v6e:4x4 tpu:v6e:8x8 --out scaling
 
-writes scaling.json and scaling.md. Environments grow with the devices, unless `--config` has `num_envs`. `--svg FILE --rows A.json B.json` draws such files.
+writes scaling.json and scaling.md. Environments grow with the devices, unless `--config` has `num_envs`. `--svg FILE --rows
+A.json B.json` draws such files.
 """
 
 import argparse

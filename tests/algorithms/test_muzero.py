@@ -244,19 +244,6 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
     assert same[:8].mean() < 0.6 and low <= same[8:].mean() <= high
 
 
-def test_search_and_learning_are_apart_with_one_word():
-    agent = make_still("muzero", msrl.envs.make("CartPole-v1"), **SMALL)
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=1)
-    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:5])
-    plan = program.explain()
-    placed = {f.name: f.placement for f in plan.fragments}
-    assert placed["search"] == placed["env_step"] == "actors" and placed["gradients"] == "learners"
-    # A step: two observations, an action, two probabilities, a reward and two flags, of 8 environments and 4 steps.
-    up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
-    assert 32 * (2 * 16 + 4 + 8 + 4 + 2) <= up <= 32 * (2 * 16 + 4 + 8 + 4 + 2) + 256
-
-
 def test_trees_take_what_is_said(monkeypatch):
     """The bytes that are checked against the memory are those of mctx's trees."""
     found, search = [], mctx.gumbel_muzero_policy
