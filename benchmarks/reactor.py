@@ -1,9 +1,9 @@
 """Host simulators, parallel Q-learning and the inference of several agents beside Ray's actors, on the same cores.
 
 These are the four comparisons with Ray's actors that Reactor (Lingua Franca, arXiv 2312.04704) reports, with msrl_jax in its
-place, and a stand-in for Atari.
+place. Atari's Pong wants `pip install ale-py` on both sides; frames of its size stand in for Atari games that cost nothing.
 
-    python3.11 -m venv /tmp/rllib && /tmp/rllib/bin/pip install ray==2.60.0 gymnasium==1.2.2
+    python3.11 -m venv /tmp/rllib && /tmp/rllib/bin/pip install ray==2.60.0 gymnasium==1.2.2 ale-py==0.12.1
     python benchmarks/reactor.py --ray /tmp/rllib/bin/python --json benchmarks/results/reactor.json --docs docs/claims.md
 
 All take turns. Without `--ray`, msrl_jax alone is measured.
@@ -12,12 +12,14 @@ All take turns. Without `--ray`, msrl_jax alone is measured.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,10 +35,12 @@ from msrl_jax.report.provenance import commit
 HOST, DEVICE, STEP, UNROLL = "msrl_jax", "msrl_jax, all of it in JAX", "Ray, a call per step", "Ray, a call per unroll"
 COLUMNS = (HOST, DEVICE, STEP, UNROLL)
 TWO = {"num_envs": 16, "num_workers": 2, "unroll_length": 32}
+PONG, GRAY = "ale_py:ALE/Pong-v5", {"obs_type": "grayscale"}
 LAKE, FIRM = "gymnasium:FrozenLake-v1:is_slippery=False,num_workers=2", {"is_slippery": False}
 SETTINGS = [
     Setting("simulate", "gymnasium:CartPole-v1:num_workers=2", TWO | {"peer_env": "CartPole-v1"}),
     Setting("simulate", "reactor:frames", TWO | {"peer_env": "frames"}),
+    Setting("simulate", "reactor:pong", TWO | {"peer_env": PONG, "params": GRAY}),
     *(Setting("q_learning", LAKE, TWO | {"peer_env": "FrozenLake-v1", "params": FIRM, "unroll_length": n}) for n in (1, 32)),
     *(Setting("inference", f"{n} agents", {"agents": n, "num_envs": 1, "unroll_length": 128}) for n in (2, 8)),
 ]  # fmt: skip
@@ -46,6 +50,11 @@ _CHUNK = 128  # steps of each environment between two readings of the metrics
 def frames() -> msrl.envs.GymnasiumEnvironment:
     """The stand-in for Atari, in two worker processes."""
     return msrl.envs.GymnasiumEnvironment(Frames, "frames", num_workers=2)
+
+
+def pong() -> msrl.envs.GymnasiumEnvironment:
+    """Atari's Pong, in two worker processes."""
+    return msrl.envs.GymnasiumEnvironment(functools.partial(gymnasium.make, PONG, **GRAY), "pong", num_workers=2)
 
 
 class Lake:
