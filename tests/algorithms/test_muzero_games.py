@@ -12,9 +12,10 @@ from msrl_jax.algorithms.muzero import searcher
 from msrl_jax.algorithms.networks.latent_model import LatentModel
 from msrl_jax.envs.games import KuhnPoker
 from msrl_jax.experiment import DivergedError, match, minimax, with_search
+from msrl_jax.experiment.matches import _of_result
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
-from tests.support.tic_tac_toe import perfect
+from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
 SMALL = {
@@ -161,5 +162,11 @@ def test_an_agent_plays_both_seats_and_searches_in_them(game, tmp_path):
 
 
 @pytest.mark.slow
-def test_tic_tac_toe_is_learned_without_its_rules():
-    raise NotImplementedError(perfect)
+def test_tic_tac_toe_is_never_lost_by_who_has_learned_its_rules(game):
+    """1,000 games against perfect play, and all games that any opponent can play, on both sides."""
+    options = {"hidden_sizes": (128, 128), "latent_size": 128, "reward_coef": 100.0, "value_coef": 30.0, "value_scale": 0.1,
+               "discount": 1.0, "random_share": 0.3, "network": "mlp"}  # fmt: skip
+    result = msrl.train("muzero", GAME, total_steps=400_000, eval_episodes=1, devices=jax.devices()[:1], **options)
+    outcome = match(game, result, perfect(), games=1000)
+    assert outcome.losses == 0 and outcome.finished.all()
+    assert all(lost_games(game, _of_result(result, game), seat=seat)[1] == 0 for seat in (0, 1))
