@@ -152,7 +152,7 @@ class AlphaZero:
 
             def step(loop, keys):
                 env_state, obs = loop
-                action, example, move = search_moves(acting_params, keys, env_state.env_state, obs)
+                action, example, move = search_moves(acting_params, keys, venv.states(env_state), obs)
                 env_state, obs, outcome = env_step(env_state, action)
                 return (env_state, obs), (example, move, outcome)
 

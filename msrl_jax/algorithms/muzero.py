@@ -107,7 +107,7 @@ class MuZero:
         action_space, num_envs = check_discrete("MuZero", env.action_space), self.num_envs
         if is_game := envs.has_agents(env):
             venv: Any = vectorize_turns("muzero", env, num_envs)
-            played: Any = OneMover(venv)
+            played: Any = OneMover(venv, env)
             observation, discount = player_observation(venv), -self.discount
         else:
             venv = played = envs.EpisodeStatistics(envs.vectorize(env, num_envs))

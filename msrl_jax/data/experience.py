@@ -100,6 +100,10 @@ class RecordedVectorEnvironment(VectorWrapper):
 
     agents, num_agents, teams, state_size = map(of_env, ("agents", "num_agents", "teams", "state_size"))
 
+    def states(self, state: RecordedState) -> PyTree:
+        """See `VectorizedAgents`."""
+        return self.env.states(state.env_state)  # type: ignore[attr-defined]
+
     def global_state(self, state: RecordedState, obs: PyTree) -> jax.Array:
         """See `VectorizedAgents`."""
         return self.env.global_state(state.env_state, obs)  # type: ignore[attr-defined]

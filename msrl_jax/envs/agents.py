@@ -113,6 +113,10 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         sums = per_agent, per_env, per_agent, per_env, per_env
         return AgentsState(key, env_state, absent, *sums, source, metrics.begin(self, self.num_envs)), obs
 
+    def states(self, state: AgentsState) -> PyTree:
+        """The states of the environments themselves. `[E, ...]`"""
+        return state.env_state
+
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
         """The global states, given the observations that belong to the state. `[E, S]` float32."""
         return jax.vmap(self._global_state)(state.env_state, unmasked(obs))

@@ -57,7 +57,7 @@ class _Masked(Wrapper):
         return state, MaskedObservation(obs, after), reward, terminated, truncated
 
 
-# Three functions, because the name of the function that makes a nan tells what went wrong.
+# Functions of their own, because the name of the function that makes a nan tells what went wrong.
 def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
     """The reward, or nan if an observation without a legal action is found."""
     return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # -0.0 changes no reward
@@ -68,6 +68,11 @@ def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
     return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
 
 
+def no_such_player(reward: jax.Array, happened: jax.Array) -> jax.Array:
+    """The reward, or nan if it was the turn of a player who is neither 0 nor 1."""
+    return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
+
+
 def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
     """The reward, or nan if the player who moved is to move again, where turns have to alternate."""
     return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
@@ -76,6 +81,7 @@ def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
 FAULTS = {
     no_legal_action.__name__: "gave an observation without a legal action",
     illegal_action.__name__: "was given an illegal action",
+    no_such_player.__name__: "has a to_move(state) that returned neither 0 nor 1",
     moved_twice.__name__: "let a player move twice in a row (turns alternate in games for muzero; not in those for alphazero)",
 }
 """What a nan means, by the name of the function that made it."""

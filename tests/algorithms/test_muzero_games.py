@@ -10,6 +10,7 @@ from msrl_jax.algorithms import MuZero
 from msrl_jax.algorithms.loops.turns import OneMover, vectorize_turns
 from msrl_jax.algorithms.muzero import searcher
 from msrl_jax.algorithms.networks.latent_model import LatentModel
+from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs.games import KuhnPoker
 from msrl_jax.experiment import DivergedError, match, minimax, with_search
 from msrl_jax.experiment.matches import _of_result
@@ -31,7 +32,7 @@ def game():
 
 def test_whoever_is_to_move_acts_sees_and_is_paid(game):
     """The first of two games is won by who began it, the second is drawn; then both begin anew."""
-    venv = OneMover(vectorize_turns("muzero", game, 2))
+    venv = OneMover(vectorize_turns("muzero", game, 2), game)
     state, obs = jax.jit(venv.reset)(jax.random.key(3))
     step, plain = jax.jit(venv.step), jax.jit(game.step)
     alone = [jax.tree.map(lambda x, e=e: x[e], state.env_state) for e in range(2)]
@@ -76,10 +77,59 @@ class Twice:
         return jnp.array([[True, True], [True, False]])
 
 
-def test_turns_have_to_alternate():
-    venv = OneMover(vectorize_turns("muzero", Twice(), 2))
-    _, t = venv.step(venv.reset(jax.random.key(0))[0], jnp.zeros(2, jnp.int32))
+class Unknown(Twice):
+    """A game with players 1 and 2."""
+
+    def to_move(self, state):
+        return state % 2 + 1
+
+
+class CutOff(Twice):
+    """A game that is cut off before the turn passes."""
+
+    def step(self, key, state, action):
+        return *super().step(key, state, action)[:4], jnp.asarray(True)
+
+
+@pytest.mark.parametrize("game", [Twice(), Unknown(), CutOff()])
+def test_the_turns_of_both_players_have_to_alternate(game):
+    venv = OneMover(vectorize_turns("muzero", game, 2), game)
+    state = venv.reset(jax.random.key(0))[0]
+    for _ in range(2):
+        state, t = venv.step(state, jnp.zeros(2, jnp.int32))
     assert np.isnan(t.reward).all()
+
+
+class Constant(Twice):
+    """A game whose `to_move` is no array."""
+
+    def to_move(self, state):
+        return 0
+
+
+def test_who_is_to_move_is_an_array():
+    with pytest.raises(ValueError, match=r"Constant\.to_move returned .*; return an array int32\[\], 0 or 1"):
+        vectorize_turns("muzero", Constant(), 2)
+
+
+def test_the_steps_of_games_are_recorded(game):
+    """What both players see, and both actions, as of other algorithms for several agents."""
+    venv = OneMover(vectorize_turns("muzero", RecordedEnvironment(game, 4), 2), game)
+    state, obs = venv.reset(jax.random.key(0))
+    player = venv.env.states(state).current_player
+    after, t = venv.step(state, jnp.array([3, 4]))
+    np.testing.assert_array_equal(after.rows.action[0][jnp.arange(2), player], [3, 4])
+    np.testing.assert_array_equal(after.rows.action[0][jnp.arange(2), 1 - player], [9, 9])
+    np.testing.assert_array_equal(after.rows.obs.obs[0][jnp.arange(2), player], obs.obs)
+    np.testing.assert_array_equal(after.obs.obs[jnp.arange(2), 1 - player], t.obs.obs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["muzero", "alphazero"])
+def test_a_run_of_a_game_is_recorded(algo, tmp_path):
+    options = SMALL if algo == "muzero" else {k: SMALL[k] for k in ("num_envs", "unroll_length", "batch_size", "capacity")}
+    msrl.train(algo, GAME, total_steps=128, eval_episodes=0, record=tmp_path / "r.npz", **options)
+    assert len(msrl.data.load(tmp_path / "r.npz").reward) == 128
 
 
 @pytest.mark.slow

@@ -3,38 +3,52 @@
 In the shape descriptions, `E` denotes the number of games.
 """
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import emitted, env_name, is_on_host
-from msrl_jax.envs.masks import moved_twice, turn_actions
+from msrl_jax.envs.base import Stepped, emitted, env_name, is_on_host
+from msrl_jax.envs.masks import moved_twice, no_such_player, turn_actions
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Turns(EnvironmentWrapper):
-    """A game whose global state is who is to move, which is then known before a reset, too."""
+    """A game whose global state is who is to move, which is then known before a reset, too.
+
+    The rewards of a move are nan if it was the turn of neither player.
+    """
 
     env: Any
+
+    def step(self, key: jax.Array, state: Any, action: Any) -> Stepped:
+        """Plays a move."""
+        player = self.env.to_move(state)
+        state, obs, reward, terminated, truncated = self.env.step(key, state, action)
+        return state, obs, no_such_player(reward, (player != 0) & (player != 1)), terminated, truncated
 
     def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
         """The player to move. `[1]` float32"""
         return self.env.to_move(state)[None].astype(jnp.float32)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OneMover:
-    """Parallel games of `Turns` in which whoever is to move acts: observations, actions and rewards are of that player.
+    """Parallel copies of a game in which whoever is to move acts: observations, actions and rewards are of that player.
 
     What follows a move is seen by the other player, so its worth to the one who moved is that to the other with the sign
     changed. A game in which one player moves twice in a row gets a reward of nan.
+
+    Attributes:
+      env: the copies, by `vectorize_turns`.
+      game: the game.
     """
 
     env: VectorizedAgents
+    game: Any
 
     def reset(self, key: jax.Array) -> tuple[Any, Any]:
         """Starts all games; returns the state and what the players to move see. `[E, ...]`"""
@@ -43,21 +57,23 @@ class OneMover:
 
     def step(self, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
         """Plays a move in every game, `[E]`, and begins games that ended anew."""
-        before, game = self._to_move(state), self.env.env
-        action = jax.vmap(lambda *x: turn_actions(game, *x))(state.env_state, before, action)
+        before = self._to_move(state)
+        action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), before, action)
         state, t = self.env.step(state, action)
         after, terminated = t.final_state[:, 0].astype(jnp.int32), t.terminated.all(-1)
-        reward = moved_twice(jnp.where(before == 0, *t.reward.T), (after == before) & ~t.ended)
+        reward = moved_twice(jnp.where(before == 0, *t.reward.T), (after == before) & ~terminated)
         obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, after)
         return state, TimeStep(obs, reward, terminated, t.truncated, final_obs)
 
     def _to_move(self, state: Any) -> jax.Array:
-        return jax.vmap(self.env.env.to_move)(state.env_state)  # type: ignore[attr-defined]
+        return jax.vmap(self.game.to_move)(self.env.states(state))
 
 
 def vectorize_turns(name: str, env: Any, num_envs: int) -> VectorizedAgents:
     """Makes parallel copies of a game, wrapped in `Turns`; raises what `check_turns` raises."""
     check_turns(name, env)
+    if hasattr(env, "vectorize") and hasattr(env, "env"):  # what records the steps of the copies
+        return dataclasses.replace(env, env=Turns(env.env)).vectorize(num_envs)
     return vectorize_agents(Turns(env), num_envs)  # type: ignore[arg-type]
 
 
@@ -69,12 +85,18 @@ def check_turns(name: str, env: Any) -> None:
             f"{name} searches in games whose states can be tried out or asked who is to move, but environment {game!r} is "
             "simulated on the host, where states cannot be tried out; write the game in JAX, or use ippo or self_play"
         )
-    if len(env.agents) != 2 or getattr(env, "to_move", None) is None or getattr(env, "action_mask", None) is None:
+    missing = [
+        f"no method {method}(state)" for method in ("to_move", "action_mask") if not callable(getattr(env, method, None))
+    ]
+    if len(env.agents) != 2 or missing:
         raise ValueError(
             f"{name} is for games of two players who move in turns and see the whole state, but environment {game!r} has "
-            f"{len(env.agents)} agents and not both methods to_move(state) and action_mask(state); use self_play, ippo or mappo"
+            f"{' and '.join([f'{len(env.agents)} agents', *missing])}; use self_play, ippo or mappo, or another game"
         )
     state, _ = emitted(env.reset)
+    player = jax.eval_shape(lambda state: env.to_move(state), state)
+    if not isinstance(player, jax.ShapeDtypeStruct) or player.shape or player.weak_type:
+        raise ValueError(f"{game}.to_move returned {player}; return an array int32[], 0 or 1")
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
         raise ValueError(
             f"{name} searches in games without chance, but the state of environment {game!r} holds a key; use self_play"
