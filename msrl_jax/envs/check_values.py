@@ -108,6 +108,8 @@ def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]
         after, t = venv.step(state, action)
         happened = t._asdict() | {"ended": t.ended, "mask": mask_of(t.obs), "had_mask": mask_of(obs)}
         happened |= {"obs": unmasked(t.obs), "final_obs": unmasked(t.final_obs)}
+        if _is_game(venv):
+            happened["to_move"] = jax.vmap(venv.env.to_move)(venv.states(after))
         if plain:
             step_key, _ = jax.random.split(jax.random.split(state.key[0])[1])
             one, action = jax.tree.map(lambda x: x[0], (state.env_state, action))
@@ -149,6 +151,20 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
         x = played["metrics"][..., k]
         if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # of which nan is a step without an answer
             yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps"
+
+
+    if (player := played.get("to_move")) is None:
+        return
+    if (bad := ~np.isin(player, (0, 1))).any():
+        yield f"{name}.to_move is {player[bad].flat[0]} in a game that goes on; return 0 or 1, the number of an agent"
+    if (bad := ~np.isclose(reward.sum(-1), 0, atol=1e-5)).any():
+        total = reward.sum(-1)[bad].flat[0]
+        yield f"the rewards of {name}.step sum to {total:g}; what one player of a game wins, the other loses"
+
+
+def _is_game(venv: Any) -> bool:
+    """Whether two players move in turns, as algorithms that search ask for."""
+    return has_agents(venv) and len(venv.agents) == 2 and callable(getattr(getattr(venv, "env", None), "to_move", None))
 
 
 def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:

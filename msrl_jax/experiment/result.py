@@ -141,7 +141,7 @@ class Result:
             return 0
         last, by = self.evaluation, self.experiment.rank_by
         if not self.experiment.is_ranked:
-            raise ValueError(f"{UNRANKED}; name one, member=0")
+            raise ValueError(f"{UNRANKED}; name one, member=0, or take it with result.select(member=0)")
         if self.behavior.agent.unit == "updates" and by == "return":
             if "validation_loss" not in self.history:
                 raise ValueError(

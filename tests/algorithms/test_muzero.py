@@ -289,7 +289,7 @@ def test_environments_that_do_not_fit_are_refused(monkeypatch):
         MuZero().build(msrl.envs.make("CartPole-v1"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
     """What it plays is the search of training without noise; after a short run, it earns much more than its network alone."""
     result = msrl.train("muzero", "CartPole-v1", total_steps=10_000, seed=10001, eval_episodes=1, devices=jax.devices()[:1])
@@ -318,7 +318,7 @@ def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
         with_search(result, member=1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_exactly(tmp_path):
     options = {**SMALL, "total_steps": 10 * 32, "actor_period": 2, "eval_episodes": 1}
     whole = msrl.train("muzero", "CartPole-v1", **options)

@@ -115,6 +115,31 @@ def test_what_is_wrong_is_named(kind, capfd):
     capfd.readouterr()
 
 
+class Unfair:
+    """A game of players 1 and 2 in which nobody loses."""
+
+    agents, observation_space, action_space = ("one", "two"), envs.Box(0, 9, (1,)), envs.Discrete(2)
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.zeros((2, 1))
+
+    def step(self, key, state, action):
+        return state + 1, jnp.full((2, 1), state + 1.0), jnp.array([1.0, 0.0]), jnp.full(2, state >= 5), jnp.asarray(False)
+
+    def to_move(self, state):
+        return state % 2 + 1
+
+    def action_mask(self, state):
+        return jnp.array([[True, True], [True, False]])
+
+
+def test_the_turns_and_the_rewards_of_games_are_checked():
+    assert envs.check(Unfair(), steps=10, num_envs=2).problems == (
+        "Unfair.to_move is 2 in a game that goes on; return 0 or 1, the number of an agent",
+        "the rewards of Unfair.step sum to 1; what one player of a game wins, the other loses",
+    )
+
+
 def test_pooled_resets_hide_nothing():
     report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
     assert any(re.match(BROKEN[Rounding], problem) for problem in report.problems), report
