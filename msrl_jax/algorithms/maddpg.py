@@ -28,7 +28,7 @@ from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_b
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
-from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
@@ -157,8 +157,7 @@ class MADDPG:
             output = outputs(params["actor"], obs.obs)
             if not discrete:
                 return jnp.tanh(output), carry
-            policy = Categorical(only_legal(output, obs.obs))
-            return policy.mode() if key is None else policy.sample(jax.random.split(key, output.shape[:2])), carry
+            return choose(Categorical(only_legal(output, obs.obs)), key, 2), carry
 
         def explore(
             params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry

@@ -19,6 +19,7 @@ from msrl_jax.experiment import match, with_search
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.searches import apart
 from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
@@ -150,16 +151,8 @@ def test_learning_follows_the_search(game):
 
 def test_search_stays_where_the_games_are(game):
     """With search and learning apart, parameters go one way, and positions with what they teach the other; no game does."""
-    agent = build(game)
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=1)
-    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:5])
-    plan = program.explain()
-    placed = {f.name: f.placement for f in plan.fragments}
-    assert placed["search"] == placed["env_step"] == "actors" and placed["gradients"] == "learners"
-    assert not [c for c in plan.crossings if "env_state" in c.value]
+    plan, up = apart(build(game))
     # A position: 18 numbers, 10 legal actions, 10 probabilities and a value, of 8 games and 4 steps.
-    up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
     assert 32 * (18 * 4 + 10 + 10 * 4 + 4) <= up <= 32 * (18 * 4 + 10 + 10 * 4 + 4) + 256
     assert plan.bytes_of_collectives["actors"] < 64, "only sums of episodes"
 

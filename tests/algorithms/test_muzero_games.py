@@ -1,4 +1,4 @@
-"""MuZero in games of two players: who acts and is paid, what a search finds two moves ahead, what crosses, what is refused."""
+"""MuZero in games of two players: who acts and is paid, what a search makes of replies, what crosses, what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from msrl_jax.experiment import DivergedError, match, minimax, with_search
 from msrl_jax.experiment.matches import _of_result
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.searches import apart
 from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
@@ -169,16 +170,8 @@ def test_what_a_move_lets_the_other_player_win_counts_against_it():
 
 def test_search_and_learning_are_apart_with_one_word(game):
     """With search where the games are and learning elsewhere, steps of who is to move go to the learner, and no game does."""
-    agent = make_still("muzero", game, **SMALL)
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=1)
-    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:5])
-    plan = program.explain()
-    placed = {f.name: f.placement for f in plan.fragments}
-    assert placed["search"] == placed["env_step"] == "actors" and placed["gradients"] == "learners"
-    assert not [c for c in plan.crossings if "env_state" in c.value]
+    _, up = apart(make_still("muzero", game, **SMALL))
     # A step: two views of 18 numbers and 10 legal actions, an action, 10 probabilities, a reward and two flags, of 8 games.
-    up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
     assert 32 * (2 * (18 * 4 + 10) + 4 + 40 + 4 + 2) <= up <= 32 * (2 * (18 * 4 + 10) + 4 + 40 + 4 + 2) + 256
 
 

@@ -356,5 +356,4 @@ def test_a_trained_agent_plays_greedily_with_its_memory_and_the_figure_has_a_cur
 def test_archer_ends_above_filtered_cloning_and_below_ppo():
     """On average above: single seeds may not be. Other rounding is another sample, which fails in about one of twenty cases."""
     end = {name: example.in_the_end(example.train(name, 5).history["episode_return"]) for name in example.NAMES}
-    print(end)
     assert end["archer"].mean() > end["cloning"].mean() and (end["ppo"] > end["archer"] + 0.5).all()
