@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -58,7 +58,16 @@ class Setting:
         return label + f", {self.seeds} seeds" * (self.seeds > 1)
 
 
-_S = TypeVar("_S", bound=Setting)
+class Labelled(Protocol):
+    """What has a name in a table."""
+
+    @property
+    def label(self) -> str:
+        """The name."""
+        ...
+
+
+_S = TypeVar("_S", bound=Labelled)
 
 
 class Peer:

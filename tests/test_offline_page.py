@@ -15,8 +15,8 @@ from msrl_jax.report.statistics import Estimate
 PAGE = "# Offline\n\n<!-- offline: begin -->\nold\n<!-- offline: end -->\n"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_tiny_runs_are_scored_and_ranked_as_by_hand(env, tmp_path, monkeypatch, capsys):
     page, record, svg = (tmp_path / name for name in ("offline.md", "offline.json", "offline.svg"))
     page.write_text(PAGE)

@@ -508,6 +508,10 @@ def test_search(run_sections):
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
     _, output = run_sections(SEARCH, "Ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
+
+
+@pytest.mark.slow
+def test_search_in_a_learned_model(run_sections):
     _, output = run_sections(SEARCH, "MuZero", episodes=2)
     assert output.count("Evaluation(2 episodes") == 2
 

@@ -175,9 +175,18 @@ def test_search_and_learning_are_apart_with_one_word(game):
     assert 32 * (2 * (18 * 4 + 10) + 4 + 40 + 4 + 2) <= up <= 32 * (2 * (18 * 4 + 10) + 4 + 40 + 4 + 2) + 256
 
 
+class Dice(Twice):
+    """A game of chance."""
+
+    def step(self, key, state, action):
+        state, obs, *rest = super().step(key, state, action)
+        return state, obs + jax.random.uniform(key), *rest
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
+        (Dice(), r"muzero searches in games without chance, but Dice\.step uses its key; use self_play"),
         (Homes(), r"muzero is for games of two players who move in turns .* 'Homes' has 3 agents .* use self_play"),
         (KuhnPoker(), r"muzero is for games of two players who move in turns and see .* but environment 'KuhnPoker'"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._compat import used_inputs
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import Stepped, emitted, env_name, is_on_host
 from msrl_jax.envs.masks import moved_twice, no_such_player, turn_actions
@@ -101,6 +102,9 @@ def check_turns(name: str, env: Any) -> None:
         raise ValueError(
             f"{name} searches in games without chance, but the state of environment {game!r} holds a key; use self_play"
         )
+    key, action = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros(2, jnp.int32)))
+    if used_inputs(jax.make_jaxpr(env.step)(key, state, action).jaxpr)[0]:
+        raise ValueError(f"{name} searches in games without chance, but {game}.step uses its key; use self_play")
 
 
 def player_observation(env: VectorizedAgents) -> Any:
