@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._compat import drop_unused, jaxprs_in
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host, of_env
 
@@ -78,6 +79,9 @@ def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
     return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
 
 
+_DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+"""The primitives that make random numbers of keys, typed ones and others."""
+
 FAULTS = {
     no_legal_action.__name__: "gave an observation without a legal action",
     illegal_action.__name__: "was given an illegal action",
@@ -92,7 +96,8 @@ def check_played(env: Any, reward: np.ndarray) -> None:
     if has_masks(env) and (bad := int(np.isnan(reward).sum())):
         raise ValueError(
             f"{env_name(env)} gave {bad} of {np.size(reward)} rewards or returns as nan: an observation had no legal action, "
-            "or a reward was nan. Every observation needs a legal action, unless the step before it terminated the episode"
+            "an action was illegal, or a reward was nan. Every observation needs a legal action, unless the step before it "
+            "terminated the episode"
         )
 
 
@@ -125,6 +130,13 @@ def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     count = jnp.cumsum(mask)
     which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
     return jnp.argmax(count > which).astype(jnp.int32)
+
+
+def draws(game: Any) -> bool:
+    """Whether what a step of a game of two players returns depends on numbers that the step draws: a game of chance."""
+    key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
+    used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
+    return any(eqn.primitive.name in _DRAWING for body in jaxprs_in(used) for eqn in body.eqns)
 
 
 def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from msrl_jax._checks import check_seed, whole
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import check_played, mask_of, sample_legal, turn_actions
+from msrl_jax.envs.masks import check_played, draws, mask_of, sample_legal, turn_actions
 from msrl_jax.experiment.evaluate import MAX_STEPS
 from msrl_jax.experiment.result import Result
 from msrl_jax.fragments.runtime.executables import Fitting
@@ -85,7 +85,7 @@ class Match:
 
 
 class _Games(NamedTuple):
-    """The games of a match; `running` marks those that have not ended."""
+    """The games of a match; `running` marks those that have not ended, `outside` those with an action out of range."""
 
     step: jax.Array
     env_state: Any
@@ -93,6 +93,7 @@ class _Games(NamedTuple):
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
+    outside: jax.Array
 
 
 def match(
@@ -128,20 +129,21 @@ def match(
     game: Any = envs.make(env) if isinstance(env, str) else env
     if len(getattr(game, "agents", ())) != 2:
         raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
-    games, random_moves = whole("games", games), whole("random_moves", random_moves, least=0)
+    games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
+    max_steps = whole("max_steps", max_steps, most=2**31 - 1)
     players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
-    is_first_seat = jnp.arange(games) < (games + 1) // 2
 
     def play(params: Any, key: jax.Array) -> dict[str, jax.Array]:
+        is_first_seat = jnp.arange(games) < (games + 1) // 2
         key, reset_key = jax.random.split(key)
         env_state, obs = venv.reset(reset_key)
         first = jax.vmap(game.to_move)(env_state.env_state) == 0 if hasattr(game, "to_move") else jnp.bool(True)
 
         def step(g: _Games) -> _Games:
-            keys = jax.random.split(jax.random.fold_in(key, g.step), (3, games))
+            outside, keys = g.outside, jax.random.split(jax.random.fold_in(key, g.step), (3, games))
             both = zip(players, params, keys, strict=False)
             mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in both)
             seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
@@ -149,18 +151,24 @@ def match(
             if random_moves:
                 drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
                 action = jnp.where(g.step < random_moves, drawn, action)
+            if hasattr(game.action_space, "n"):  # an index out of range would be taken for the nearest one
+                outside |= g.running & ((action < 0) | (action >= game.action_space.n)).any(-1)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
-            return _Games(g.step + 1, env_state, t.obs, returns, g.lengths + g.running, g.running & ~t.ended)
+            return _Games(g.step + 1, env_state, t.obs, returns, g.lengths + g.running, g.running & ~t.ended, outside)
 
-        start = _Games(jnp.int32(0), env_state, obs, jnp.zeros(games), jnp.zeros(games, jnp.int32), jnp.ones(games, bool))
+        none = jnp.zeros(games, bool)
+        start = _Games(jnp.int32(0), env_state, obs, jnp.zeros(games), jnp.zeros(games, jnp.int32), ~none, none)
         end = jax.lax.while_loop(lambda g: g.running.any() & (g.step < max_steps), step, start)
         began = jnp.broadcast_to(first, (games,)) == is_first_seat
-        return {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
+        found = {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
+        return found | {"outside": end.outside}
 
     program = Fitting(jax.jit(play), f"a match of {games:,} games at once", "Play fewer games; several matches play as many")
     played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
+    if outside := int(played.pop("outside").sum()):
+        raise ValueError(f"a player gave an action that is not in {game.action_space} in {outside} of {games} games; mend it")
     check_played(game, played["returns"])
     return Match(**played)
 
@@ -259,12 +267,14 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
       The player.
 
     Raises:
-      ValueError: if the depth is out of range, or the game has not these methods.
+      ValueError: if the depth is out of range, the game has not these methods, or its steps draw random numbers.
     """
     game: Any = envs.make(env) if isinstance(env, str) else env
     depth = whole("depth", depth)
     if getattr(game, "to_move", None) is None or getattr(game, "action_mask", None) is None:
         raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} has not both")
+    if draws(game):
+        raise ValueError(f"minimax looks ahead in games without chance, but {env_name(game)}.step draws random numbers")
     actions = jnp.arange(game.action_space.n)
 
     def values(key: jax.Array, state: Any, depth: int) -> jax.Array:

@@ -162,6 +162,8 @@ def train(
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
+            if actors_at is not None and is_auto(policy):
+                raise ValueError('policy="auto" compares policies without actors in other processes; leave out one of the two')
             if actors_at is not None and (record is not None or experiment.guard == "rollback"):
                 given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
                 raise ValueError(f"{given} needs the environments, which are with the actors; leave it out, or actors_at")

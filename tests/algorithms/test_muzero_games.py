@@ -12,6 +12,7 @@ from msrl_jax.algorithms.muzero import searcher
 from msrl_jax.algorithms.networks.latent_model import LatentModel
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs.games import KuhnPoker
+from msrl_jax.envs.masks import draws
 from msrl_jax.experiment import DivergedError, match, minimax, with_search
 from msrl_jax.experiment.matches import _of_result
 from tests.support.agents import make_still
@@ -183,10 +184,38 @@ class Dice(Twice):
         return state, obs + jax.random.uniform(key), *rest
 
 
+class Coin(Twice):
+    """A game of chance, whose dice are a key of another kind in its state."""
+
+    def reset(self, key):
+        return jax.random.key_data(key), jnp.zeros((2, 1))
+
+    def step(self, key, state, action):
+        state, toss = jax.random.split(jax.random.wrap_key_data(state))
+        reward = jnp.where(jax.random.bernoulli(toss), 1.0, -1.0) * jnp.array([1.0, -1.0])
+        return jax.random.key_data(state), jnp.zeros((2, 1)), reward, jnp.full(2, True), jnp.asarray(False)
+
+    def to_move(self, state):
+        return jnp.int32(0)
+
+
+class Passes(Twice):
+    """A game without chance that carries its key through a loop."""
+
+    def step(self, key, state, action):
+        number, _ = jax.lax.while_loop(lambda x: x[0] < 1, lambda x: (x[0] + 1, x[1]), (jnp.int32(0), key))
+        return super().step(key, state + number - 1, action)
+
+
+def test_a_key_that_is_passed_on_is_no_chance():
+    assert draws(Dice()) and draws(Coin()) and not draws(Passes())
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Dice(), r"muzero searches in games without chance, but Dice\.step uses its key; use self_play"),
+        (Coin(), r"muzero searches in games without chance, but Coin\.step draws random numbers; use self_play"),
+        (Dice(), r"muzero searches in games without chance, but Dice\.step draws random numbers; use self_play"),
         (Homes(), r"muzero is for games of two players who move in turns .* 'Homes' has 3 agents .* use self_play"),
         (KuhnPoker(), r"muzero is for games of two players who move in turns and see .* but environment 'KuhnPoker'"),
     ],

@@ -82,6 +82,10 @@ def test_who_cannot_play_is_refused():
         match(Homes(), always(0), always(0))
     with pytest.raises(ValueError, match="games=0: use an integer of at least 1"):
         match(game, perfect(), perfect(), games=0)
+    with pytest.raises(ValueError, match="max_steps=0: use an integer of at least 1"):
+        match("RockPaperScissors", always(0), always(0), max_steps=0)
+    with pytest.raises(ValueError, match=r"a player gave an action that is not in Discrete\(3\) in 4 of 4 games"):
+        match("RockPaperScissors", always(3), always(0), games=4)
     with pytest.raises(TypeError, match="a player is 3; give a run's result, or a Player"):
         match(game, perfect(), 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' has not both"):

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._compat import used_inputs
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import Stepped, emitted, env_name, is_on_host
-from msrl_jax.envs.masks import moved_twice, no_such_player, turn_actions
+from msrl_jax.envs.check_types import check_types, show
+from msrl_jax.envs.masks import draws, moved_twice, no_such_player, turn_actions
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 
@@ -94,17 +94,18 @@ def check_turns(name: str, env: Any) -> None:
             f"{name} is for games of two players who move in turns and see the whole state, but environment {game!r} has "
             f"{' and '.join([f'{len(env.agents)} agents', *missing])}; use self_play, ippo or mappo, or another game"
         )
+    check_types(env, several=True)
     state, _ = emitted(env.reset)
     player = jax.eval_shape(lambda state: env.to_move(state), state)
-    if not isinstance(player, jax.ShapeDtypeStruct) or player.shape or player.weak_type:
-        raise ValueError(f"{game}.to_move returned {player}; return an array int32[], 0 or 1")
+    if not isinstance(player, jax.ShapeDtypeStruct) or player.shape or player.weak_type or player.dtype.kind not in "iu":
+        raise ValueError(f"{game}.to_move returned {show(player)}; return an array int32[], 0 or 1")
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
         raise ValueError(
-            f"{name} searches in games without chance, but the state of environment {game!r} holds a key; use self_play"
+            f"{name} searches in games without chance, but the state of environment {game!r} holds a key; use self_play, "
+            "or leave the key out of the state"
         )
-    key, action = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros(2, jnp.int32)))
-    if used_inputs(jax.make_jaxpr(env.step)(key, state, action).jaxpr)[0]:
-        raise ValueError(f"{name} searches in games without chance, but {game}.step uses its key; use self_play")
+    if draws(env):
+        raise ValueError(f"{name} searches in games without chance, but {game}.step draws random numbers; use self_play")
 
 
 def player_observation(env: VectorizedAgents) -> Any:
