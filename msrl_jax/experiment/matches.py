@@ -206,8 +206,11 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
       wherever it acts: in `act`, evaluations, videos and exported policies; its history and last evaluation are the run's.
 
     Raises:
+      TypeError: if it is no result.
       ValueError: if the algorithm does not search, the number of simulations is out of range, or there is no such member.
     """
+    if not isinstance(result, Result):
+        raise TypeError(f"with_search takes a run's result, got {result!r}")
     config = result.config
     chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
     if hasattr(config, "act_simulations"):
