@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
@@ -59,7 +59,9 @@ class Setting:
 
 
 class Labelled(Protocol):
-    """What has a name in a table."""
+    """A dataclass that has a name in a table."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def label(self) -> str:
@@ -78,7 +80,7 @@ class Peer:
       about: versions, device, and the time to compile.
     """
 
-    def __init__(self, command: Sequence[str | Path], setting: Setting):
+    def __init__(self, command: Sequence[str | Path], setting: Labelled):
         """Starts the process, and waits until it has compiled."""
         command = [*command, "--setting", json.dumps(dataclasses.asdict(setting))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
