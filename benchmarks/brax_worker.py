@@ -62,7 +62,7 @@ def run(task: dict[str, Any], seed: int) -> dict[str, Any]:
     )
     steps, metrics = found[-1]
     greedy, seconds = float(metrics["eval/episode_reward"]), time.perf_counter() - start
-    return {"seed": seed, "return": greedy, "steps": int(steps), "seconds": seconds}
+    return {"return": greedy, "steps": int(steps), "seconds": seconds}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from comparison import Peer, Setting, chosen, machine, merge, our_versions, rewrite, spread
+from comparison import Peer, Setting, chosen, in_turns, machine, merge, our_versions, rewrite, spread, versions_of
 
 import msrl_jax as msrl
 from msrl_jax.experiment import Experiment
@@ -135,12 +135,7 @@ def returns(
         for column, env in environments(setting).items():
             turns[column] = lambda seed, env=env: reach(*made(setting, env, seed), target, **limits)
         turns[PEER] = lambda seed: other.ask(json.dumps({"seed": seed, "target": target} | dict(limits)))
-        found: dict[str, list[dict[str, Any]]] = {column: [] for column in turns}
-        for number, seed in enumerate(seeds):
-            for column in list(turns)[:: -1 if number % 2 else 1]:
-                found[column].append({"seed": seed} | turns[column](seed))
-                print(setting.label, column, found[column][-1], flush=True)
-        return {"returns": found, "target": target, "peer_versions": other.about["versions"]}
+        return {"returns": in_turns(setting.label, turns, seeds), "target": target, "peer_versions": other.about["versions"]}
 
 
 def _ratios(own: Sequence[float], others: Sequence[float]) -> str:
@@ -176,8 +171,7 @@ def tables(record: Mapping[str, Any]) -> str:
         cells += [_ratios(seconds[PEER], seconds[c]) if c in runs else "-" for c in (DEVICE, HOST)]
         lines.append(f"| {row['label']}, {row['target']:g} | {' | '.join(cells)} |")
     about = record["machine"]
-    named = {"msrl_jax": record["versions"], "RLlib": rows[0]["peer_versions"]}
-    versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
+    versions = versions_of(record, "RLlib")
     note = (
         "Medians, with the least and the greatest: of turns, and of seeds from 0 up. "
         f"{about['cores']} cores of {about['cpu']}, commit {', '.join(sorted({row['commit'] for row in rows}))}. {versions}."

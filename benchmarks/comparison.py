@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -220,6 +220,24 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     return new | {"rows": list(rows.values())}
 
 
+def versions_of(record: Mapping[str, Any], peer: str) -> str:
+    """The versions of msrl_jax and of a peer, and of what both build on, in one line."""
+    named = {"msrl_jax": record["versions"], peer: record["rows"][0]["peer_versions"]}
+    return "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
+
+
+def in_turns(
+    label: str, turns: Mapping[str, Callable[[int], dict[str, Any]]], seeds: Sequence[int]
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+    """What functions of a seed return for each of the seeds, by name, in turns of which every other one is in reverse order."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
+    for number, seed in enumerate(seeds):
+        for name in list(turns)[:: -1 if number % 2 else 1]:
+            found[name].append({"seed": seed} | turns[name](seed))
+            print(label, name, found[name][-1], flush=True)
+    return found
+
+
 def table(record: dict[str, Any]) -> str:
     """A record as Markdown: a table, and a paragraph on versions, machine and load."""
     peer = record["peer"]
@@ -232,9 +250,8 @@ def table(record: dict[str, Any]) -> str:
         others = "-" if row["others"] is None else f"{row['others']:.2f}"
         share = f"{row['ours'] * row['flops_per_step'] / peak:.0%}"
         lines.append(f"| {row['label']} | {cells} | {share} | {others} | {row['commit']} |")
-    machine, ours, theirs = record["machine"], record["versions"], record["rows"][0]["peer_versions"]
-    named = {"msrl_jax": ours, peer: theirs}
-    versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
+    machine = record["machine"]
+    versions = versions_of(record, peer)
     cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)} of {machine['cpu']}"
     about = f"Medians of {record['repeats']} turns of {record['seconds']:g} s, on {cores} ({machine['device']}). {versions}."
     return "\n".join([*lines, "", about])

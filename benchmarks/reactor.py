@@ -23,7 +23,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from comparison import Peer, Setting, chosen, machine, our_versions, rewrite, spread
+from comparison import Peer, Setting, chosen, machine, our_versions, rewrite, spread, versions_of
 from hosts import Simulating
 from jax.sharding import PartitionSpec as P
 from reactor_worker import DISCOUNT, EPSILON, STEP_SIZE, Frames, World, networks
@@ -201,8 +201,7 @@ def table(record: Mapping[str, Any]) -> str:
             cells.append(spread(np.divide(runs[a], runs[b]).tolist(), ",.2f") if both else "-")
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {row['load']:.1f} |")
     about = record["machine"]
-    named = {"msrl_jax": record["versions"], "Ray": record["rows"][0]["peer_versions"]}
-    versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
+    versions = versions_of(record, "Ray")
     return "\n".join([
         *lines, "",
         f"Medians of {record['repeats']} turns of {record['seconds']:g} s, with the least and the greatest; ratios are those "

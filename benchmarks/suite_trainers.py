@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison import Peer, chosen, machine, merge, our_versions, rewrite, spread
+from comparison import Peer, chosen, in_turns, machine, merge, our_versions, rewrite, spread, versions_of
 
 import msrl_jax as msrl
 from msrl_jax.report.provenance import commit
@@ -70,19 +70,15 @@ def ours(task: Task, seed: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     assert result.evaluation is not None
     greedy, steps = float(result.evaluation.means["eval_return"]), int(result.history["step"][-1])
-    return {"seed": seed, "return": greedy, "steps": steps, "seconds": seconds}
+    return {"return": greedy, "steps": steps, "seconds": seconds}
 
 
 def compare(task: Task, command: Sequence[str | Path], seeds: Sequence[int]) -> dict[str, Any]:
-    """A row of the record: the runs of both, in turns of which every other one is in reverse order."""
-    row: dict[str, Any] = {"label": task.label, **dataclasses.asdict(task), "ours": [], "theirs": []}
+    """A row of the record: the runs of both, in turns."""
     with Peer(command, task) as peer:
-        turns = {"ours": lambda seed: ours(task, seed), "theirs": peer.ask}
-        for number, seed in enumerate(seeds):
-            for name in list(turns)[:: -1 if number % 2 else 1]:
-                row[name].append(turns[name](seed))
-                print(task.label, name, row[name][-1], flush=True)
-        return row | {"commit": commit(), "peer_versions": peer.about["versions"]}
+        runs = in_turns(task.label, {"ours": lambda seed: ours(task, seed), "theirs": peer.ask}, seeds)
+        about = {"commit": commit(), "peer_versions": peer.about["versions"]}
+    return {"label": task.label, **dataclasses.asdict(task)} | runs | about
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -100,8 +96,7 @@ def tables(record: Mapping[str, Any]) -> str:
         steps = f"{np.median([run['steps'] for run in row['ours']]):,.0f}"
         lines.append(f"| {row['label']} | {steps} | {row['settings']['learning_rate']:g} | {' | '.join(cells)} |")
     about = record["machine"]
-    named = {"msrl_jax": record["versions"], "Brax": record["rows"][0]["peer_versions"]}
-    versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
+    versions = versions_of(record, "Brax")
     seeds = len(record["rows"][0]["ours"])
     note = (
         f"Medians of the seeds 0 to {seeds - 1}, with the least and the greatest. {about['cores']} cores of {about['cpu']}, "

@@ -18,14 +18,14 @@ WORKER = """\
     task = json.loads(sys.argv[sys.argv.index("--setting") + 1])
     print(json.dumps({"device": "cpu", "versions": {"brax": "0"}}), flush=True)
     for seed in map(json.loads, sys.stdin):
-        answer = {"seed": seed, "return": 10.0 * (seed + 1), "steps": task["total_steps"], "seconds": 3.0}
+        answer = {"return": 10.0 * (seed + 1), "steps": task["total_steps"], "seconds": 3.0}
         print(json.dumps(answer), flush=True)
     """
 
 
 def test_seeds_take_turns_and_fill_the_record_and_the_page(tmp_path, monkeypatch, capsys):
     def ours(task, seed):
-        return {"seed": seed, "return": 100.0 * (seed + 1), "steps": task.total_steps, "seconds": 2.0}
+        return {"return": 100.0 * (seed + 1), "steps": task.total_steps, "seconds": 2.0}
 
     page, record, worker = (tmp_path / name for name in ("page.md", "record.json", "brax_worker.py"))
     page.write_text(PAGE)

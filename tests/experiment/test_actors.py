@@ -295,6 +295,7 @@ def test_several_learners_share_an_actor(address):
         ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
         ({"actors_at": "0.0.0.0:7000"}, "set the variable MSRL_JAX_SECRET to the same text"),
+        ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
         ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
         ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),

@@ -88,6 +88,8 @@ def test_who_cannot_play_is_refused():
         match("RockPaperScissors", always(3), always(0), games=4)
     with pytest.raises(TypeError, match="a player is 3; give a run's result, or a Player"):
         match(game, perfect(), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="with_search takes a run's result, got 3"):
+        with_search(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' has not both"):
         minimax("KuhnPoker", 2)
     with pytest.raises(ValueError, match="depth=0: use an integer of at least 1"):
