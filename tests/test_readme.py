@@ -429,7 +429,7 @@ def test_networks_of_ones_own(run_sections):
     assert remembering["result"].description["config"]["core"] == "cores:fading"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_network_that_is_found(run_sections):
     (namespace,), _ = run_sections(RL_DARTS, "The method")
     supernet, again = (namespace[name].config.network for name in ("result", "again"))
@@ -502,10 +502,14 @@ def test_self_play(run_sections):
     assert 0 < float(output.splitlines()[-1]) < 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_search(run_sections):
     _, output = run_sections(SEARCH, TOP, games=20)
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
+
+
+@pytest.mark.long
+def test_ratings(run_sections):
     _, output = run_sections(SEARCH, "Ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
 
@@ -533,7 +537,7 @@ def test_an_environment_of_ones_own(run_sections):
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_goals_in_hindsight(run_sections):
     (maze,), _ = run_sections(ALGORITHMS, "Goals in hindsight", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")

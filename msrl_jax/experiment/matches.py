@@ -30,10 +30,12 @@ class Player:
       choose: `(params, keys [G], states [G, ...], obs [G, 2, ...]) -> actions [G, 2]`, which `jax.jit` can compile. States are
         those of the game, and observations have masks if the game names its legal actions.
       params: arrays that it needs.
+      game: name of the only game whose states it can read; None if it plays any.
     """
 
     choose: Callable[[Any, jax.Array, Any, Any], jax.Array]
     params: Any = ()
+    game: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,8 @@ def match(
     games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
     max_steps = whole("max_steps", max_steps, most=2**31 - 1)
     players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
+    if others := {p.game for p in players} - {None, env_name(game)}:
+        raise ValueError(f"a player of {min(others)!r} cannot play {env_name(game)!r}; make it for this game")
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
@@ -230,7 +234,8 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
         return search(params, keys, states, obs)[0]
 
     # From whatever devices the run was on.
-    return Player(choose, jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0]))
+    params = jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0])
+    return Player(choose, params, env_name(result.behavior.env))
 
 
 def at_random(env: str | MultiAgentEnvironment) -> Player:
@@ -254,7 +259,7 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
         mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
         return jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
 
-    return Player(choose)
+    return Player(choose, game=env_name(game))
 
 
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
@@ -302,4 +307,4 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return jax.lax.map(lambda x: choose_one(*x), (keys, states), batch_size=16)
 
-    return Player(choose)
+    return Player(choose, game=env_name(game))

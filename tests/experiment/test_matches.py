@@ -92,6 +92,8 @@ def test_who_cannot_play_is_refused():
         with_search(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' has not both"):
         minimax("KuhnPoker", 2)
+    with pytest.raises(ValueError, match="a player of 'pgx:tic_tac_toe' cannot play 'RockPaperScissors'; make it for this game"):
+        match("RockPaperScissors", always(0), minimax(game, 2))
     with pytest.raises(ValueError, match="depth=0: use an integer of at least 1"):
         minimax(game, 0)
 
@@ -108,6 +110,8 @@ def test_a_trained_agent_plays_with_and_without_search():
     more = match(GAME, with_search(result, 64), with_search(result, 2), games=100, random_moves=2)
     assert more.score > 0.5
     assert lost_games(msrl.envs.make(GAME), with_search(result), seat=0)[0] > 0
+    with pytest.raises(ValueError, match="a player of 'pgx:tic_tac_toe' cannot play 'KuhnPoker'"):
+        match("KuhnPoker", with_search(result), always(0))
     other = msrl.train("self_play", GAME, total_steps=16 * 8, num_opponents=2, **small)
     assert match(GAME, other, at_random(), games=20).finished.all()
     with pytest.raises(ValueError, match=r"was trained in 'pgx:tic_tac_toe', with observations .* of 'KuhnPoker' are"):
