@@ -30,6 +30,7 @@ class Ratings:
       games: how many games they played. shape=[P, P], dtype=int64
       elo: their Elo ratings. shape=[P], dtype=float64
       error: standard errors of the differences to the anchored player. shape=[P], dtype=float64
+      cut: number of games that `max_steps` cut off, whose points are those of the returns so far
     """
 
     players: tuple[str, ...]
@@ -37,6 +38,7 @@ class Ratings:
     games: np.ndarray
     elo: np.ndarray
     error: np.ndarray
+    cut: int = 0
 
     @property
     def interval(self) -> np.ndarray:
@@ -50,8 +52,8 @@ class Ratings:
             ends = f"{low:.0f} to {high:.0f}" if self.error[i] else "fixed"
             rows.append((self.players[i], f"{self.elo[i]:.0f}", ends, f"{self.points[i].sum():g}", str(self.games[i].sum())))
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = ("  ".join([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others, strict=True))]) for r in rows)
-        return "\n".join(lines)
+        lines = ["  ".join([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others, strict=True))]) for r in rows]
+        return "\n".join([*lines, *([f"{self.cut} games were cut off at max_steps"] if self.cut else [])])
 
 
 def round_robin(
@@ -91,15 +93,16 @@ def round_robin(
     names = tuple(players)
     _check(names, anchor, rating, virtual_draws)
     game = make(env) if isinstance(env, str) else env
-    points, played = np.zeros((2, len(names), len(names)))
+    points, cut = np.zeros((len(names), len(names))), 0
     pairs = list(itertools.combinations(range(len(names)), 2))
     seeds = np.random.default_rng(check_seed(seed)).integers(2**31, size=len(pairs))  # no two matches begin alike
     for (i, j), of_match in zip(pairs, seeds, strict=True):
         one, two = players[names[i]], players[names[j]]
         m = match(game, one, two, games, int(of_match), random_moves=random_moves, max_steps=max_steps)  # type: ignore[arg-type]
-        played[i, j] = played[j, i] = len(m.returns)
         points[i, j], points[j, i] = m.wins + m.draws / 2, m.losses + m.draws / 2
-    return bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
+        cut += int((~m.finished).sum())
+    found = bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
+    return dataclasses.replace(found, cut=cut)
 
 
 def bradley_terry(

@@ -91,6 +91,13 @@ def test_all_play_all():
     np.testing.assert_allclose(round_robin("RockPaperScissors", ring, games=7, anchor="paper", rating=100).elo, 100)
 
 
+def test_games_that_were_cut_off_are_told():
+    """No game of Kuhn poker ends with its first move."""
+    players = {name: at_random("KuhnPoker") for name in ("one", "two", "three")}
+    found = round_robin("KuhnPoker", players, games=5, max_steps=1)
+    assert found.cut == 15 and repr(found).endswith("\n15 games were cut off at max_steps")
+
+
 @pytest.mark.slow
 def test_who_looks_further_ahead_is_rated_higher():
     game = "pgx:tic_tac_toe"
