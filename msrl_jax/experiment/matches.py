@@ -134,8 +134,8 @@ def match(
     games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
     max_steps = whole("max_steps", max_steps, most=2**31 - 1)
     players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
-    if others := {p.game for p in players} - {None, env_name(game)}:
-        raise ValueError(f"a player of {min(others)!r} cannot play {env_name(game)!r}; make it for this game")
+    if others := [p.game for p in players if p.game not in (None, env_name(game))]:
+        raise ValueError(f"a player of {others[0]!r} cannot play {env_name(game)!r}; make it for this game")
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
