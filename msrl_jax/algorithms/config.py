@@ -233,10 +233,10 @@ def check_fields(self: Any) -> None:
         if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
             value = value.item()
             object.__setattr__(self, f.name, value)
-        if isinstance(value, tuple) and any(isinstance(n, np.integer) for n in value):
+        kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+        if isinstance(value, list | tuple) and tuple in map(typing.get_origin, kinds):  # a config can be hashed, a list cannot
             value = tuple(int(n) if isinstance(n, np.integer) else n for n in value)
             object.__setattr__(self, f.name, value)
-        kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
         if f.metadata.get("tunable") and is_word(value):

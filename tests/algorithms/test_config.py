@@ -67,7 +67,8 @@ def ball():
         ("normalize_advantage", True, r"one of \['batch', 'minibatch', 'none'\]"),
         ("normalize_advantage", "minibatches", "'minibatch'"),
         ("normalize_rewards", 1, "True or False"),
-        ("hidden_sizes", [64, 64], r"a tuple of positive integers, such as \(64, 64\)"),
+        ("hidden_sizes", 64, r"a tuple of positive integers, such as \(64, 64\)"),
+        ("hidden_sizes", [64, -1], "a tuple of positive integers"),
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
         ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
@@ -224,9 +225,9 @@ def test_scalars_of_numpy_and_jax_are_numbers():
         PPO(learning_rate=[1e-3, 1e-4])
 
 
-def test_numbers_of_few_bits_and_fractions_become_those_of_python():
+def test_lists_numbers_of_few_bits_and_fractions_become_those_of_python():
     half = fractions.Fraction(1, 2)
-    given = PPO(unroll_length=np.uint8(128), hidden_sizes=(np.int64(8),), discount=half, num_envs=jnp.int32(4))
+    given = PPO(unroll_length=np.uint8(128), hidden_sizes=[np.int64(8)], discount=half, num_envs=jnp.int32(4))
     assert given == PPO(unroll_length=128, hidden_sizes=(8,), discount=0.5, num_envs=4)
     kinds = [type(x) for x in (given.unroll_length, *given.hidden_sizes, given.discount, given.num_envs)]
     assert kinds == [int, int, float, int]
