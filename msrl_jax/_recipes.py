@@ -97,6 +97,11 @@ class Record:
     hardware: Mapping[str, Any]
     date: str
 
+    @property
+    def cores(self) -> str:
+        """The number of cores that it had, such as `2 cores`."""
+        return "1 core" if (number := self.hardware["cores"]) == 1 else f"{number} cores"
+
     def write(self, path: Path) -> None:
         """Writes the record beside, and renames it."""
         content = dataclasses.asdict(self)

@@ -30,7 +30,8 @@ def _list_recipes(args: List) -> int:
     cells = []
     for row in rows:
         reached = f"{row['return']:.4g}" if "return" in row else "no record"
-        wall = f"{row['seconds']:,.0f} s, {row['seeds']} seeds, {row['cores']} cores" if "return" in row else ""
+        cores = "core" if row.get("cores") == 1 else "cores"
+        wall = f"{row['seconds']:,.0f} s, {row['seeds']} seeds, {row['cores']} {cores}" if "return" in row else ""
         cells.append([row["recipe"], row["algo"], row["env"], f"{row['total_steps']:,}", reached, wall])
     print("\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)))
     return 0

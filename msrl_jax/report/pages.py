@@ -185,7 +185,7 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
     for row in found:
         record, name = row.record, row.recipe.name
         versions = ", ".join(f"{package} {record.versions[package]}" for package in ("jax", "gymnax", "msrl-jax"))
-        hardware = "{count} {platform} device, {processor}, {cores} cores".format(**record.hardware)
+        hardware = "{count} {platform} device, {processor}, ".format(**record.hardware) + record.cores
         parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())
         settings = ", ".join(f"{key}={value}" for key, value in row.recipe.fields.items()) or "the defaults"
         parts += [

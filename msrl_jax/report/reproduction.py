@@ -224,9 +224,9 @@ class Reproduction:
                 chance = "" if math.isnan(each.probability) else f", p = {each.probability:.2g}"
                 line += f"; recorded {other}: {each.verdict}{chance}"
             lines.append(line)
-        wall = f"{record.seconds['wall']:,.0f} s on {record.hardware['cores']} cores"
+        wall = f"{record.seconds['wall']:,.0f} s on {record.cores}"
         if self.recorded is not None:
-            wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.hardware['cores']} cores"
+            wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.cores}"
             was = self.recorded.versions
             changed = [f"{n} {x} (recorded {was[n]})" for n, x in record.versions.items() if x != was.get(n, x)]
             wall += f"; {', '.join(changed)}" if changed else ""
