@@ -234,7 +234,7 @@ def check_fields(self: Any) -> None:
             value = value.item()
             object.__setattr__(self, f.name, value)
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-        if isinstance(value, list | tuple) and any(typing.get_origin(k) is tuple for k in kinds):  # a list cannot be hashed
+        if isinstance(value, list | tuple) and any(tuple in (k, typing.get_origin(k)) for k in kinds):  # lists have no hash
             value = tuple(int(n) if isinstance(n, np.integer) else n for n in value)
             object.__setattr__(self, f.name, value)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):

@@ -12,7 +12,7 @@ from msrl_jax.cli.commands import List
 
 
 def _list_recipes(args: List) -> int:
-    rows = []
+    rows, cells = [], []
     for recipe in map(_recipes.find, _recipes.names()):
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         try:
@@ -20,19 +20,17 @@ def _list_recipes(args: List) -> int:
         except _recipes.RecordError as error:
             record = None
             print(f"warning: {error}", file=sys.stderr)
+        reached, wall = "no record", ""
         if record is not None:
             about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
             about |= {"seconds": record.seconds["wall"], "cores": record.hardware["cores"]}
+            reached = f"{about['return']:.4g}"
+            wall = f"{about['seconds']:,.0f} s, {about['seeds']} seeds, {record.cores}"
         rows.append(about | {"about": recipe.about})
+        cells.append([about["recipe"], about["algo"], about["env"], f"{about['total_steps']:,}", reached, wall])
     if args.json:
         print(json.dumps(rows))
         return 0
-    cells = []
-    for row in rows:
-        reached = f"{row['return']:.4g}" if "return" in row else "no record"
-        cores = "core" if row.get("cores") == 1 else "cores"
-        wall = f"{row['seconds']:,.0f} s, {row['seeds']} seeds, {row['cores']} {cores}" if "return" in row else ""
-        cells.append([row["recipe"], row["algo"], row["env"], f"{row['total_steps']:,}", reached, wall])
     print("\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)))
     return 0
 

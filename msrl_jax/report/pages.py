@@ -73,10 +73,10 @@ class Row:
         ]  # fmt: skip
 
     def below(self) -> list[str]:
-        """A sentence for each published return that is higher than ours."""
+        """Our return beside each published one that is higher."""
         ours = {"training": _mean(self.record.last), "greedy": _mean(self.record.best)}
         return [
-            f"Below others: {score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}."
+            f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}."
             for row in self.published
             if (score := ours[row["score"]]).value < row["value"]
         ]
@@ -174,7 +174,7 @@ def _index(found: Sequence[Row]) -> str:
     for suite, own in _grouped(found, lambda row: row.suite):
         link = f"[The curves side by side](results/{_file(suite)}.md)"
         parts += ["", f"## {suite}", "", link, _table(own, "results/")]
-    if below := [f"- {row.recipe.name}: {sentence}" for row in found for sentence in row.below()]:
+    if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
         parts += ["## Where they are below others", "", *below, ""]
     algos = ", ".join(f"[{algo}](results/{algo}.md)" for algo, _ in _grouped(found, lambda row: row.algo))
     return "\n".join([*parts, f"By algorithm: {algos}", ""])
@@ -192,7 +192,7 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
             f"## {name}", "", row.recipe.about, "", f"![{name}]({name}.svg)", "",
             f"`msrl-jax reproduce {name}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
-            f"On {hardware}: {parts_of_time}.", *row.below(), "",
+            f"On {hardware}: {parts_of_time}.", *(f"Below others: {each}" for each in row.below()), "",
         ]  # fmt: skip
     return "\n".join(parts)
 

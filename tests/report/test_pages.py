@@ -46,8 +46,8 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
     index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
     cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
     assert cells in index and "| 12 s, 2 seeds |" in index
-    below = "Below others: 5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
-    assert below in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
+    below = "5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
+    assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
     for part in ("Made up.", "learning_rate=0.1", "Seeds 0 to 1, 2026-01-01, jax 1", "commit abc", "A CPU, 2 cores: wall 12 s"):
         assert part in algorithm
     again = {path.name: path.read_text() for path in write_pages(tmp_path / "again")}
