@@ -28,13 +28,14 @@ _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published"
 _ABOUT = """Returns are undiscounted. *Training* is the mean over the episodes in the last tenth of training, *best agent* that
 of 256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
 bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)). *Published* are returns of others at equal
-steps, with their wall time on their hardware where they give it. Ours is that of all seeds together, on the hardware that is
-named with each recipe, where other work may have run beside. Curves are means over the seeds with the same intervals."""
+steps, if their pages tell the steps, with their wall time on their hardware where they give it. Ours is that of all seeds
+together, on the hardware that is named with each recipe, where other work may have run beside. Curves are means over the seeds
+with the same intervals."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A recipe with its record, and what others have published at equal steps."""
+    """A recipe with its record, and what others have published at equal steps, or without saying theirs."""
 
     recipe: Recipe
     record: Record
@@ -74,7 +75,8 @@ class Row:
 
     def below(self) -> list[str]:
         """Our return beside each published one that is higher."""
-        ours = {"training": _mean(self.record.last), "greedy": _mean(self.record.best)}
+        training, greedy = _mean(self.record.last), _mean(self.record.best)
+        ours = {"training": training, "greedy": greedy, "checkpoint": greedy}
         return [
             f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}."
             for row in self.published
@@ -91,7 +93,8 @@ def rows() -> list[Row]:
             values = recipe.values
             same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
             steps = int(values["total_steps"])
-            found.append(Row(recipe, record, tuple(x for x in same if abs(x["steps"] - steps) <= _SAME_LENGTH * steps)))
+            equal = [row for row in same if abs(row.get("steps", steps) - steps) <= _SAME_LENGTH * steps]
+            found.append(Row(recipe, record, tuple(equal)))
     return found
 
 
@@ -148,8 +151,9 @@ def _mean(scores: Sequence[float]) -> Estimate:
 
 def _published(row: dict[str, Any]) -> str:
     spread = f" ± {row['spread']:g}" if "spread" in row else ""
-    time = f", {row['minutes']:g} min a seed" if "minutes" in row else ""
-    return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {row['score']}, {row['about']}{time}"
+    about = [row["score"], row.get("about"), None if "steps" in row else "steps not told"]
+    about += [f"{row['minutes']:g} min a seed"] if "minutes" in row else []
+    return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {', '.join(filter(None, about))}"
 
 
 def _table(found: Sequence[Row], prefix: str = "") -> str:
@@ -242,6 +246,6 @@ def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
         for number, (label, row) in enumerate(curves):
             draw(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
         for row in about.published if len(curves) == 1 else ():
-            panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row['about']})")
+            panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row.get('about', row['score'])})")
         panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)
         return svg_of(finished(figure))
