@@ -48,7 +48,7 @@ class FittedQ:
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images.')
-    layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized.")
+    layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized; without, estimates can explode.")
 
     __post_init__ = check_fields
 
