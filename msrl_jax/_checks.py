@@ -8,6 +8,7 @@ import numbers
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,20 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")  # of this writer alone
+    try:
+        with writing(path):
+            yield partial
+            os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:

@@ -10,17 +10,17 @@ import fnmatch
 import hashlib
 import itertools
 import json
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import replacing, suggestion
 
 FOLDER = Path(__file__).parent / "recipes"
 _ANEW = " (msrl-jax reproduce, with --update)"
 _OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
+_OF_RUNS = ("seed", "seeds", "chunk", "guard", "out", "resume", "devices")  # of whoever trains a recipe
 
 
 class RecordError(ValueError):
@@ -42,6 +42,11 @@ class Recipe:
     path: Path
     about: str
     values: Mapping[str, Any]
+
+    @property
+    def record_path(self) -> Path:
+        """The file of its record, which need not exist."""
+        return self.path.with_suffix(".json")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,32 +103,37 @@ class Record:
     date: str
 
     @property
-    def cores(self) -> str:
-        """The number of cores that it had, such as `2 cores`."""
-        return "1 core" if (number := self.hardware["cores"]) == 1 else f"{number} cores"
+    def place(self) -> str:
+        """What trained it: the number of cores, such as `2 cores`, and before it the accelerator, if there was one."""
+        number = self.hardware["cores"]
+        cores = "1 core" if number == 1 else f"{number} cores"
+        return cores if self.hardware["platform"] == "cpu" else f"{self.hardware['count']} {self.hardware['kind']}, {cores}"
+
+    @property
+    def sum(self) -> str:
+        """The check sum of its content."""
+        return _sum(dataclasses.asdict(self))
 
     def write(self, path: Path) -> None:
         """Writes the record beside, and renames it."""
-        content = dataclasses.asdict(self)
-        content["sum"] = _sum(content)
+        content = dataclasses.asdict(self) | {"sum": self.sum}
         lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Reads a record; raises RecordError if it is damaged."""
+        """Reads a record; raises RecordError if it is damaged, or of another version of this package."""
         try:
             content = json.loads(path.read_text("utf-8"))
-            wanted = content.pop("sum")
-            record = cls(**content)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RecordError(f"the record {path} is damaged ({reason}); restore it, or write it anew{_ANEW}") from None
-        if wanted != _sum(content):
+        except (OSError, ValueError, RecursionError) as error:
+            raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it anew{_ANEW}") from None
+        if not isinstance(content, dict) or content.pop("sum", None) != _sum(content):
             raise RecordError(f"the record {path} is not what was written; restore it, or write it anew{_ANEW}")
-        return record
+        if others := {field.name for field in dataclasses.fields(cls)} ^ content.keys():
+            names = ", ".join(sorted(others))
+            raise RecordError(f"the record {path} is of another version of msrl-jax ({names}); write it anew{_ANEW}")
+        return cls(**content)
 
 
 def _sum(content: Mapping[str, Any]) -> str:
@@ -165,6 +175,8 @@ def find(name: str) -> Recipe:
         if type(values.get(key)) is not kind:
             given = repr(values[key]) if key in values else "missing"
             raise ValueError(f"{key} is {given} in the recipe {path}; write {key} = {example}, or what it is for")
+    if own := [key for key in _OF_RUNS if key in values]:
+        raise ValueError(f"{own[0]} is in the recipe {path}, and belongs to those who train it; leave it out")
     lines = text.splitlines()
     head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return Recipe(name.lower(), path, " ".join(line.lstrip("# ") for line in head), values)
@@ -182,10 +194,9 @@ def of_pair(algo: str, env: str) -> Recipe | None:
 
 def record_of(recipe: Recipe) -> Record | None:
     """The record of a recipe; None if there is none. Raises RecordError if it is damaged, or of other settings."""
-    path = recipe.path.with_suffix(".json")
-    if not path.exists():
+    if not recipe.record_path.exists():
         return None
-    record = Record.read(path)
+    record = Record.read(recipe.record_path)
     check_same(recipe.name, record.settings, recipe.settings)
     return record
 

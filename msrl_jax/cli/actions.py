@@ -377,22 +377,24 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
     if args.update and not os.access(_recipes.FOLDER, os.W_OK):
         raise UsageError(f"--update cannot write to {_recipes.FOLDER}; leave it out, and take the record from {args.out}")
+    compared = {name: _can_compare(args, name) for name in names}  # what is refused is told before anything is trained
     if args.pages is not None:
+        pages.check_pages(args.pages)
         for name in set(_recipes.names()) - set(names):
-            _recipes.record_of(_recipes.find(name))  # what is damaged is told before anything is trained
+            _recipes.record_of(_recipes.find(name))
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:
         options = _options(args, "names", "update", "pages", "out", "time_limit")
         left = None if ends is None else max(1e-3, ends - time.monotonic())
-        each = reproduce(name, **options, compare=_can_compare(args, name), out=args.out / name, time_limit=left)
+        each = reproduce(name, **options, compare=compared[name], out=args.out / name, time_limit=left)
         print(each, flush=True)
         found.append(each.summary())
         if each.record is None:
             code = _code_of(each.stop_reason)
             break
         if args.update:
-            each.record.write(_recipes.FOLDER / f"{name}.json")
+            each.record.write(_recipes.find(name).record_path)
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
     if args.pages is not None:
         print(f"{len(pages.write_pages(args.pages))} files in {args.pages}")
@@ -403,14 +405,22 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
 def _can_compare(args: Reproduce, name: str) -> bool:
     """Whether a recipe has a record to compare with. One that is damaged, or of other settings, is no error with `--update`."""
+    from msrl_jax.report.reproduction import comparable, seeds_of
+
     recipe = _recipes.find(name)
     try:
-        return _recipes.record_of(recipe) is not None
+        recorded = comparable(recipe)
     except _recipes.RecordError as error:
         if not args.update:
             raise
         print(f"the old record is not compared with: {error}", file=sys.stderr)
         return False
+    if args.update and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
+        raise UsageError(
+            f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one without "
+            f"some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
+        )
+    return recorded is not None
 
 
 def _copy(args: Copy, config: dict[str, Any]) -> int:

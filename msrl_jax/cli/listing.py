@@ -13,7 +13,12 @@ from msrl_jax.cli.commands import List
 
 def _list_recipes(args: List) -> int:
     rows, cells = [], []
-    for recipe in map(_recipes.find, _recipes.names()):
+    for name in _recipes.names():
+        try:
+            recipe = _recipes.find(name)
+        except ValueError as error:
+            print(f"warning: {error}", file=sys.stderr)
+            continue
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         try:
             record = _recipes.record_of(recipe)
@@ -23,9 +28,9 @@ def _list_recipes(args: List) -> int:
         reached, wall = "no record", ""
         if record is not None:
             about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
-            about |= {"seconds": record.seconds["wall"], "cores": record.hardware["cores"]}
+            about |= {"seconds": record.seconds["wall"], "place": record.place}
             reached = f"{about['return']:.4g}"
-            wall = f"{about['seconds']:,.0f} s, {about['seeds']} seeds, {record.cores}"
+            wall = f"{about['seconds']:,.0f} s, {about['seeds']} seeds, {record.place}"
         rows.append(about | {"about": recipe.about})
         cells.append([about["recipe"], about["algo"], about["env"], f"{about['total_steps']:,}", reached, wall])
     if args.json:

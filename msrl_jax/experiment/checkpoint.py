@@ -158,7 +158,7 @@ def _sum(seal: Mapping[str, Any]) -> str:
 def _sums(path: Path) -> dict[str, str]:
     """The SHA-256 of every file of a checkpoint but the seal."""
     sums = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name not in (SEAL, f".{SEAL}.partial")):
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != SEAL and not p.name.startswith(f".{SEAL}.")):
         with file.open("rb") as stream:
             sums[file.relative_to(path).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return sums

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import replacing, whole
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.folder import check_target, replacing, to_json
+from msrl_jax.experiment.folder import check_target, to_json
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 one_at_a_time = threading.Lock()  # while jax2onnx converts, functions of JAX are others

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import writing
+from msrl_jax._checks import replacing, writing
 from msrl_jax.data import Dataset
 from msrl_jax.experiment.history import Row, scalars
 
@@ -81,20 +81,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with writing(path):
-            yield partial
-            os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:

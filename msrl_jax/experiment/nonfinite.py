@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._checks import replacing
 from msrl_jax._compat import aval
 from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
@@ -27,7 +28,7 @@ from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
-from msrl_jax.experiment.folder import replacing, to_json
+from msrl_jax.experiment.folder import to_json
 from msrl_jax.experiment.history import first_non_finite
 from msrl_jax.experiment.run import Run
 from msrl_jax.experiment.spec import Experiment

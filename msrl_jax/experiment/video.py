@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import replacing, whole
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import env_name, is_on_host, layers, release
 from msrl_jax.envs.masks import unmasked
@@ -22,7 +22,7 @@ from msrl_jax.envs.params import with_source
 from msrl_jax.envs.vector import next_states
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.folder import check_target, replacing
+from msrl_jax.experiment.folder import check_target
 from msrl_jax.experiment.run import Run
 from msrl_jax.fragments.graph.host import host_errors
 

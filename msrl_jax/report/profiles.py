@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl_jax._checks import as_path
+from msrl_jax._checks import as_path, replacing
 from msrl_jax._terminal import table
-from msrl_jax.experiment.folder import check_target, replacing, write_json, write_text
+from msrl_jax.experiment.folder import check_target, write_json, write_text
 from msrl_jax.report.curves import figure_of, inline, styled, svg_of
 from msrl_jax.report.trace import Key, Span, in_perfetto
 

@@ -1,14 +1,19 @@
-"""Where measured numbers come from: the commit of this package, the processor, and where a run ran."""
+"""Where measured numbers come from: the code of this package, versions, the processor, and where a run ran."""
 
+import datetime
+import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from msrl_jax import policies
+from msrl_jax.envs.host import processors
 from msrl_jax.experiment import Result
+from msrl_jax.experiment.folder import versions
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
 PACKAGE = Path(__file__).parents[1]
@@ -23,9 +28,25 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie in a repository of something else
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py"))
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py", "*.toml"))
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def sources() -> str:
+    """A check sum of the code of this package."""
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def origin() -> dict[str, Any]:
+    """What trains here and now, as plain data."""
+    return {
+        "versions": versions(), "commit": commit(), "sources": sources(), "processor": processor(), "cores": processors(),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
 
 
 def processor() -> str:

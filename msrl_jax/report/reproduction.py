@@ -1,14 +1,14 @@
 """Recipes as experiments, and their reproduction: trained on several seeds, scored, and compared with the record."""
 
 import dataclasses
-import datetime
 import io
 import itertools
+import json
 import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import _recipes, policies
-from msrl_jax._checks import as_path, check_seed, whole
+from msrl_jax._checks import as_path, check_seed, replacing, whole
 from msrl_jax._recipes import Recipe, Record, RecordError
 from msrl_jax.envs.base import is_on_host, release
-from msrl_jax.envs.host import processors
 from msrl_jax.experiment.arguments import experiment_of
 from msrl_jax.experiment.callbacks import Progress
 from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.folder import replacing, versions
-from msrl_jax.experiment.history import last_known
+from msrl_jax.experiment.folder import write_json
 from msrl_jax.experiment.hooks import seconds as read_seconds
 from msrl_jax.experiment.memory import memory_of
 from msrl_jax.experiment.result import Result
@@ -34,13 +32,13 @@ from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.crossing import key_impl
-from msrl_jax.report.provenance import commit, processor
+from msrl_jax.report.provenance import origin, sources
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
 
 SEEDS, _MOST_SEEDS = 10, 10_000
 EPISODES = 256  # of the score of the best agent
 _CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations between which the best one is chosen
-_BEST = "best.npz"
+_BEST, _ORIGIN = "best.npz", "origin.json"  # of each run: what acted best, and what trained
 
 
 def recipe(name: str) -> Experiment:
@@ -63,6 +61,15 @@ def _experiment(found: Recipe) -> Experiment:
     return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
 
 
+def comparable(found: Recipe) -> Record | None:
+    """The record of a recipe, None if there is none; raises RecordError if it is damaged, or if its settings, or defaults that
+    it left out, are others now."""
+    record = _recipes.record_of(found)
+    if record is not None:
+        _recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
+    return record
+
+
 def _value(value: Any) -> Any:
     """A value of TOML as Python has it."""
     if isinstance(value, list):
@@ -80,12 +87,17 @@ class BestAgents:
     def begin(self, run: Run) -> None:
         """Reads what an earlier process of the run kept: the same evaluation again would change nothing."""
         assert run.path is not None
+        if run.rows:
+            origin_of(run.path)
         name = f"eval_{run.experiment.rank_by}"
         if (run.path / _BEST).exists() or any(np.isfinite(row.get(name, math.nan)).any() for row in run.rows):
             self.read(run.path)
 
     def after(self, run: Run) -> None:
-        """Keeps the members that are better than before."""
+        """Keeps the members that are better than before, and what trains them."""
+        assert run.path is not None
+        if not (run.path / _ORIGIN).exists():
+            write_json(run.path / _ORIGIN, origin())
         name = f"eval_{run.experiment.rank_by}"
         found = np.atleast_1d(run.rows[-1].get(name, math.nan))
         if np.isnan(found).all():
@@ -100,7 +112,6 @@ class BestAgents:
         self.leaves = taken
         self.scores = np.where(better, found, was)
         self.steps = np.where(better, run.step, self.steps if len(self.steps) else 0)
-        assert run.path is not None
         with replacing(run.path / _BEST) as partial, partial.open("wb") as file:
             np.savez(file, *self.leaves, scores=self.scores, steps=self.steps)
 
@@ -140,6 +151,18 @@ class BestAgents:
             release(evaluator.env)
 
 
+def origin_of(path: Path) -> dict[str, Any]:
+    """What trained a run; raises RecordError if that were other versions than those here, or if it is not known."""
+    try:
+        found = json.loads((path / _ORIGIN).read_text("utf-8"))
+        was = found["versions"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
+    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in origin()["versions"].items() if was.get(name) != now]:
+        raise RecordError(f"{path} was trained with {', '.join(changed)} as here; delete it, or name another folder (--out)")
+    return found
+
+
 def _unusable(experiment: Experiment, fact: str) -> RecordError:
     name = f"{_BEST} of the seeds from {experiment.seed} on"
     return RecordError(f"{name} {fact}; delete its folder, and reproduce it again")
@@ -173,6 +196,7 @@ class Reproduction:
       recorded: the record of the recipe; None if there is none.
       stop_reason: what interrupted it, such as "SIGINT"; empty if it is complete. The same call goes on with it.
       folder: where its runs are.
+      is_of_other_code: whether some of its seeds were trained before, when the code of this package was another one.
     """
 
     recipe: str
@@ -180,6 +204,7 @@ class Reproduction:
     recorded: Record | None
     stop_reason: str
     folder: Path
+    is_of_other_code: bool = False
 
     @property
     def agreements(self) -> dict[str, Agreement]:
@@ -224,12 +249,14 @@ class Reproduction:
                 chance = "" if math.isnan(each.probability) else f", p = {each.probability:.2g}"
                 line += f"; recorded {other}: {each.verdict}{chance}"
             lines.append(line)
-        wall = f"{record.seconds['wall']:,.0f} s on {record.cores}"
+        wall = f"{record.seconds['wall']:,.0f} s on {record.place}"
         if self.recorded is not None:
-            wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.cores}"
+            wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.place}"
             was = self.recorded.versions
             changed = [f"{n} {x} (recorded {was[n]})" for n, x in record.versions.items() if x != was.get(n, x)]
             wall += f"; {', '.join(changed)}" if changed else ""
+        if self.is_of_other_code:
+            wall += f"\n  seeds were trained before, by other code of this package; delete {self.folder} to train them again"
         return "\n".join([*lines, f"  {wall}", f"  a false alarm has probability {2 * FALSE_ALARM:g} at most"])
 
 
@@ -273,29 +300,24 @@ def reproduce(
     if jax.process_count() > 1:
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
     found = _recipes.find(name)
-    recorded = _recipes.record_of(found) if compare else None
+    recorded = comparable(found) if compare else None
     limit = None if time_limit is None else read_seconds("time_limit", time_limit)
     base = _experiment(found)
     if base.has_members:
         raise ValueError(f"{found.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them")
     if found.values.get("eval_episodes") == 0:
         raise ValueError(f"eval_episodes is 0 in {found.path}, and the best agent is chosen by evaluations; leave it out")
-    if recorded is not None:  # whose recipe may leave to the defaults what they no longer are
-        _recipes.check_same(found.name, recorded.config, base.to_json()["config"])
-    known = range(SEEDS) if recorded is None else recorded.seeds
-    count = len(known) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
-    first = check_seed(known[0] if seed is None else seed, count)
+    wanted = seeds_of(recorded, seeds, seed)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
-    if target.exists():
-        Record.read(target)  # what is no record would be lost
+    there = _record_there(target)
     ends = None if limit is None else time.monotonic() + limit
     where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
-    for numbers in _groups(base, where, devices, range(first, first + count), path):
+    for numbers in _groups(base, where, devices, wanted, path):
         experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
         hook = BestAgents()
         result = train(
@@ -309,9 +331,28 @@ def reproduce(
         hook.read(result.folder)
         results.append(result)
         agents.append(hook)
-    record = _record(found, results, agents)
-    record.write(target)
-    return Reproduction(found.name, record, recorded, "", path)
+    origins = [origin_of(result.folder) for result in results if result.folder is not None]
+    record = _record(found, results, agents, origins)
+    if there is None or not set(record.seeds) < set(there.seeds):  # a process that trains some seeds takes none away
+        record.write(target)
+    return Reproduction(found.name, record, recorded, "", path, any(each["sources"] != sources() for each in origins))
+
+
+def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:
+    """The seeds that are trained: those that are given, those of the record, or 0 to 9; raises ValueError on bad ones."""
+    known = range(SEEDS) if recorded is None else recorded.seeds
+    count = len(known) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
+    first = check_seed(known[0] if seed is None else seed, count)
+    return range(first, first + count)
+
+
+def _record_there(target: Path) -> Record | None:
+    """The record that an earlier reproduction wrote; raises RecordError if the file is something else, which would be lost."""
+    try:
+        return Record.read(target) if target.exists() else None
+    except RecordError:
+        fact = f"{target} is damaged, or no record of this version"
+        raise RecordError(f"{fact}; move it, or name another folder (--out)") from None
 
 
 def _groups(
@@ -340,7 +381,9 @@ def _groups(
     return groups
 
 
-def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents]) -> Record:
+def _record(
+    found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents], origins: Sequence[dict[str, Any]]
+) -> Record:
     """The record of the runs of a recipe."""
     experiment = results[0].experiment
     names = [f"episode_{experiment.rank_by}", f"eval_{experiment.rank_by}"]  # agents that learn from data have no episodes
@@ -351,11 +394,13 @@ def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgent
     curves = np.concatenate([np.reshape(r.history[score], (len(r.history["step"]), -1)) for r in results], axis=1).T
     seeds = [s for r in results for s in _seeds(r.experiment)]
     last = np.concatenate([np.atleast_1d(r.final(score)) for r in results])
-    last = np.where(np.isnan(last), [last_known(curve)[-1] for curve in curves], last)  # if none ended in the last tenth
     if np.isnan(last).any():
         seed = seeds[int(np.argmax(np.isnan(last)))]
         raise ValueError(f"{found.name} has no score: seed {seed} ended no episode with a {experiment.rank_by}; train longer")
     best = np.concatenate([each.play(r.experiment, EPISODES) for r, each in zip(results, agents, strict=True)])
+    if not np.isfinite([last, best]).all():
+        seed = seeds[int(np.argmin(np.isfinite([last, best]).all(0)))]
+        raise ValueError(f"the scores of {found.name} are not finite on seed {seed}; mend the environment's rewards or metrics")
     evaluated = np.isfinite(np.reshape(results[0].history["eval_return"], (curves.shape[1], -1))[:, 0]).tolist()
     parts = {"wall": [r.wall_seconds for r in results], "compile": [r.compile_seconds for r in results]}
     parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}
@@ -366,8 +411,10 @@ def _record(found: Recipe, results: Sequence[Result], agents: Sequence[BestAgent
         returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
         last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
         evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,
-        score=experiment.rank_by, seconds={name: round(sum(each), 1) for name, each in parts.items()}, versions=versions(),
-        commit=commit(), hardware=_hardware(results[0].description["devices"]), date=datetime.date.today().isoformat(),
+        score=experiment.rank_by, seconds={name: round(sum(each), 1) for name, each in parts.items()},
+        versions=origins[0]["versions"], commit=_joined(origins, "commit"), date=max(each["date"] for each in origins),
+        hardware={name: results[0].description["devices"][name] for name in ("platform", "kind", "count")}
+        | {"processor": _joined(origins, "processor"), "cores": origins[0]["cores"]},
     )  # fmt: skip
 
 
@@ -375,6 +422,5 @@ def _seeds(experiment: Experiment) -> range:
     return range(experiment.seed, experiment.seed + experiment.seeds)
 
 
-def _hardware(devices: Mapping[str, Any]) -> dict[str, Any]:
-    about = {name: devices[name] for name in ("platform", "kind", "count")}
-    return about | {"processor": processor(), "cores": processors()}
+def _joined(origins: Sequence[dict[str, Any]], name: str) -> str:
+    return ", ".join(dict.fromkeys(each[name] for each in origins))

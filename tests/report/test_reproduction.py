@@ -1,9 +1,11 @@
 """Recipes are what the command line reads; a reproduction agrees with its record, or says that it does not."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import io
 import json
+import shutil
 import signal
 import sys
 import time
@@ -157,13 +159,18 @@ def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
     text = file.read_text()
     for content, message in (
         (text[:-100], "is damaged"),
-        ("[]", "is damaged"),
+        ("[]", "is not what was written"),
         (text.replace('"episodes": 256', '"episodes": 255'), "is not what was written"),
     ):
         file.write_text(content)
         assert cli.main(["reproduce", "small", "--out", str(tmp_path / "x")]) == 2
         error = capsys.readouterr().err
         assert message in error and str(file) in error and error.count("\n") == 1
+    content = json.loads(text)
+    del content["score"], content["sum"]
+    file.write_text(json.dumps(content | {"sum": _recipes._sum(content)}))
+    with pytest.raises(_recipes.RecordError, match=r"small.json is of another version of msrl-jax \(score\); write it anew"):
+        reproduced(tmp_path / "x")
     changed = dataclasses.replace(first.record, settings=first.record.settings | {"num_envs": 16})
     changed.write(file)
     with pytest.raises(_recipes.RecordError, match="record of small is of num_envs=16, and the recipe has 8"):
@@ -202,17 +209,65 @@ def test_recipes_agree_with_their_records(name, tmp_path):
     assert found.verdict == "agrees", found
 
 
-def test_update_writes_a_damaged_record_anew(folder, first, capsys):
-    (folder / "small.json").write_text("[]")
-    command = ["reproduce", "small", "--seeds", "5", "--out", str(first.folder.parent), "--update", "--progress", "none"]
-    first.folder.rename(first.folder.parent / "small")
-    try:
-        assert cli.main(command) == 0
-    finally:
-        (first.folder.parent / "small").rename(first.folder)
+@pytest.fixture
+def again(first, tmp_path):
+    """A copy of the folder of `first`, where the command looks for `small`."""
+    shutil.copytree(first.folder, tmp_path / "again" / "small")
+    return tmp_path / "again" / "small"
+
+
+def update(again, *options):
+    return cli.main(["reproduce", "small", "--out", str(again.parent), "--update", "--progress", "none", *options])
+
+
+@pytest.mark.parametrize("of", ["damaged", "other defaults"])
+def test_update_writes_a_damaged_record_and_one_of_other_defaults_anew(folder, first, again, capsys, of):
+    (folder / "small.toml").rename(folder / "Small.toml")
+    file = folder / "Small.json"
+    if of == "damaged":
+        file.write_text("[]")
+    else:
+        dataclasses.replace(first.record, config=first.record.config | {"discount": 0.5}).write(file)
+    assert update(again, "--seeds", "5") == 0
     told = capsys.readouterr()
     assert "not compared with: the record" in told.err and "no record" in told.out
-    np.testing.assert_array_equal(scores(_recipes.Record.read(folder / "small.json")), scores(first.record))
+    np.testing.assert_array_equal(scores(_recipes.Record.read(file)), scores(first.record))
+
+
+def test_a_record_gives_way_to_none_of_fewer_seeds(folder, first, again, monkeypatch, capsys):
+    first.record.write(folder / "small.json")
+    assert update(again, "--seed", "3", "--seeds", "1") == 2
+    message = capsys.readouterr().err
+    assert "would replace the record of small, of seeds 0 to 4, by one without some of them" in message
+    assert "leave --seed and --seeds out" in message
+    three = dataclasses.replace(first.record, seeds=[3])
+    monkeypatch.setattr(reproduction, "_record", lambda *args: three)
+    assert reproduced(again).record.seeds == [3]
+    assert _recipes.Record.read(again / "small.json").seeds == [0, 1, 2, 3, 4]
+
+
+def test_a_record_says_what_trained_its_seeds(folder, first, again):
+    file = again / "seeds-0-4" / "origin.json"
+    origin = json.loads(file.read_text())
+    assert (origin["commit"], origin["versions"]) == (first.record.commit, first.record.versions)
+    file.write_text(json.dumps(origin | {"sources": "others", "commit": "abc", "processor": "Another"}))
+    found = reproduced(again)
+    assert found.is_of_other_code and "trained before, by other code of this package; delete" in repr(found)
+    assert (found.record.commit, found.record.hardware["processor"]) == ("abc", "Another")
+    assert not first.is_of_other_code and "trained before" not in repr(first)
+    file.write_text(json.dumps(origin | {"versions": origin["versions"] | {"jax": "0.1"}}))
+    with pytest.raises(_recipes.RecordError, match=r"seeds-0-4 was trained with jax 0\.1, not .* as here; delete it, or name"):
+        reproduced(again)
+    file.unlink()
+    with pytest.raises(_recipes.RecordError, match=r"origin.json does not tell what trained the run .* delete"):
+        reproduced(again)
+
+
+def test_records_may_be_written_at_the_same_time(first, tmp_path):
+    file = tmp_path / "small.json"
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: first.record.write(file), range(40)))
+    assert _recipes.Record.read(file) == first.record and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.long
@@ -253,6 +308,7 @@ def test_a_reproduction_overwrites_nothing_else(folder, tmp_path):
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
         ("eval_episodes = 4", 'policy = "Nowhere"', "Nowhere"),
+        ("eval_episodes = 4", "seed = 3", "seed is in the recipe .*small.toml, and belongs to those who train it"),
     ],
 )
 def test_a_bad_recipe_is_one_sentence_and_stops_no_other(folder, first, tmp_path, was, now, message):
@@ -350,3 +406,12 @@ def test_every_recipe_is_what_the_command_line_reads_and_has_its_record(name):
     assert record is not None and record.recipe == name and len(record.seeds) >= 3
     assert record.config == msrl.recipe(name).to_json()["config"]
     assert np.isfinite(scores(record)).all() and scores(record).shape == (2, len(record.seeds))
+
+
+def test_names_of_recipes_are_those_of_algorithms_options_and_one_word_for_each_environment():
+    found, words = [_recipes.find(name) for name in _recipes.names()], {}
+    for recipe in found:
+        *options, word = recipe.name.removeprefix(f"{recipe.values['algo']}-").split("-")
+        assert recipe.name == "-".join([recipe.values["algo"], *options, word])
+        assert words.setdefault(recipe.values["env"], word) == word
+    assert len({*words.values()}) == len(words)
