@@ -404,7 +404,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
 
 def _can_compare(args: Reproduce, name: str) -> bool:
-    """Whether a recipe has a record to compare with. One that is damaged, or of other settings, is no error with `--update`."""
+    """Whether a recipe has a record to compare with; with `--update`, one that is damaged, or of other settings, is no error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
 
     recipe = _recipes.find(name)
