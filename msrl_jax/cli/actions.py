@@ -404,7 +404,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
 
 def _can_compare(args: Reproduce, name: str) -> bool:
-    """Whether a recipe has a record to compare with; with `--update`, one that is damaged, or of other settings, is no error."""
+    """Whether a recipe has a record to compare with. With `--update`, one that is damaged or of other settings is no error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
 
     recipe = _recipes.find(name)
@@ -417,8 +417,8 @@ def _can_compare(args: Reproduce, name: str) -> bool:
         return False
     if args.update and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
         raise UsageError(
-            f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one without "
-            f"some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
+            f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
+            f"without some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
         )
     return recorded is not None
 
