@@ -119,8 +119,8 @@ class BestAgents:
         """Reads the file of a run; raises RecordError if it is damaged or missing."""
         if not (path / _BEST).exists():
             raise RecordError(
-                f"{path} has no {_BEST}: the file was removed, or something else trained the run; delete the folder, or name "
-                "another one"
+                f"{path} has no {_BEST}: no evaluation had a score, the file was removed, or something else trained the run; "
+                "delete the folder, or name another one"
             )
         try:
             with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:
