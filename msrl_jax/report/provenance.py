@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import json
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -11,12 +12,14 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
+from msrl_jax._recipes import RecordError
 from msrl_jax.envs.host import processors
 from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import versions
+from msrl_jax.experiment.folder import versions, write_json
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
 PACKAGE = Path(__file__).parents[1]
+_ORIGIN = "origin.json"  # in the folder of a run
 
 
 def commit() -> str:
@@ -47,6 +50,24 @@ def origin() -> dict[str, Any]:
         "versions": versions(), "commit": commit(), "sources": sources(), "processor": processor(), "cores": processors(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
+
+
+def write_origin(path: Path) -> None:
+    """Writes what trains a run to its folder, unless that is there."""
+    if not (path / _ORIGIN).exists():
+        write_json(path / _ORIGIN, origin())
+
+
+def origin_of(path: Path) -> dict[str, Any]:
+    """What trained a run; raises RecordError if that were other versions than those here, or if it is not known."""
+    try:
+        found = json.loads((path / _ORIGIN).read_text("utf-8"))
+        was = found["versions"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
+    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in origin()["versions"].items() if was.get(name) != now]:
+        raise RecordError(f"{path} was trained with {', '.join(changed)} as here; delete it, or name another folder (--out)")
+    return found
 
 
 def processor() -> str:

@@ -1,0 +1,117 @@
+"""The best agents of a run: a hook of `train` keeps what acting needs of each member at its best evaluation."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._checks import replacing
+from msrl_jax._recipes import RecordError
+from msrl_jax.envs.base import release
+from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.run import Run
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.fragments.runtime.crossing import key_impl
+from msrl_jax.report.provenance import origin_of, write_origin
+
+_BEST = "best.npz"
+
+
+class BestAgents:
+    """A hook that keeps, in the folder of the run, what acting needs of every member at its best evaluation."""
+
+    def __init__(self):
+        self.scores = self.steps = np.zeros(0)  # of each member, at its best evaluation. `[M]`
+        self.leaves: list[np.ndarray] = []  # as `Behavior.take` gives them; keys as their data
+
+    def begin(self, run: Run) -> None:
+        """Reads what an earlier process of the run kept: the same evaluation again would change nothing."""
+        assert run.path is not None
+        if run.rows:
+            origin_of(run.path)
+        name = f"eval_{run.experiment.rank_by}"
+        if (run.path / _BEST).exists() or any(np.isfinite(row.get(name, math.nan)).any() for row in run.rows):
+            self.read(run.path)
+
+    def after(self, run: Run) -> None:
+        """Keeps the members that are better than before, and what trains them."""
+        assert run.path is not None
+        write_origin(run.path)
+        name = f"eval_{run.experiment.rank_by}"
+        found = np.atleast_1d(run.rows[-1].get(name, math.nan))
+        if np.isnan(found).all():
+            return
+        was = self.scores if len(self.scores) else np.full(len(found), -math.inf)
+        better = found > was
+        if not better.any():
+            return
+        taken = [_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
+        if run.experiment.has_members:
+            taken = [np.where(_along(better, x), x, y) for x, y in zip(taken, self.leaves or taken, strict=True)]
+        self.leaves = taken
+        self.scores = np.where(better, found, was)
+        self.steps = np.where(better, run.step, self.steps if len(self.steps) else 0)
+        with replacing(run.path / _BEST) as partial, partial.open("wb") as file:
+            np.savez(file, *self.leaves, scores=self.scores, steps=self.steps)
+
+    def read(self, path: Path) -> None:
+        """Reads the file of a run; raises RecordError if it is damaged or missing."""
+        if not (path / _BEST).exists():
+            raise RecordError(
+                f"{path} has no {_BEST}: no evaluation had a score, the file was removed, or something else trained the run; "
+                "delete the folder, or name another one"
+            )
+        try:
+            with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:
+                self.scores, self.steps = file["scores"], file["steps"]
+                self.leaves = [file[f"arr_{i}"] for i in range(len(file.files) - 2)]
+        except Exception as error:  # of zip files and NumPy's own
+            raise RecordError(f"{path / _BEST} is damaged ({error}); delete {path}, and reproduce it again") from None
+
+    def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
+        """The mean score of greedy episodes of each member, with other keys than its evaluations had. `[M]`"""
+        behavior, many = experiment.behavior, experiment.has_members
+        evaluator = make_evaluator(behavior, episodes, members=many)
+
+        def fold(key: jax.Array) -> jax.Array:
+            return jax.random.fold_in(key, 2)
+
+        try:
+            key = (jax.vmap(fold) if many else fold)(experiment.key)
+            shapes = [np.shape(x)[many:] for x in self.leaves]
+            wanted = [jax.eval_shape(_data_of, like).shape for like in behavior.taken]
+            if shapes != wanted or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
+                raise _unusable(experiment, "is of another agent")
+            if any(np.isnan(x).any() for x in self.leaves if np.issubdtype(x.dtype, np.floating)):
+                raise _unusable(experiment, "has nan")
+            leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
+            return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
+        finally:
+            release(evaluator.env)
+
+
+def _unusable(experiment: Experiment, fact: str) -> RecordError:
+    name = f"{_BEST} of the seeds from {experiment.seed} on"
+    return RecordError(f"{name} {fact}; delete its folder, and reproduce it again")
+
+
+def _data(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(_data_of(leaf))
+
+
+def _data_of(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _leaf(data: np.ndarray, like: Any) -> jax.Array:
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(like)) if is_key else jnp.asarray(data)
+
+
+def _along(which: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Flags of members, for arrays whose first dimension they are."""
+    return which.reshape(-1, *[1] * (like.ndim - 1))
