@@ -377,11 +377,11 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
     if args.update and not os.access(_recipes.FOLDER, os.W_OK):
         raise UsageError(f"--update cannot write to {_recipes.FOLDER}; leave it out, and take the record from {args.out}")
-    compared = {name: _can_compare(args, name) for name in names}  # what is refused is told before anything is trained
-    if args.pages is not None:
+    if args.pages is not None:  # what is refused is told before anything is trained
         pages.check_pages(args.pages)
         for name in set(_recipes.names()) - set(names):
             _recipes.record_of(_recipes.find(name))
+    compared = {name: _can_compare(args, name) for name in names}
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:

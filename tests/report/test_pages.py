@@ -57,8 +57,10 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
 def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "results.md").write_text("mine")
-    assert cli.main(["reproduce", "--pages", str(tmp_path / "docs")]) == 2
-    assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
+    for names in ([], ["mine"]):  # which is not trained before
+        assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
+        assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
     assert [path.name for path in (tmp_path / "docs").iterdir()] == ["results.md"]
 
 

@@ -371,7 +371,10 @@ def test_names_and_patterns(folder, capsys):
     assert cli.main(["reproduce", "large*"]) == 2 and "no recipe is named 'large*'" in capsys.readouterr().err
     assert cli.main(["list", "--recipes", "--json"]) == 0
     assert [row["about"] for row in json.loads(capsys.readouterr().out)] == ["Small, for tests. Two lines."] * 2
-    assert cli.main(["list", "--recipes"]) == 0 and "no record" in capsys.readouterr().out
+    (folder / "small-three.toml").write_text("algo")
+    assert cli.main(["list", "--recipes"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("no record") == 2 and "small-three.toml cannot be read" in told.err
 
 
 def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
