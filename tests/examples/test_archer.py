@@ -20,7 +20,7 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
 from examples import twenty_questions as game
 
 APART = "examples.archer:Apart"
-FAST, SLOW = ("SingleLearnerCoarse", "Central", APART), ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Environments")
+FAST, SLOW = ("SingleLearnerCoarse", APART), ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
 QUESTIONS = (("is it soft", "cat"), ("has it legs", "cat chair"))
 ENV = game.TwentyQuestions(3, ("cat", "chair", "pen"), QUESTIONS)
 SMALL = {"num_envs": 8, "batch_size": 8, "cloning_steps": 200, "critic_updates": 1, "actor_updates": 1, "warmup": 0}

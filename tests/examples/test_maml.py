@@ -20,7 +20,7 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
     from examples import maml as example
 
 APART = "examples.maml:Apart"
-FAST, SLOW = ("SingleLearnerCoarse", "Central", APART), ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Environments")
+FAST, SLOW = ("SingleLearnerCoarse", APART), ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
 SMALL = {"num_envs": 8, "num_rollouts": 4, "unroll_length": 10, "hidden_sizes": (8,), "num_epochs": 2}
 RATE, SIGMA, THETA, GOAL = 0.05, 0.7, 0.4, -0.3
 

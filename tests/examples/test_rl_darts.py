@@ -16,7 +16,7 @@ from msrl_jax.algorithms import build, counted
 from tests.support.small_runs import relative_difference
 
 POLICIES = ("SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
-FAST = POLICIES[:3]
+FAST = POLICIES[:1]
 SMALL = example.CellNetwork(num_nodes=2, channels=2, num_features=6)
 SIZES = {
     "ppo": {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "num_epochs": 2},
