@@ -20,7 +20,6 @@ from msrl_jax._checks import replacing, suggestion
 FOLDER = Path(__file__).parent / "recipes"
 _ANEW = " (msrl-jax reproduce, with --update)"
 _OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
-_OF_RUNS = ("seed", "seeds", "chunk", "guard", "out", "resume", "devices")  # of whoever trains a recipe
 
 
 class RecordError(ValueError):
@@ -175,8 +174,6 @@ def find(name: str) -> Recipe:
         if type(values.get(key)) is not kind:
             given = repr(values[key]) if key in values else "missing"
             raise ValueError(f"{key} is {given} in the recipe {path}; write {key} = {example}, or what it is for")
-    if own := [key for key in _OF_RUNS if key in values]:
-        raise ValueError(f"{own[0]} is in the recipe {path}, and belongs to those who train it; leave it out")
     lines = text.splitlines()
     head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return Recipe(name.lower(), path, " ".join(line.lstrip("# ") for line in head), values)

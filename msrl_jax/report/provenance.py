@@ -65,7 +65,7 @@ def origin_of(path: Path) -> dict[str, Any]:
         was = found["versions"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
-    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in origin()["versions"].items() if was.get(name) != now]:
+    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in versions().items() if was.get(name) != now]:
         raise RecordError(f"{path} was trained with {', '.join(changed)} as here; delete it, or name another folder (--out)")
     return found
 

@@ -51,7 +51,10 @@ def recipe(name: str) -> Experiment:
 
 def _experiment(found: Recipe) -> Experiment:
     own = {key: value for key, value in found.settings.items() if key not in found.fields}
-    return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
+    try:
+        return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the recipe {found.path}: {error}") from None
 
 
 def comparable(found: Recipe) -> Record | None:
@@ -219,7 +222,7 @@ def reproduce(
     record = _record(found, results, agents, origins)
     if there is None or not set(record.seeds) < set(there.seeds):  # a process that trains some seeds takes none away
         record.write(target)
-    return Reproduction(found.name, record, recorded, "", path, any(each["sources"] != sources() for each in origins))
+    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:

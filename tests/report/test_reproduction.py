@@ -308,7 +308,7 @@ def test_a_reproduction_overwrites_nothing_else(folder, tmp_path):
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
         ("eval_episodes = 4", 'policy = "Nowhere"', "Nowhere"),
-        ("eval_episodes = 4", "seed = 3", "seed is in the recipe .*small.toml, and belongs to those who train it"),
+        ("eval_episodes = 4", "seed = 3", "the recipe .*small.toml: .* no field 'seed'"),
     ],
 )
 def test_a_bad_recipe_is_one_sentence_and_stops_no_other(folder, first, tmp_path, was, now, message):
