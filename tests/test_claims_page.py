@@ -83,13 +83,6 @@ def test_turns_with_a_peer_fill_the_record_and_the_page(tmp_path, monkeypatch, c
         reactor.main([*arguments[:2], "--json", str(record), "--only", "nothing"])
 
 
-@pytest.mark.parametrize("script", [reactor, groups])
-def test_the_page_has_the_records(script):
-    name, root = script.__name__.rpartition(".")[2], Path(__file__).parents[1]
-    record = json.loads((root / f"benchmarks/results/{name}.json").read_text())
-    assert script.table(record) in (root / "docs/claims.md").read_text()
-
-
 @pytest.mark.long
 def test_tiny_runs_of_groups_fill_the_record_and_the_page(tmp_path, monkeypatch, capsys):
     page, record = page_of(tmp_path / "claims.md", "groups"), tmp_path / "groups.json"
