@@ -213,7 +213,10 @@ def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper
 
 
 class _Monotonic(nn.Module):
-    """The mixer of QMIX."""
+    """The mixer of QMIX, but with `h + elu(h)` where the paper has `elu(h)`.
+
+    The latter is flat where values are negative, as where rewards are costs, and agents learn nothing there.
+    """
 
     num_agents: int
     mixing_size: int
@@ -223,12 +226,12 @@ class _Monotonic(nn.Module):
     def __call__(self, values: jax.Array, state: jax.Array) -> jax.Array:
         """Maps values `[..., A]` and states `[..., S]` to `[...]`."""
 
-        # Small at first: weights of about 1 would multiply the agents' values, and their gradients, by more than ten.
         def hyper(size: int) -> jax.Array:
             return dense(size, 0.1)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
 
-        weights = jnp.abs(hyper(self.num_agents * self.mixing_size))
+        start = 1 / math.sqrt(self.mixing_size)  # `mixing_size` products of two weights make a slope, of 1 to 2 at first
+        weights = jnp.abs(start + hyper(self.num_agents * self.mixing_size))
         weights = weights.reshape(*weights.shape[:-1], self.num_agents, self.mixing_size)
-        bias = dense(self.mixing_size, 0.1)(state)
-        hidden = nn.elu(jnp.sum(values[..., None] * weights, axis=-2) + bias)
-        return jnp.sum(hidden * jnp.abs(hyper(self.mixing_size)), axis=-1) + hyper(1)[..., 0]
+        mixed = jnp.sum(values[..., None] * weights, axis=-2) + dense(self.mixing_size, 0.1)(state)
+        hidden = mixed + nn.elu(mixed)
+        return jnp.sum(hidden * jnp.abs(start + hyper(self.mixing_size)), axis=-1) + hyper(1)[..., 0]
