@@ -215,7 +215,7 @@ def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper
 class _Monotonic(nn.Module):
     """The mixer of QMIX, but with `h + elu(h)` where the paper has `elu(h)`.
 
-    The latter is flat where values are negative, as where rewards are costs, and agents learn nothing there.
+    The latter is flat where values are negative, as where rewards are costs, and agents learn little there.
     """
 
     num_agents: int
