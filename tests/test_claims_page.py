@@ -45,6 +45,7 @@ def test_the_lake_is_that_of_gymnasium():
             ended = terminated or truncated
 
 
+@pytest.mark.slow
 def test_q_learning_finds_the_goal_in_jax_and_in_an_actor(monkeypatch):
     monkeypatch.setattr(reactor, "STEP_SIZE", 0.01)
     program, state = reactor.q_learning(reactor.Lake(), 4, 32, "GPUOnly")
@@ -58,6 +59,7 @@ def test_q_learning_finds_the_goal_in_jax_and_in_an_actor(monkeypatch):
         assert float(reward) == 1.0
 
 
+@pytest.mark.slow
 def test_all_agents_act_as_each_of_them_alone():
     program, state = reactor.inference(3, 2)
     (_, action), _ = program.run(state, 1)
@@ -83,7 +85,7 @@ def test_turns_with_a_peer_fill_the_record_and_the_page(tmp_path, monkeypatch, c
         reactor.main([*arguments[:2], "--json", str(record), "--only", "nothing"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tiny_runs_of_groups_fill_the_record_and_the_page(tmp_path, monkeypatch, capsys):
     page, record = page_of(tmp_path / "claims.md", "groups"), tmp_path / "groups.json"
     monkeypatch.setattr(groups, "UNROLL", 2)

@@ -107,7 +107,7 @@ def test_inside_a_run_shows_its_curve_plan_and_film():
     assert len(plans_in(notebook)) == len(films_in(notebook)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_from_sb3_to_eight_devices_is_the_same_training_under_both_policies():
     notebook, found = execute("from_sb3_to_eight_devices.ipynb", INSPECT_SB3)
     assert found["devices"] == [1, 8]

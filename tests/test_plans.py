@@ -35,6 +35,7 @@ def plan(algo, policy, num_devices=8, **options):
     return msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=devices), state
 
 
+@pytest.mark.slow
 def test_sync_samples_is_the_gradient_step_of_one_device():
     workers, state = plan("a2c", SingleLearnerCoarse(actors=4))
     alone, _ = plan("a2c", GPUOnly(), num_devices=1)
@@ -58,12 +59,6 @@ def sums(program, state):
     return gradients, others
 
 
-def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
-    program, state = plan("ppo", MultiLearner(), num_epochs=2, num_minibatches=2)
-    gradients, others = sums(program, state)
-    assert gradients == [4] and all(numbers <= 8 for _, numbers in others)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
@@ -85,11 +80,9 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
 
 
 ACTING = [n for n in names() if not (get(n).many_agents or get(n).offline)]
-OFTEN = ("ppo", "sac")  # one of each kind: `-m slow` runs the rest
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("algo", [a if a in OFTEN else pytest.param(a, marks=pytest.mark.slow) for a in ACTING])
+@pytest.mark.parametrize("algo", [pytest.param(a, marks=pytest.mark.long if a == "ppo" else pytest.mark.slow) for a in ACTING])
 def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
     """Of every algorithm, whichever of the two parts that run at once is the faster: the same seed is the same run."""
     program, state = plan(algo, SingleLearnerCoarse(actors=2, staleness=2), num_devices=3, **PARTICULAR.get(algo, {}))
@@ -117,7 +110,7 @@ def test_es_sends_seeds_and_returns_only():
     assert up <= 16 * SMALL["num_envs"] < parameters
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sync_replay_is_one_run_wherever_the_buffer_lies():
     options = {"prioritised": True, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
     apart, state = plan("dqn", SingleLearnerCoarse(actors=2, buffers=2), num_devices=5, **options)

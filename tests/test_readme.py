@@ -317,7 +317,7 @@ def test_a_run_as_a_value(run_sections):
     assert Experiment.from_json(described).difference(namespace["first"]) is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_showing(run_sections):
     _, output = run_sections(SHOWING, "A video", "The policy as a file", steps=None)
     video, inputs, action = output.splitlines()
@@ -325,7 +325,7 @@ def test_showing(run_sections):
     assert inputs == "{'obs': 'float32[B, 4]'}" and action in ("[0]", "[1]")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_profiling(run_sections):
     _, output = run_sections(PROFILING, TOP, steps=None)
     assert "simulation" in output and "gradients" in output
@@ -341,7 +341,7 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
     (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
     monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
-    first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False, out="first")
+    first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
     (namespace,), output = run_sections(RECIPES, "Reproducing")
     assert namespace["found"].verdict == "agrees" and "seeds 0 to 4: agrees" in output
@@ -407,7 +407,7 @@ def test_the_first_hour(run_sections):
     assert own["result"].video(max_steps=2).episodes[0].shape == (3, 20, 200, 3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_word_changes_where_it_runs(run_sections):
     (home,), _ = run_sections(INDEX, TOP)
     (hour,), output = run_sections(FIRST_HOUR, "Change the policy")
@@ -462,11 +462,18 @@ def test_data(run_sections, tmp_path):
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
-@pytest.mark.long
-def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sections, tmp_path):
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own_learns(run_sections):
     (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=None)
     returns = namespace["result"].history["episode_return"]
     assert returns[0] < 40 and np.mean(returns[-len(returns) // 10 :]) > 400
+
+
+@pytest.mark.long
+def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_one(run_sections, tmp_path):
+    (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=65_536)
+    returns = namespace["result"].history["episode_return"]
+    assert returns[0] < 40 and np.mean(returns[-len(returns) // 4 :]) > 80
 
     own = msrl.experiment.Experiment(algorithm=namespace["ActorCritic"]())
     explained = own.compile(msrl.policies.SingleLearnerCoarse()).explain()
@@ -508,7 +515,7 @@ def test_search(run_sections):
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ratings(run_sections):
     _, output = run_sections(SEARCH, "Ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
@@ -599,7 +606,7 @@ def test_a_function_that_the_host_calls(run_sections):
     assert "called by the host" in output and "measure" in output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_simulators_on_the_host(run_sections):
     (namespace,), output = run_sections(SIMULATORS, "Gymnasium", steps=1024)
     assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")

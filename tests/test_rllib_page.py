@@ -42,6 +42,7 @@ def test_the_mean_is_that_of_the_newest_iterations_with_enough_episodes():
     assert np.isnan(rllib.last_episodes(totals, counts, 13)) and np.isnan(rllib.last_episodes(totals[:0], counts[:0]))
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_return_or_at_its_limit(setting, monkeypatch):
     experiment, program = rllib.made(setting, "CartPole-v1")
     limited = rllib.reach(experiment, program, 1e9, 64, 60.0)
@@ -51,6 +52,7 @@ def test_a_run_ends_at_the_return_or_at_its_limit(setting, monkeypatch):
     assert reached["reached"] and reached["return"] >= 1 and reached["steps"] < 10_000
 
 
+@pytest.mark.slow
 def test_tiny_runs_fill_the_record_and_the_page(setting, tmp_path, monkeypatch, capsys):
     page, record, worker = (tmp_path / name for name in ("rllib.md", "rllib.json", "rllib_worker.py"))
     page.write_text(PAGE)

@@ -103,6 +103,7 @@ assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
     assert python(code).stdout == "['gymnasium']\n"
 
 
+@pytest.mark.slow
 def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
     code = """
 import sys
@@ -150,7 +151,7 @@ def test_the_second_run_compiles_nothing_again(kept, tmp_path):
         assert named[0][name] == named[1][name], name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again(kept, tmp_path):
     folder, _, _ = kept
     files = sorted(folder.rglob("*-cache"))

@@ -34,7 +34,7 @@ def test_cases_are_of_two_algorithms():
         thesis.main(["--envs", "--agents", "--json", "never.json"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tiny_runs_fill_the_record_the_page_and_the_figure(tmp_path, monkeypatch, capsys):
     page, record, svg = (tmp_path / name for name in ("thesis.md", "thesis.json", "thesis.svg"))
     page.write_text(PAGE)

@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+import re
 import runpy
 
 import jax
@@ -81,14 +82,20 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):
         PPO(**{name: value})
 
 
-FIELDS = [(name, f.name) for name in algorithms.names() for f in dataclasses.fields(algorithms.get(name))]
-
-
-@pytest.mark.parametrize(("algorithm", "name"), FIELDS)
-def test_every_field_of_every_algorithm_is_checked(algorithm, name):
-    kind = algorithms.get(algorithm)
-    with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name}=<object.*>: use "):
+def refusal(kind, name):
+    """What a config says to a value that fits no field."""
+    try:
         kind(**{name: object()})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+def test_every_field_of_every_algorithm_is_checked(algorithm):
+    kind = algorithms.get(algorithm)
+    said = {f.name: refusal(kind, f.name) for f in dataclasses.fields(kind)}
+    assert {name: x for name, x in said.items() if not re.search(rf"{kind.__name__}\.{name}=<object.*>: use ", x)} == {}
 
 
 @pytest.mark.parametrize("name", algorithms.names())

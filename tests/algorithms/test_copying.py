@@ -75,11 +75,7 @@ def programs(algo, **more):
     return texts, jax.tree.map(lambda x: (x.shape, str(x.dtype)), state), agent.axes
 
 
-# Of variants and kin, one each time.
-EACH_TIME = ("ppo", "teams")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EACH_TIME else pytest.mark.slow) for n in STOCK])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ppo" else pytest.mark.slow) for n in STOCK])
 def test_a_copy_is_the_same_program(copies, name):
     file = str(copies / f"our_{name}.py")
     copy, original = algorithms.get(file), algorithms.get(name)
@@ -95,7 +91,8 @@ def test_a_copy_is_the_same_program(copies, name):
         assert list(map(str, jax.tree.leaves(axes))) == list(map(str, jax.tree.leaves(same_axes)))
 
 
-@pytest.mark.parametrize("name", ["a2c", *(pytest.param(n, marks=pytest.mark.slow) for n in ("a3c", "impala"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a2c", "a3c", "impala"])
 def test_a_copy_has_the_memory_too(copies, name):
     assert programs(str(copies / f"our_{name}.py"), core="gru")[0] == programs(name, core="gru")[0]
 
@@ -298,17 +295,26 @@ def test_no_field_has_the_name_of_an_argument_of_train():
                 return env
 
 
-def test_a_config_of_ones_own_needs_no_field(folder, capsys):
+@pytest.fixture
+def bare(folder):
+    """The arguments of a run of a config without fields."""
     path = algorithms.copy("ppo", "base.py")
     path.write_text(path.read_text() + CONFIG.format("bare", "Bare").replace("msrl_jax.algorithms.", "")
                     .replace("return env", "return Base(**SIZES).build(env)") + f"\n\nSIZES = {PPO}\n")  # fmt: skip
-    run = ["--algo", "base.py:Bare", "--env", ENV, "--total-steps", "256", "--progress", "none"]
-    assert cli.main(["train", *run, "--seeds", "2", "--eval-episodes", "2", "--out", "run"]) == 0
+    return ["--algo", "base.py:Bare", "--env", ENV, "--total-steps", "256", "--progress", "none"]
+
+
+@pytest.mark.slow
+def test_a_config_of_ones_own_needs_no_field(bare):
+    assert cli.main(["train", *bare, "--seeds", "2", "--eval-episodes", "2", "--out", "run"]) == 0
     assert cli.main(["evaluate", "run", "--episodes", "2"]) == 0
+
+
+def test_what_needs_a_field_is_refused_by_a_config_without_any(bare, capsys):
     for command, message in [
-        (["sweep", *run, "--method", "grid", "--out", "s"], "no field has several values"),
-        (["train", *run, "--pbt", "members=2,every=2,rate=uniform:0:1"], "Bare has no field 'rate'; it can search nothing"),
-        (["bench", *run[:4], "--num-envs", "8"], "Bare has no field 'num_envs'; its fields are none"),
+        (["sweep", *bare, "--method", "grid", "--out", "s"], "no field has several values"),
+        (["train", *bare, "--pbt", "members=2,every=2,rate=uniform:0:1"], "Bare has no field 'rate'; it can search nothing"),
+        (["bench", *bare[:4], "--num-envs", "8"], "Bare has no field 'num_envs'; its fields are none"),
     ]:
         capsys.readouterr()
         assert cli.main(command) == 2 and message in capsys.readouterr().err

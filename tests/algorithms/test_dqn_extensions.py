@@ -117,13 +117,8 @@ def test_the_loss_at_fractions_by_hand():
     np.testing.assert_allclose(quantile_huber_loss(quantile, target, fraction=fraction), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dueling": True}, pytest.param({"munchausen": True}, marks=pytest.mark.slow),
-        pytest.param({"hidden_sizes": (8,), "layer_norm": True}, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"dueling": True}, {"munchausen": True}, {"hidden_sizes": (8,), "layer_norm": True}])
 def test_implicit_quantiles_take_legal_actions_alone(options):
     agent, _ = reference.build("dqn", Maze(), **IMPLICIT, **options)
     state = reference.start(agent, 12)

@@ -13,10 +13,9 @@ from tests.support.runs import assert_same_run, stop_after
 
 MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
 OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
-PRESETS = [pytest.param(name, marks=pytest.mark.slow) for name in ("apex_dqn", "ddpg")]
 
 
-@pytest.mark.parametrize("name", ["dqn", "sac", "td3", *PRESETS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "dqn" else pytest.mark.slow) for name in OPTIONS])
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     env = Bits() if "dqn" in name else envs.make(MAZE)
     agent, config = build(name, env, num_updates=1, relabel=1.0, **OPTIONS[name])

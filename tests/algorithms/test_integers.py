@@ -56,6 +56,7 @@ def test_ppo_learns_to_get_every_integer_right():
     assert result.evaluation.mean_return == 4 and result.history["episode_return"][0] < 0.5
 
 
+@pytest.mark.long
 def test_probabilities_are_those_of_the_actions_drawn():
     result = learned()
     p = np.asarray(result.probabilities(SHOWN))
@@ -85,6 +86,7 @@ def test_one_integer_trains_as_a_choice(algo):
     jax.tree.map(np.testing.assert_array_equal, *now)
 
 
+@pytest.mark.long
 def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     result = learned()
     played = data.record(result, 600, tmp_path / "played.npz", epsilon=0.5, seed=1, num_envs=8)
@@ -106,6 +108,7 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run").act(SHOWN), OPEN)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
     run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
     where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]
@@ -114,6 +117,9 @@ def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
     rows = data.load(tmp_path / "rows.npz")
     assert rows.action.shape == (2 * 640, 3)
     np.testing.assert_array_equal(rows.reward, (rows.action == OPEN[rows.obs.argmax(-1)]).all(-1))
+
+
+def test_the_command_line_refuses_values_of_several_integers(capsys):
     assert cli.main(["train", "--algo", "dqn", "--env", LOCK]) == 2
     assert "for integers use a2c, a3c, bc, es, impala, ppo" in capsys.readouterr().err
 

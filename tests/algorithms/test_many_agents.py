@@ -89,18 +89,24 @@ ITERATIONS = 3
 
 
 @functools.cache
-def agent_and_reference(case):
-    """The agent, its first state, and the states and metrics of plain `jit(scan)`."""
+def agent_and_state(case):
+    """The agent and its first state."""
     algo, options = CASES[case]
     game = {"self_play": "KuhnPoker", "alphazero": "pgx:tic_tac_toe", "muzero": "pgx:tic_tac_toe"}.get(algo)
     agent = build(algo, msrl.envs.make(game) if game else Homes(), **options)
+    return agent, jax.jit(agent.init)(jax.random.key(0))
+
+
+@functools.cache
+def reference(case):
+    """The states and metrics of plain `jit(scan)`."""
+    agent, state = agent_and_state(case)
 
     def step(state, _):
         state, metrics = agent.iteration(state)
         return state, (seen(state), metrics)
 
-    state = jax.jit(agent.init)(jax.random.key(0))
-    return agent, state, jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
+    return jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
 OFTEN = [
@@ -121,7 +127,7 @@ def matrix():
 
 @pytest.mark.parametrize(("case", "devices", "policy"), list(matrix()))
 def test_equal_under_every_policy(case, devices, policy):
-    agent, state, (final, (obs, _)) = agent_and_reference(case)
+    (agent, state), (final, (obs, _)) = agent_and_state(case), reference(case)
     program = msrl.compile(
         agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, groups={"env": agent.env_group},
         devices=jax.devices()[:devices],
@@ -138,7 +144,7 @@ def test_equal_under_every_policy(case, devices, policy):
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_networks_of_agents_stay_on_their_devices(devices):
     """With three agents on one device or three, only observations, actions, rewards and states cross; no network does."""
-    agent, state, _ = agent_and_reference("mappo-own")
+    agent, state = agent_and_state("mappo-own")
     policy = msrl.policies.Environments(envs=2, agents=devices)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[: 2 + devices])
     placed = program.place(state)
@@ -192,6 +198,7 @@ def test_train_evaluate_and_act():
     assert result.evaluate(episodes=4).returns.shape == (4,)
 
 
+@pytest.mark.slow
 def test_maddpg_evaluates_agents_with_their_own_networks_and_takes_legal_actions_only():
     """An illegal action would make its return nan."""
     options = {**SMALL, **REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "learning_rate": 0.03}

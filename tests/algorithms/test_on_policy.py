@@ -130,13 +130,16 @@ def plain_gradient(params, rollout, last_obs, config, corrected=False):
     if config.normalize_advantage != "none":
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
-    def loss(params):
-        outputs, v, _ = plain_outputs(params, obs, starts[:-1], carry, jnp)
-        now, entropy = plain_log_prob_and_entropy(outputs, log_scale_of(params), action)
-        value_error = ((v - target) ** 2).mean() / 2
-        return -(now * advantage).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
+    return wide(plain_slope(params, obs, starts[:-1], carry, action, advantage, target, config)), ratio
 
-    return wide(jax.jit(jax.grad(loss))(params)), ratio
+
+@jax.jit
+@jax.grad
+def plain_slope(params, obs, starts, carry, action, advantage, target, config):
+    outputs, value, _ = plain_outputs(params, obs, starts, carry, jnp)
+    now, entropy = plain_log_prob_and_entropy(outputs, log_scale_of(params), action)
+    value_error = ((value - target) ** 2).mean() / 2
+    return -(now * advantage).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
 
 
 def plain_rmsprop(params, mean_square, gradient, config):
@@ -205,7 +208,7 @@ STALE = [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)]
 
 @pytest.mark.parametrize(
     ("policy", "core"),
-    [pytest.param(p, {}, id=named(p)) for p in STALE]
+    [pytest.param(p, {}, id=named(p), marks=[] if p.staleness == 1 else pytest.mark.slow) for p in STALE]
     + [pytest.param(p, GRU, id=f"{named(p)}-gru", marks=pytest.mark.slow) for p in STALE],
 )
 def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
@@ -231,9 +234,8 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
-@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
-def test_a_key_samples_and_no_key_is_greedy(name):
-    agent, _ = build(name)
+def test_a_key_samples_and_no_key_is_greedy():
+    agent, _ = build("a2c")
     state, obs, key = start(agent, 0), np.linspace(-1, 1, 30).reshape(10, 3), jax.random.key(5)
     logits, _ = plain_network(wide(state.params), obs, False, np)
     np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), None), logits.argmax(-1))
@@ -265,6 +267,7 @@ def test_impala_learns_from_the_batches_that_are_kept(core):
     assert {age for ages in drawn[2:] for age in ages} == {0, 1, 2} and any(a != b for a, b in drawn[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [2**24, 2**31, 2**32])
 @pytest.mark.parametrize("name", ["impala", "a3c"])
 def test_ages_are_right_where_counts_would_wrap(name, iterations):
@@ -287,13 +290,8 @@ def aged(name):
     return msrl.compile(agent.iteration, state, policy=SingleLearnerCoarse(2, staleness=2), axes=agent.axes), state
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"), pytest.param({"intrinsic_coef": 0.5}, id="rnd", marks=pytest.mark.slow),
-        pytest.param(GRU, id="gru", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"intrinsic_coef": 0.5}, GRU], ids=["plain", "rnd", "gru"])
 def test_on_policy_impala_is_a2c(options):
     states, metrics = {}, {}
     for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):
@@ -344,9 +342,8 @@ def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy,
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(4), staleness))
 
 
-@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
-def test_acting_goes_on_from_a_carry(name):
-    agent, _ = build(name, **GRU)
+def test_acting_goes_on_from_a_carry():
+    agent, _ = build("a2c", **GRU)
     state, carry = start(agent, 0), agent.initial_carry(10)
     params, memory = wide(state.params), (np.zeros((10, 5)),)
     for obs in np.linspace(-1, 1, 60).reshape(2, 10, 3):
@@ -374,32 +371,34 @@ def test_ppo_names_its_form_with_a_memory():
         msrl.train("ppo", RandomWalk(), core="gru")
 
 
-@pytest.mark.parametrize("name", ["a2c", "impala"])
-def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
-    agent, _ = build(name)
-    ((kind, size),) = collectives(agent)
-    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
-    assert collectives(build(name, num_envs=4 * E, unroll_length=2 * T)[0]) == [(kind, size)]
+LARGE = {"num_envs": 4 * E, "unroll_length": 2 * T}  # more steps and environments than scalars are allowed
 
 
 @pytest.mark.parametrize("name", ["a2c", pytest.param("impala", marks=pytest.mark.slow)])
+def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
+    agent, _ = build(name, **LARGE)
+    ((kind, size),) = collectives(agent)
+    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a2c", "impala"])
 def test_a_memory_stays_on_its_device(name):
     """Nothing is summed step by step; one of the numbers is how many values of truncated episodes CPUs compute."""
     agent, _ = build(name, **GRU)
     *numbers, (kind, size) = collectives(agent)
     assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
     assert numbers == [("all-reduce", 1)]
-    assert collectives(build(name, num_envs=4 * E, unroll_length=2 * T, **GRU)[0]) == [*numbers, (kind, size)]
+    assert collectives(build(name, **LARGE, **GRU)[0]) == [*numbers, (kind, size)]
 
 
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
-    agent, _ = build("a3c", num_workers=8)
+    agent, _ = build("a3c", num_workers=8, **LARGE)
     found = collectives(agent)
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}
     # With each gradient goes a number: how many updates the server had made when its worker fetched the parameters.
     assert sum(size for kind, size in found if kind == "all-gather") == 8 * (num_params(agent) + 1)
     assert sum(size for kind, size in found if kind == "all-reduce") <= 8
-    assert collectives(build("a3c", num_workers=8, num_envs=4 * E, unroll_length=2 * T)[0]) == found
 
 
 def num_params(agent):

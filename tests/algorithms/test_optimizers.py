@@ -56,15 +56,14 @@ def test_a_transformation_of_ones_own_is_applied_to_each_network_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, descend(networks, updates, None), optax.apply_updates(networks, updates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "own"),
     [
         (PPO(num_envs=8, unroll_length=8, num_minibatches=2, num_epochs=2, hidden_sizes=(6,), learning_rate=1e-2,
              optimizer="lion:b1=0.8", max_grad_norm=None), optax.lion(1e-2, b1=0.8)),
-        pytest.param(
-            SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, capacity=256, learning_starts=32, hidden_sizes=(6,),
-                optimizer="adamw:weight_decay=0.1"), optax.adamw(1e-3, weight_decay=0.1), marks=pytest.mark.slow,
-        ),
+        (SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, capacity=256, learning_starts=32, hidden_sizes=(6,),
+             optimizer="adamw:weight_decay=0.1"), optax.adamw(1e-3, weight_decay=0.1)),
     ],
     ids=["ppo", "sac"],
 )  # fmt: skip

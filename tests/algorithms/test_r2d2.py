@@ -243,25 +243,6 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
     assert min(jax.tree.leaves(changed)) > 1e-5
 
 
-def test_no_gradient_flows_through_the_burn_in(walk, walked):
-    (_, _, network, buffer, _), (_, after) = walk, walked
-    window = sampled(buffer, after.replay, jax.random.key(0)).experience
-    window = jax.tree.map(jnp.asarray, window)._replace(terminated=jnp.zeros(window.terminated.shape, bool))
-    window = window._replace(truncated=window.terminated)
-    params = after.params
-
-    def later(params, obs, burn_in):
-        values, _ = r2d2.replay_values(network, params, window._replace(obs=obs), burn_in)
-        return values[-1].sum()
-
-    gradient = jax.jit(jax.grad(later, (0, 1)), static_argnums=2)
-    of_params, of_obs = gradient(params, window.obs, BURN_IN)
-    assert not np.asarray(of_obs[:BURN_IN]).any() and np.asarray(of_obs[BURN_IN:]).any()
-    through, of_obs = gradient(params, window.obs, 0)
-    assert np.asarray(of_obs[:BURN_IN]).any()
-    assert np.abs(np.asarray(of_params["core"]["input"] - through["core"]["input"])).max() > 1e-6
-
-
 @pytest.mark.slow
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     build = lambda **options: counted(R2D2(**SMALL | OPTIONS["gru"] | options).build(RandomWalk()))  # noqa: E731

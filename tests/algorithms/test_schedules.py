@@ -85,15 +85,17 @@ def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the
 
 
 def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
+    """It falls to zero and stays there."""
     env = msrl.envs.make("CartPole-v1")
     annealed, scheduled = (
-        run(counted(build(PPO(**TINY, **rate), env), LENGTH))
-        for rate in ({"learning_rate": 0.01, "anneal_learning_rate": True}, {"learning_rate": "linear:0.01"})
+        run(counted(build(PPO(**TINY, **rate), env), LENGTH), LENGTH + 2)
+        for rate in ({"learning_rate": 2**-7, "anneal_learning_rate": True}, {"learning_rate": f"linear:{2**-7}"})
     )
     for a, b in zip(jax.tree.leaves(innermost(annealed[0])), jax.tree.leaves(innermost(scheduled[0])), strict=True):
         if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(annealed[1]["learning_rate"], scheduled[1]["learning_rate"])
+    np.testing.assert_allclose(annealed[1]["learning_rate"], 2**-10 * np.array([*range(LENGTH, 0, -1), 0, 0]))
 
 
 def lowered(**fields):
@@ -217,6 +219,7 @@ def test_build_of_a_config_itself_takes_plain_values_only(word):
         PPO(**word).build(msrl.envs.make("CartPole-v1"))
 
 
+@pytest.mark.slow
 def test_teams_follow_their_own_schedules():
     from tests.support.many_agents import Homes
 

@@ -66,10 +66,9 @@ def test_a_new_copy_replaces_the_oldest():
     assert len(np.unique(kernels, axis=0)) == 7, "the parameters change, or else this proves nothing"
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0, [0.25] * 4 + [0]), (1.0, [0, 0, 0, 0, 1]), (0.6, [0.1] * 4 + [0.6])])
-def test_opponents_are_drawn_by_the_rule(share, expected):
+def test_opponents_are_drawn_by_the_rule():
     """The shares of the four slots, and of the current parameters, among 4,000 draws."""
-    players = team(pool_size=4, pool_period=1, latest_share=share, num_opponents=4)
+    players = team(pool_size=4, pool_period=1, latest_share=0.6, num_opponents=4)
     params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
     rest = rest._replace(pool=rest.pool._replace(filled=jnp.int32(4)))
 
@@ -79,7 +78,7 @@ def test_opponents_are_drawn_by_the_rule(share, expected):
 
     _, drawn = jax.jit(lambda rest: jax.lax.scan(draw, rest, None, length=1000))(rest)
     slots = np.array([0, 1, 2, 3, -1])
-    np.testing.assert_allclose((np.ravel(drawn)[:, None] == slots).mean(0), expected, atol=0.03)
+    np.testing.assert_allclose((np.ravel(drawn)[:, None] == slots).mean(0), [0.1] * 4 + [0.6], atol=0.03)
 
 
 def test_games_between_past_policies_weigh_opponents():
@@ -190,6 +189,7 @@ def test_only_the_learners_seat_teaches():
     assert not any(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_the_learner_beats_a_frozen_opponent():
     """All opponents always play rock, and are never replaced; paper wins."""
     agent = build(RockPaperScissors(), latest_share=0.0, pool_size=2, num_envs=64, learning_rate=0.03, entropy_coef=0.0)
@@ -204,6 +204,7 @@ def test_the_learner_beats_a_frozen_opponent():
     assert metrics["return_against_pool"].count[-1] == 64 * 4
 
 
+@pytest.mark.slow
 def test_the_pool_stays_where_actors_are():
     """No opponent crosses devices, and the learner gets one seat of all that was seen: less than the observations of both."""
     agent = build(KuhnPoker())

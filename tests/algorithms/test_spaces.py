@@ -53,8 +53,17 @@ def compiled(caplog):
         yield lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
 
 
-@pytest.mark.parametrize("action_space", [CHOICE, MOTION], ids=["choice", "motion"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+def marks(name, space):
+    return [] if REFUSED.get(name) == space or (name in ("ppo", "sac") and space is MOTION) else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "action_space"),
+    [
+        pytest.param(name, space, id=f"{name}-{kind}", marks=marks(name, space))
+        for name in ALGORITHMS for kind, space in (("choice", CHOICE), ("motion", MOTION))
+    ],
+)  # fmt: skip
 def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
     config = msrl.algorithms.get(name)(**arguments(name, env))
@@ -70,20 +79,17 @@ def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_wit
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+OTHERS = {
+    "truth values": Box(False, True, (2,), bool), "several actions": Tuple((CHOICE, CHOICE)),
+    "named actions": Dict({"a": MOTION}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("observation_space", "action_space", "remedy"),
-    [
-        (VECTOR, Tuple((CHOICE, CHOICE)), "wrap the environment to take"),
-        (VECTOR, Dict({"a": MOTION}), "wrap the environment to take"),
-        (VECTOR, Box(False, True, (2,), bool), "wrap the environment to take"),
-    ],
-    ids=["several actions", "named actions", "truth values"],
+    ("name", "kind"), [(name, kind) for name in ALGORITHMS for kind in (OTHERS if name == "ppo" else ["truth values"])]
 )
-def test_other_spaces_are_refused_before_anything_compiles(
-    name, observation_space, action_space, remedy, compiled, monkeypatch, tmp_path, capsys
-):
-    env = Still(observation_space, MOTION if action_space == REFUSED.get(name) == CHOICE else action_space)
+def test_other_spaces_are_refused_before_anything_compiles(name, kind, compiled, monkeypatch, tmp_path, capsys):
+    env, remedy = Still(VECTOR, OTHERS[kind]), "wrap the environment to take"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_factories", {"Still-v0": lambda: env})
     with pytest.raises(TypeError, match=remedy):

@@ -48,6 +48,7 @@ def test_a_team_of_all_agents_is_the_algorithm_alone():
     jax.tree.map(np.testing.assert_array_equal, ends[0][1], ends[1][1])
 
 
+@pytest.mark.slow
 def test_every_team_acts_for_its_agents_and_learns_from_their_rewards():
     """With every other agent in a team: one team learns its wishes, the other keeps acting at random, so half as often."""
     fields = TEXT.partition(":")[2] + ",learning_rate=0.01"

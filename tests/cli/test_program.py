@@ -1,3 +1,4 @@
+import functools
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from msrl_jax._compiling import MOST_CPU_DEVICES
 from msrl_jax.cli import main, program
 from msrl_jax.cli.commands import Train
+from msrl_jax.experiment import Experiment
 from tests.support import processes
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
@@ -91,7 +93,7 @@ def test_evaluate_estimates_from_data(trained, tmp_path, capsys):
         assert main(["evaluate", str(run_folder), *wrong]) == 2 and why in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
     process = processes.start(
         command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
@@ -176,6 +178,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         main(["list"])
 
 
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """What is explained again is compiled already."""
+    monkeypatch.setattr(Experiment, "compile", functools.cache(Experiment.compile))
+
+
+@pytest.mark.usefixtures("compiled_once")
 def test_explain_prints_the_plan(capsys, monkeypatch):
     arguments = ["explain", "--policy", "SingleLearnerCoarse:learners=1,actors=1", *TINY]
     assert main([*arguments, "--json"]) == 0
@@ -196,6 +205,7 @@ def test_explain_draws_plans_side_by_side(capsys, tmp_path):
     assert out.read_text().count("<figure>") == len(plans) == 2 and all(plan["policy"] in out.read_text() for plan in plans)
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):
     arguments = ["explain", "--algo", "sac", "--env", "Pendulum-v1", "--policy", "MultiLearner", "--num-envs", "8"]
     assert main([*arguments, "--json"]) == 0
@@ -220,7 +230,7 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bench_measures(capsys):
     small = [word for word in TINY if word not in ("--num-envs", "--unroll-length")][2:]
     arguments = ["bench", "--num-envs", "8", "--unroll-length", "8", "--seconds", "0.05", "--repeats", "1"]
@@ -253,8 +263,9 @@ FULL = "msrl-jax: error: cannot write to standard output: [Errno 28] No space le
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("2>&1 | head -1", ""),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((">&- 2>/dev/full", ""), (">/dev/full", FULL))),
+        pytest.param("2>&1 | head -1", "", marks=pytest.mark.long),
+        pytest.param(">&- 2>/dev/full", "", marks=pytest.mark.slow),
+        pytest.param(">/dev/full", FULL, marks=pytest.mark.long),
     ],
 )
 def test_output_does_not_decide_over_training(output, said, tmp_path):

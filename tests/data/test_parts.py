@@ -80,13 +80,17 @@ def recorded(tmp_path_factory):
     return train(record=path), data.load(path)
 
 
-@pytest.mark.long
-def test_every_part_of_every_step_of_a_run_is_recorded(recorded, tmp_path):
+def test_every_part_of_every_step_of_a_run_is_recorded(recorded):
     dataset = recorded[1]
     assert len(dataset) == 5 * 32 and list(dataset.columns) == NAMES
     assert [x.dtype for x in jax.tree.leaves(dataset.obs)] == [np.int32, np.uint8, np.int32, np.float32]
     true_steps(dataset)
     assert dataset.episodes.length.max() == 4 and "160 rows" in repr(dataset)
+
+
+@pytest.mark.slow
+def test_another_policy_records_the_same(recorded, tmp_path):
+    dataset = recorded[1]
     train("SingleLearnerCoarse", record=tmp_path / "apart.npz")
     same(dataclasses.replace(data.load(tmp_path / "apart.npz"), about=dataset.about), dataset)
 

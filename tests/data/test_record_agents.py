@@ -79,10 +79,8 @@ def test_every_step_of_all_agents_is_recorded(rows):
     data.check_spaces(rows, ENV)  # type: ignore[arg-type]
 
 
-SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ippo", "qmix", "teams", "vdn")]
-
-
-@pytest.mark.parametrize("algo", ["mappo", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", CONFIGS)
 def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
     plain = train(algo)
     result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
@@ -133,7 +131,7 @@ def test_a_trained_team_is_recorded(recorded, tmp_path):
     assert abs(np.corrcoef(differs[both, 1], differs[both, 2])[0, 1]) < 4 / np.sqrt(both.sum())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_records_a_game(tmp_path, capsys):
     config = [f"--{name.replace('_', '-')}" + f"={x if name != 'hidden_sizes' else 4}" for name, x in ON_POLICY.items()]
     run = ["--algo", "ippo", "--env", "KuhnPoker", "--total-steps", "48", "--eval-episodes", "0", "--progress", "none"]
@@ -219,6 +217,7 @@ class Parted:
         return {"time": obs[:, 0], "who": obs[:, 1]}
 
 
+@pytest.mark.slow
 def test_parts_of_observations_of_several_agents_are_recorded(rows, tmp_path):
     """The run is that of the vectors which the parts flatten to."""
     result = train("mappo", env=Parted(), record=tmp_path / "run.npz")

@@ -190,16 +190,17 @@ class Faulty(Leaving):
         return state[None]
 
 
+FAULTS = [
+    ("reward", 0, "environment 1, for agent 'two', returned a reward of nan: "),
+    ("obs", 0, "environment 1, for agent 'two', returned an observation of nan: "),
+    ("mask", 0, "environment 1, for agent 'two', gave an observation without a legal action: "),
+    ("", 3, "environment 1, for agent 'two', was given an illegal action: "),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "action", "message"),
-    [
-        ("reward", 0, "environment 1, for agent 'two', returned a reward of nan: "),
-        ("obs", 0, "environment 1, for agent 'two', returned an observation of nan: "),
-        ("mask", 0, "environment 1, for agent 'two', gave an observation without a legal action: "),
-        ("", 3, "environment 1, for agent 'two', was given an illegal action: "),
-    ],
+    ("kind", "action", "message", "teams"), [*((*f, {}) for f in FAULTS), (*FAULTS[0], {"first": (0, 2), "second": (1,)})]
 )
-@pytest.mark.parametrize("teams", [{}, {"first": (0, 2), "second": (1,)}])
 def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
     venv = envs.vectorize_agents(Faulty(kind), 2, teams)
 

@@ -18,6 +18,7 @@ import msrl_jax as msrl
 from msrl_jax.envs import GymnasiumEnvironment, host
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
+from tests.support.slow import slow_unless
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,9 +56,12 @@ def expected(factory, seed, actions):
     return first, jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "CartPole-v1", "HalfCheetah-v5"])
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_steps_are_those_of_gymnasium_in_this_process(name, num_workers):
+EACH_TIME = {(3, "CartPole-v1"), (1, "HalfCheetah-v5")}
+RUNS = [(n, name) for n in (1, 3) for name in ("Pendulum-v1", "CartPole-v1", "HalfCheetah-v5")]
+
+
+@pytest.mark.parametrize(("num_workers", "name"), [slow_unless(run in EACH_TIME, *run) for run in RUNS])
+def test_steps_are_those_of_gymnasium_in_this_process(num_workers, name):
     limit = {"max_episode_steps": 7}
     env = msrl.envs.make(f"gymnasium:{name}", num_workers=num_workers, **limit)
     space = gymnasium.make(name).action_space
@@ -77,8 +81,18 @@ def test_steps_are_those_of_gymnasium_in_this_process(name, num_workers):
 def test_observations_of_several_parts_and_actions_of_several_integers():
     env = GymnasiumEnvironment(Parts, num_workers=2)
     assert str(env.action_space) == "Box(0, [1 2], (2,), int32)"
-    report = msrl.envs.check(env, steps=20)
-    assert report.ok, report
+    actions = np.random.default_rng(0).integers(0, [2, 3], (20, 4, 2)).astype(np.int32)
+    sim, seed = simulators(env)
+    first, played = play(sim, seed, actions)
+    kinds = msrl.envs.spaces.struct(env.observation_space)
+    for x, kind in zip(jax.tree.leaves(first), jax.tree.leaves(kinds), strict=True):
+        assert (x.shape, x.dtype) == ((4, *kind.shape), kind.dtype)
+    for e in range(4):
+        begun, wanted = expected(Parts, seed[e], actions[:, e])
+        ours = *(x[e] for x in jax.tree.leaves(first)), *(x[:, e] for x in jax.tree.leaves(played))
+        for x, y in zip(ours, jax.tree.leaves((begun, wanted)), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert played[2].any()
 
 
 def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
@@ -159,7 +173,8 @@ def test_a_step_does_not_wait_for_the_slowest():
 
 
 # SIGTERM ends a process as SIGKILL does: it has no handler.
-@pytest.mark.parametrize("how", ["leave", signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, *(slow_unless(False, x) for x in ("leave", signal.SIGINT, signal.SIGTERM))])
 def test_workers_stop_with_their_parent_however_it_ends(how, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

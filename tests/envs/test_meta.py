@@ -10,7 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.envs.params import RandomizeParams
-from tests.support.compare import assert_close, run_plain
+from tests.support.compare import POLICIES, assert_close, run_plain
 from tests.support.corridor import Corridor
 from tests.support.many_agents import Homes
 
@@ -42,9 +42,9 @@ def played(env, seed=0):
     return states, obs, actions, outcome
 
 
-@pytest.mark.parametrize("env", [RL2, RL3])
-def test_they_are_environments(env):
-    assert envs.check(env).ok, envs.check(env).problems
+def test_they_are_environments():
+    report = envs.check(RL3)
+    assert report.ok, report
 
 
 def test_an_observation_tells_the_last_action_and_reward_the_start_of_an_episode_and_the_time():
@@ -199,10 +199,8 @@ def agent():
     return made, state, run_plain(made.iteration, state, 3)
 
 
-@pytest.mark.parametrize(
-    "policy", ["SingleLearnerCoarse", *(pytest.param(p, marks=pytest.mark.slow) for p in (
-        "GPUOnly", "Central", "Environments", "MultiLearner", "SingleLearnerFine"))],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_meta_learning_is_the_same_run_under_every_policy(policy):
     made, state, reference = agent()
     program = msrl.compile(made.iteration, state, policy=msrl.policies.get(policy), axes=made.axes)

@@ -10,6 +10,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms import DQN, IPPO, PPO, counted
 from msrl_jax.experiment.callbacks import _facts
 from tests.support.measured import Measured, MeasuredTeam, Unmeasured
+from tests.support.slow import slow_unless
 
 T, E = 40, 6
 NAMES = list(Measured.metrics)
@@ -117,8 +118,14 @@ def agent_of(algorithm, env):
     return counted(DQN(num_envs=16, unroll_length=8, hidden_sizes=(8,), **options).build(env), 9)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.slow)])
-def test_metrics_change_no_bits_and_policies_none_of_them(algorithm):
+RUNS = [
+    (algorithm, *where) for algorithm in ("ppo", "dqn")
+    for where in (("SingleLearnerCoarse", 4), ("GPUOnly", 2), ("Environments", 4), ("Central", 8))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "policy", "devices"), [slow_unless(run == RUNS[0], *run) for run in RUNS])
+def test_metrics_change_no_bits_and_policies_none_of_them(algorithm, policy, devices):
     results = {}
     for kind in (Measured, Unmeasured):
         agent = agent_of(algorithm, kind())
@@ -133,28 +140,33 @@ def test_metrics_change_no_bits_and_policies_none_of_them(algorithm):
     for x, y in zip(jax.tree.leaves(after.inner.params), jax.tree.leaves(other.inner.params), strict=True):
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(*(jax.device_get(m["episode_return"].total) for m in (metrics, fewer)))
-    for policy, devices in [("GPUOnly", 2), ("SingleLearnerCoarse", 4), ("Environments", 4), ("Central", 8)]:
-        program = msrl.compile(
-            agent.iteration, start, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:devices]
-        )
-        _, found = program.run(start, 3, chunk=3)
-        for name in NAMES:
-            same = found[f"episode_{name}"], metrics[f"episode_{name}"]
-            np.testing.assert_array_equal(*(np.asarray(m.count) for m in same))
-            np.testing.assert_allclose(*(np.asarray(m.total) for m in same), rtol=1e-5, atol=1e-5)
+    policy = msrl.policies.get(policy)
+    program = msrl.compile(agent.iteration, start, policy=policy, axes=agent.axes, devices=jax.devices()[:devices])
+    _, found = program.run(start, 3, chunk=3)
+    for name in NAMES:
+        same = found[f"episode_{name}"], metrics[f"episode_{name}"]
+        np.testing.assert_array_equal(*(np.asarray(m.count) for m in same))
+        np.testing.assert_allclose(*(np.asarray(m.total) for m in same), rtol=1e-5, atol=1e-5)
 
 
 def run_of(env, tiny, **options):
     return msrl.train("ppo", env, total_steps=4 * 64, eval_episodes=8, progress=False, chunk=1, **tiny, **options)
 
 
-def test_history_evaluation_summary_and_data_have_them(tiny, one_device, tmp_path):
-    lines, file = [], tmp_path / "steps.npz"
+@pytest.fixture(scope="module")
+def run(tiny, one_device, tmp_path_factory):
+    """A run of two members, its folder, and what its callback was told."""
+    folder, lines = tmp_path_factory.mktemp("measured"), []
     result = run_of(
-        Measured(), tiny, devices=one_device, seeds=2, out=tmp_path / "run", record=file,
+        Measured(), tiny, devices=one_device, seeds=2, out=folder / "run", record=folder / "steps.npz",
         callbacks=[lambda tick: lines.append((tick.metrics, _facts(tick)))],
     )  # fmt: skip
-    assert len(msrl.data.load(file)) == 2 * 4 * 64
+    return result, folder, lines
+
+
+def test_history_evaluation_summary_and_data_have_them(run):
+    result, folder, lines = run
+    assert len(msrl.data.load(folder / "steps.npz")) == 2 * 4 * 64
     assert {f"episode_{name}" for name in NAMES} <= set(result.history) and result.history["episode_place"].shape == (4, 2)
     assert {f"eval_{name}" for name in NAMES} <= set(result.history)
     assert all("episode_highest" in row and re.search(r"  crossings \S+  highest \S+  offset ", facts) for row, facts in lines)
@@ -165,12 +177,12 @@ def test_history_evaluation_summary_and_data_have_them(tiny, one_device, tmp_pat
     assert (evaluation.metrics["highest"] >= evaluation.metrics["place"]).all()
     moved = np.abs(evaluation.metrics["place"] - evaluation.metrics["place"].round())
     assert (moved == 0).all() and "highest" in repr(evaluation)
-    loaded = msrl.Result.load(tmp_path / "run", env=Measured())
+    loaded = msrl.Result.load(folder / "run", env=Measured())
     np.testing.assert_array_equal(loaded.evaluation.metrics["offset"], evaluation.metrics["offset"])
 
 
-def test_an_evaluation_reduces_the_episodes_that_it_plays(tiny, one_device):
-    result = run_of(Measured(), tiny, devices=one_device)
+def test_an_evaluation_reduces_the_episodes_that_it_plays(run):
+    result, *_ = run
     played = result.evaluate(16, seed=5)
     short = result.evaluate(16, seed=5, max_steps=1)
     # After one step, all four are about the same place.
@@ -209,7 +221,7 @@ def test_a_sweep_ranks_by_a_metric(tiny, one_device, tmp_path):
         msrl.sweep("ppo", Measured(), num=2, learning_rate=[1e-4, 1e-2], rank_by="higest", **tiny)
 
 
-def test_env_params_reach_the_report(tiny, one_device):
+def test_env_params_reach_the_report():
     class Scaled(Measured):
         def __init__(self, scale=1.0):
             self.scale, self.default_params, self.metrics = scale, {"scale": 1.0}, {"place": "last"}
@@ -224,8 +236,15 @@ def test_env_params_reach_the_report(tiny, one_device):
         def report(self, state):
             return {"place": self.scale * jnp.ones(())}
 
-    result = run_of(envs.TimeLimit(Scaled(), 9), tiny, devices=one_device, env_params={"scale": 3.0})
-    assert (result.history["episode_place"] == 3).all() and (result.evaluation.metrics["place"] == 3).all()
+    venv = envs.EpisodeStatistics(envs.vectorize(envs.RandomizeParams(envs.TimeLimit(Scaled(), 9), {"scale": 3.0}), E))
+
+    @jax.jit
+    def play(key):
+        state, _ = jax.lax.scan(venv.step, venv.reset(key)[0], jnp.zeros((T, E), jnp.int32))
+        return venv.pop_episodes(state)[1]["episode_place"]
+
+    place = play(jax.random.key(0))
+    assert place.count > E and place.total == 3 * place.count
 
 
 def changed(**members):
@@ -266,7 +285,6 @@ def test_check_finds_metrics_that_are_no_numbers():
     env = changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.log(s.place.astype(float))})
     (problem,) = envs.check(env, num_envs=2).problems
     assert re.match(r"the metric 'x' of Broken.report is (-inf|nan) in \d+ of 400 steps", problem)
-    assert envs.check(Measured()).ok
     silent = changed(metrics=None)
     assert any("report, but declares no metrics" in note for note in envs.check(silent).notes)
 

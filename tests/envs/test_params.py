@@ -13,6 +13,7 @@ from msrl_jax import envs
 from msrl_jax.envs import distributions
 from msrl_jax.envs.params import means
 from tests.support.leaving import Leaving
+from tests.support.slow import mostly_slow
 
 E, T = 8, 30
 
@@ -65,14 +66,15 @@ def played(env, num_envs=E, steps=T, key=0):
     return jax.device_get(jax.jit(run)())
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("CartPole-v1", {"length": 0.7, "gravity": 11, "max_steps_in_episode": 6}),
-     ("Pendulum-v1", {"g": 9.0, "m": 1.5, "max_steps_in_episode": 7}), ("Breakout-MinAtar", {"max_steps_in_episode": 5})],
-    ids=["CartPole", "Pendulum", "Breakout"],
-)  # fmt: skip
-def test_fixed_parameters_as_data_are_those_as_constants(name, values):
-    data, constants = envs.RandomizeParams(envs.make(name), values), envs.make(name, **values)
+FIXED = {
+    "CartPole-v1": {"length": 0.7, "gravity": 11, "max_steps_in_episode": 6},
+    "Pendulum-v1": {"g": 9.0, "m": 1.5, "max_steps_in_episode": 7}, "Breakout-MinAtar": {"max_steps_in_episode": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow(FIXED, "CartPole-v1"))
+def test_fixed_parameters_as_data_are_those_as_constants(name):
+    data, constants = envs.RandomizeParams(envs.make(name), FIXED[name]), envs.make(name, **FIXED[name])
     (first, steps, _), (expected_first, expected, _) = played(data), played(constants)
     chex.assert_trees_all_equal((first, steps.truncated), (expected_first, expected.truncated))
     chex.assert_trees_all_close(steps, expected, rtol=1e-5, atol=1e-6)
@@ -141,7 +143,7 @@ def test_a_long_ramp_does_not_wrap():
     np.testing.assert_allclose(t.obs.obs[:, 0], 2.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", ["TimeLimit", "FrameStack", "ResetPool"])
+@pytest.mark.parametrize("wrap", mostly_slow(["TimeLimit", "FrameStack", "ResetPool"], "FrameStack", "ResetPool"))
 def test_wrappers_stand_inside_and_outside(wrap):
     around = {
         "TimeLimit": lambda env: envs.TimeLimit(env, 3),
@@ -270,6 +272,7 @@ def test_environments_without_parameters_as_data_are_refused():
         envs.RandomizeParams(envs.make("CartPole-v1"), {"masscart": 1.5})
 
 
+@pytest.mark.slow
 def test_an_environment_with_drawn_parameters_conforms():
     report = envs.check(envs.RandomizeParams(envs.make("CartPole-v1"), {"length": envs.uniform(0.25, 1)}), steps=40)
     assert report.ok and not report.notes

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax import envs
 from tests.support.compiled import COLLECTIVE
 from tests.support.corridor import Corridor, CorridorState
+from tests.support.slow import mostly_slow
 
 
 def rollout(venv, state, actions):
@@ -115,7 +116,7 @@ def test_states_can_be_carried_through_a_scan():
     assert time_step.obs == time_step.final_obs == obs
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
+@pytest.mark.parametrize("name", mostly_slow(["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"], "CartPole-v1"))
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_no_bit(name):
     # Eight environments per device: XLA's CPU code for fewer may round the last bit of an observation otherwise.
     venv = envs.vectorize(envs.make(name, max_steps_in_episode=40), 64)

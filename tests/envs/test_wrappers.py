@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax import envs
 from tests.support.corridor import Corridor
 
@@ -14,10 +13,11 @@ LEFT, RIGHT = 0, 1
 
 def play(env, actions):
     """Steps one environment: the observations (the first one too), and the flags."""
+    step = jax.jit(env.step)
     state, obs = env.reset(jax.random.key(0))
     observations, terminations, truncations = [obs], [], []
     for action in actions:
-        state, obs, _, terminated, truncated = env.step(jax.random.key(1), state, jnp.int32(action))
+        state, obs, _, terminated, truncated = step(jax.random.key(1), state, jnp.int32(action))
         observations.append(obs)
         terminations.append(bool(terminated))
         truncations.append(bool(truncated))
@@ -172,4 +172,3 @@ def test_wrappers_take_several_agents():
     np.testing.assert_array_equal(obs, [[2, 2, 1, 0, 3, 3, 1, 0], [4, 4, 0, 1, 6, 6, 0, 1]])
     np.testing.assert_array_equal(env.global_state(state), [3, 3, 3])
     assert env.action_mask(state).shape == (2, 2) and env.observation_space.shape == (8,)
-    assert msrl.train("ippo", env, total_steps=64, num_envs=16, unroll_length=4, eval_episodes=2).evaluation.lengths.max() == 3

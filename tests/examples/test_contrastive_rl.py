@@ -24,7 +24,6 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
 R = 5
 ENV = envs.make("PointMaze", maze="open", max_steps=8, tolerance=0.1)
 ALL = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "Environments", "MultiLearner", "Central")
-FAST = ("SingleLearnerCoarse",)
 
 
 def build(**given):
@@ -75,7 +74,7 @@ def before_an_update():
     return agent, config, start(agent, 9, counting(agent))
 
 
-@pytest.mark.parametrize(("policy", "devices"), [("GPUOnly", 1), ("MultiLearner", 8)])
+@pytest.mark.parametrize(("policy", "devices"), [pytest.param("GPUOnly", 1, marks=pytest.mark.slow), ("MultiLearner", 8)])
 def test_an_update_is_the_plain_one_of_the_whole_batch_wherever_its_parts_lie(policy, devices):
     agent, config, state = before_an_update()
     outer = jax.jit(counted(agent).init)(jax.random.key(0))._replace(inner=state)
@@ -130,7 +129,8 @@ def on_one_device():
     return run(*agent_and_state(), "GPUOnly", 1, 5)
 
 
-@pytest.mark.parametrize("policy", [pytest.param(p, marks=[] if p in FAST else [pytest.mark.slow]) for p in ALL])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ALL)
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = run(*agent_and_state(), policy, 8, 5)
     pairs = zip(*(jax.tree.leaves(s.inner.params) for s in (state, on_one_device[0], agent_and_state()[1])), strict=True)
@@ -149,6 +149,7 @@ class Unpaid(type(ENV)):
         return jnp.float32(jnp.nan), super().goal_reward(achieved, desired)[1]
 
 
+@pytest.mark.slow
 def test_rewards_are_not_needed():
     config = example.ContrastiveRL(**SMALL)
     states = [start(config.build(env), 4) for env in (ENV, Unpaid("open", 8, tolerance=0.1))]

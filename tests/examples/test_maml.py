@@ -20,7 +20,7 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
     from examples import maml as example
 
 APART = "examples.maml:Apart"
-FAST, SLOW = ("SingleLearnerCoarse", APART), ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
+OTHERS = ("GPUOnly", "SingleLearnerCoarse", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
 SMALL = {"num_envs": 8, "num_rollouts": 4, "unroll_length": 10, "hidden_sizes": (8,), "num_epochs": 2}
 RATE, SIGMA, THETA, GOAL = 0.05, 0.7, 0.4, -0.3
 
@@ -180,6 +180,7 @@ def agent_and_state():
     return agent, jax.jit(agent.init)(jax.random.key(0))
 
 
+@functools.cache
 def compiled(policy, devices):
     agent, state = agent_and_state()
     chosen = msrl.policies.get(policy)
@@ -191,7 +192,7 @@ def on_one_device():
     return compiled("GPUOnly", 1).run(agent_and_state()[1], 3)
 
 
-@pytest.mark.parametrize("policy", [*FAST, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)])
+@pytest.mark.parametrize("policy", [APART, *(pytest.param(policy, marks=pytest.mark.slow) for policy in OTHERS)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[1], 3)
     pairs = zip(*(jax.tree.leaves(s.inner.params) for s in (state, on_one_device[0], agent_and_state()[1])), strict=True)

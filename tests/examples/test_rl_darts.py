@@ -16,7 +16,6 @@ from msrl_jax.algorithms import build, counted
 from tests.support.small_runs import relative_difference
 
 POLICIES = ("SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
-FAST = POLICIES[:1]
 SMALL = example.CellNetwork(num_nodes=2, channels=2, num_features=6)
 SIZES = {
     "ppo": {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "num_epochs": 2},
@@ -164,8 +163,9 @@ def run(algorithm, policy, devices):
     return jax.device_get(state.inner.params), jax.device_get(metrics)
 
 
-@pytest.mark.parametrize("policy", [pytest.param(p, marks=[] if p in FAST else [pytest.mark.slow]) for p in POLICIES])
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
 def test_eight_devices_search_as_one_does(algorithm, policy):
     params, _ = run(algorithm, policy, 8)
     alone, _ = run(algorithm, "GPUOnly", 1)

@@ -188,7 +188,7 @@ def test_the_record_is_enough_to_compute_the_run_again(lived):
     assert used[-1] + 1 == live.history["iteration"][-1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_actor_without_staleness_trains_as_one_process_does(tmp_path, address):
     live = Live(tmp_path, address)
     live.act()  # before its learner
@@ -240,8 +240,12 @@ def said(address, *messages):
 
 
 def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
-    """Of another version, with a ticket of another run, with other programs, and one that sends no unroll; then a good one."""
+    """Of no version and of another one, with a ticket of another run, with other programs, and one that sends no unroll; then a
+    good one. No other learner listens there."""
     thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
+    assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
+    with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
+        msrl.train("impala", actors_at=address, progress=False, **TINY)
     hello = {"versions": versions(), "ticket": None, "run": None}
     old = said(address, hello | {"versions": versions() | {"msrl-jax": "0.1.0"}})
     assert re.fullmatch(r"it has msrl-jax 0.1.0, and the learner has [\w.]+; install the same", old["refused"])
@@ -263,25 +267,15 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert found[0].status == "finished" and found[0].history["step"][-1] == 2 * STEPS
     assert [line["used"] for line in read(tmp_path / "run" / FILE) if "used" in line] == [0, 1]
     errors = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
-    assert len(errors) == 5
-
-
-def test_two_learners_at_one_address(address):
-    thread, found = learner_in_a_thread(address)
-    assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
-    with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
-        msrl.train("impala", actors_at=address, progress=False, **TINY)
-    assert msrl.experiment.act(address) >= 2
-    thread.join(60)
-    assert found[0].status == "finished"
+    assert len(errors) == 6
 
 
 @pytest.mark.long
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
-    runs = {address: ("impala", 2), free_address(): ("a2c", 5), free_address(): ("ppo", 3)}
+    runs = {address: ("impala", 2), free_address(): ("ppo", 3)}
     learners = [learner_in_a_thread(at, algo=algo, total_steps=n * STEPS) for at, (algo, n) in runs.items()]
-    assert msrl.experiment.act(*runs) >= 10
+    assert msrl.experiment.act(*runs) >= 5
     for thread, _ in learners:
         thread.join(60)
     results = [found[0] for _, found in learners]
@@ -327,7 +321,7 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
         replay_arrivals(folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:total_steps changes")
 def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(address, tmp_path):
     """The learning rate falls over `total_steps`; the guard, which is part of the programs, changes too."""
@@ -350,22 +344,24 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
-@pytest.mark.parametrize(
-    ("raised", "error"),
-    [
-        (OSError("no space\nis left"), "OSError: no space is left$"),
-        (KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could go on$"),
-    ],
-)
-def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, capsys):
+def test_a_run_that_ends_with_an_error_ends_its_actors(address, capsys):
     def fails(tick):
-        raise raised
+        raise OSError("no space\nis left")
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
     assert main(["act", address, "--wait", "60s"]) == 2
     thread.join(60)
-    assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
-    assert found[0] is raised or found[0].interrupted
+    text = f"error: the run at {address} ended with an error: OSError: no space is left\n"
+    assert text in capsys.readouterr().err and isinstance(found[0], OSError)
+
+
+def test_a_run_that_was_interrupted_and_has_no_folder_says_that_it_is_over():
+    told = []
+    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={}, _entering={"channel"}, _threads=[])
+    of_pool._tell = lambda channel, over: told.append(over)
+    run: Any = SimpleNamespace(ending=Ending("interrupted", "SIGINT"), path=None)
+    pool.Pool.end(of_pool, run)
+    assert told == [{"over": True, "error": "it was interrupted (SIGINT), and has no folder from which it could go on"}]
 
 
 def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):

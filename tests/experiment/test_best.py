@@ -56,8 +56,9 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("every", [7 * 64, "10d", None])
+@pytest.mark.parametrize(
+    "every", [pytest.param(7 * 64, marks=pytest.mark.long), *(pytest.param(x, marks=pytest.mark.slow) for x in ("10d", None))]
+)
 def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due(every, tmp_path):
     """Evaluations are due every third iteration, and checkpoints every seventh, or at the end only."""
 

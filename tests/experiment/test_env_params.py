@@ -31,14 +31,6 @@ SMALL = {
         "capacity": 1024,
     },
 }  # fmt: skip
-OFTEN = {("ppo", 4, "SingleLearnerFine")}
-MATRIX = [
-    pytest.param(
-        algo, count, policy, id=f"{algo}-{count}-{policy}",
-        marks=[] if (algo, count, policy) in OFTEN else [pytest.mark.slow],
-    )
-    for algo in SMALL for count in (1, 2, 4) for policy in sorted(msrl.policies.POLICIES)
-]  # fmt: skip
 
 
 @functools.cache
@@ -49,7 +41,10 @@ def reference(algo):
     return agent, state, *jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, length=ITERATIONS))(state)
 
 
-@pytest.mark.parametrize(("algo", "count", "policy"), MATRIX)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(msrl.policies.POLICIES))
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("algo", SMALL)
 def test_the_same_run_under_every_policy(algo, count, policy):
     agent, state, after, metrics = reference(algo)
     program = msrl.compile(
@@ -106,7 +101,7 @@ def whole():
     return functools.cache(train)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_curriculum_of_a_callback_compiles_nothing(kind):
     compiled, seen = [], []
 
@@ -195,7 +190,7 @@ def test_a_nan_after_a_change_is_found():
     assert error.value.fragment == "env_step" and error.value.iteration == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_episodes_are_played_with_the_parameters_of_the_run_unless_told_otherwise(tmp_path):
     steps = {"max_steps_in_episode": 3}
 
@@ -243,7 +238,7 @@ def test_runs_without_numbers_to_set_say_so():
         msrl.experiment.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_without_environments_plays_its_episodes_with_the_parameters_but_cannot_change_them():
     env = envs.make(ENV)
     options = {"data": noise(env), "env_params": {"max_steps_in_episode": 3}, "total_steps": 32, "progress": False}
@@ -285,7 +280,8 @@ def test_a_function_has_to_be_given_again(tmp_path):
     def drawn(key):
         return {"length": jax.random.uniform(key)}
 
-    msrl.train("ppo", ENV, env_params=drawn, total_steps=256, out=tmp_path / "run", progress=False, **SMALL["ppo"])
+    options = {"total_steps": 256, "eval_episodes": 0, "out": tmp_path / "run", "progress": False, **SMALL["ppo"]}
+    msrl.train("ppo", ENV, env_params=drawn, **options)
     with pytest.raises(RunFolderError, match=r"draws the parameters of its environment by a function .*drawn; give it again"):
         Result.load(tmp_path / "run")
     assert Result.load(tmp_path / "run", env_params=drawn).evaluate(2)

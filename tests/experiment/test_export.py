@@ -24,7 +24,7 @@ OTHERS = {
 }  # fmt: skip
 FAST = [
     ("ppo+normal", "Pendulum-v1"), ("sac+qr", "Pendulum-v1"), ("r2d2", "CartPole-v1"), ("dqn+c51", "CartPole-v1"),
-    ("self_play", "KuhnPoker"), ("mappo+gru", TEAM),
+    ("self_play", "KuhnPoker"),
 ]  # fmt: skip
 SLOW = [
     ("ppo", "CartPole-v1"), ("ppo", LOCK), ("recurrent_ppo+lstm", "CartPole-v1"), ("recurrent_ppo+min_gru", "Pendulum-v1"),
@@ -36,11 +36,16 @@ SLOW = [
     ("sac", "CartPole-v1"), ("td3", "Pendulum-v1"), ("td3+c51", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
     ("sac+batch_norm", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
     ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1"), ("iql", "CartPole-v1"), ("ppo+linen", "CartPole-v1"),
-    ("dqn+equinox", "CartPole-v1"), ("sac+nnx", "Pendulum-v1"), ("ippo", TEAM), ("mappo", TEAM), ("qmix", TEAM), ("vdn", TEAM),
-    ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),
+    ("dqn+equinox", "CartPole-v1"), ("sac+nnx", "Pendulum-v1"), ("ippo", TEAM), ("mappo", TEAM), ("mappo+gru", TEAM),
+    ("qmix", TEAM), ("vdn", TEAM), ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),
     ("a2c+privileged", "tests.support.privileged:cartpole"),
 ]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+OFTEN = [*((*case, False) for case in FAST), ("ppo+normal", "Pendulum-v1", True), ("r2d2", "CartPole-v1", True)]
+PROGRAMS = [
+    pytest.param(*case, sample, marks=[] if (*case, sample) in OFTEN else pytest.mark.slow)
+    for case in (*FAST, *SLOW) for sample in (False, True)
+]  # fmt: skip
 
 
 def policy(name, env):
@@ -89,8 +94,7 @@ def parsed(about):
     return {name: (dtype, [number(n) for n in shape.split(", ") if n]) for name, (dtype, shape) in split.items()}
 
 
-@pytest.mark.parametrize(("name", "env"), CASES)
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("name", "env", "sample"), PROGRAMS)
 def test_a_program_acts_as_the_agent(name, env, sample, tmp_path):
     behavior, state = policy(name, env)
     key = jax.random.key(7) if sample else None

@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.fitted_q import FittedQ, fitted_q, returns_to_go
 
 STATES, DISCOUNT = 4, 0.8
@@ -64,10 +65,9 @@ def acting(policy):
 SMALL = FittedQ(discount=DISCOUNT, num_updates=600, fits=8, batch_size=64, learning_rate=0.01, hidden_sizes=(16,))
 
 
-@pytest.mark.parametrize("policy", [[0, 0, 0, 0], [1, 1, 0, 0]])
-def test_a_value_is_that_of_dynamic_programming(policy):
-    found = fitted_q(Ring(), acting(policy), ring_data(), SMALL)
-    assert found.value == pytest.approx(value_by_hand(policy), abs=0.03) and found.values.shape == (8,)
+def test_a_value_is_that_of_dynamic_programming():
+    found = fitted_q(Ring(), acting([0] * STATES), ring_data(), SMALL)
+    assert found.value == pytest.approx(value_by_hand([0] * STATES), abs=0.03) and found.values.shape == (8,)
     low, high = found.interval
     assert low <= found.value <= high and f"({low:.4g} to {high:.4g})" in str(found)
 
@@ -77,7 +77,7 @@ def on_one_device():
     return fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("policy", ["GPUOnly", "MultiLearner", "SingleLearnerCoarse"])
+@pytest.mark.parametrize("policy", ["MultiLearner", "SingleLearnerCoarse"])
 def test_fits_are_the_same_under_every_policy(policy, on_one_device):
     found = fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, policy=policy)
     # Products of eight fits at once and of one are rounded otherwise, 600 times.
@@ -104,22 +104,17 @@ def test_fits_that_are_not_done_warn():
     assert found.change > 0.05 * found.value
 
 
-@pytest.fixture(scope="module")
-def trained():
+@pytest.mark.slow
+def test_a_trained_policy_is_valued_from_a_file_of_its_steps(tmp_path):
     small = {"num_envs": 4, "unroll_length": 32, "num_minibatches": 2, "eval_episodes": 0}
-    return msrl.train("ppo", "Pendulum-v1", total_steps=512, progress=False, **small)
-
-
-@pytest.mark.long
-def test_a_trained_policy_is_valued_from_a_file_of_its_steps(trained, tmp_path):
-    path = tmp_path / "played.npz"
-    data = msrl.data.record(trained, 1600, path, num_envs=8)
+    pendulum, path = msrl.train("ppo", "Pendulum-v1", total_steps=512, progress=False, **small), tmp_path / "played.npz"
+    data = msrl.data.record(pendulum, 1600, path, num_envs=8)
     settings = FittedQ(num_updates=600, fits=4, batch_size=64, discount=0.9, tau=0.5)
-    found = trained.evaluate(data=path, settings=settings)
+    found = pendulum.evaluate(data=path, settings=settings)
     assert found.values.shape == (4,) and found.discount == 0.9
     # Pendulum's rewards are from -16.3 to 0, so values are within these over 1 - discount.
     assert -163 < found.value < -10 and found.interval[0] < found.value < found.interval[1]
-    again = trained.evaluate(data=data, settings=settings)
+    again = pendulum.evaluate(data=data, settings=settings)
     np.testing.assert_array_equal(found.values, again.values)
 
 
@@ -139,11 +134,11 @@ def test_what_cannot_be_estimated(trained):
         trained.evaluate(5, data=data)
     with pytest.raises(ValueError, match="those of an estimate"):
         trained.evaluate(policy="MultiLearner")
-    with pytest.raises(ValueError, match="obs"):
+    with pytest.raises(ValueError, match="obs of the data set leaves the observation_space"):
         trained.evaluate(data=data)
     with pytest.raises(ValueError, match=r"nowhere\.npz"):
         trained.evaluate(data="nowhere.npz")
-    small = {"num_envs": 4, "unroll_length": 8, "num_minibatches": 2, "memory_size": 4, "eval_episodes": 0}
-    remembering = msrl.train("recurrent_ppo", "CartPole-v1", total_steps=32, progress=False, **small)
+    small = {"num_envs": 4, "unroll_length": 8, "num_minibatches": 2, "memory_size": 4}
+    remembering = dataclasses.replace(trained, experiment=make_experiment("recurrent_ppo", "CartPole-v1", overrides=small))
     with pytest.raises(ValueError, match="remembers earlier observations"):
         remembering.evaluate(data=data)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from msrl_jax import cli
 from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.nonfinite import non_finite
 from msrl_jax.fragments.plan.origin import find_origin
+from msrl_jax.report.bench import program_runner
 from tests.support.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
@@ -56,11 +59,15 @@ WHERE = {"ppo": (3, (3, 8)), "dqn": (3, (3, 8)), "sac": (3, (3, 8)), "es": (1, (
     ],
 )  # fmt: skip
 def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(algo, what, policy, tmp_path):
-    env = Faulty(what)
-    with pytest.raises(DivergedError, match=r"environment \d returned") as caught:
-        run(algo, env, policy)
-    error, (iteration, step) = caught.value, WHERE[algo]
-    origin = error.finding.failure.origin
+    env, (iteration, step) = Faulty(what), WHERE[algo]
+    where = rf"in iteration {iteration}, step {step[0] + 1} of {step[1]}"
+    with pytest.raises(DivergedError, match=rf"environment \d returned an? {what} of nan: .* {where}") as caught:
+        run(algo, env, policy, out=tmp_path / "run")
+    error, origin = caught.value, caught.value.finding.failure.origin
+    if (algo, what) == ("ppo", "reward"):
+        assert error.member is None and np.isnan(error.result.history[error.metric]).any()
+    assert error.result.status == "diverged" and len(error.result.history["step"]) == (iteration + 1) // 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
     assert (error.iteration, error.fragment, origin.role, origin.steps) == (iteration, "env_step", "env", (step,))
     assert origin.primitive == ("sqrt" if what == "reward" else "log")
     assert "guarded_envs.py" in origin.source and origin.eager
@@ -74,8 +81,8 @@ def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(alg
     assert msrl.replay_step(error.replay, env=Faulty()) is None  # a repaired environment
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", [TOGETHER, pytest.param("Central:workers=1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [TOGETHER, "Central:workers=1"])
 def test_a_gradient_that_overflows_is_located_in_its_fragment(policy):
     with pytest.raises(DivergedError) as caught:
         run("ppo", Faulty(), policy, learning_rate=1e25, max_grad_norm=1e30)
@@ -85,6 +92,7 @@ def test_a_gradient_that_overflows_is_located_in_its_fragment(policy):
     assert msrl.replay_step(error.replay, env=Faulty()).origin.fragment == "gradients"
 
 
+@pytest.mark.slow
 def test_an_environment_whose_reset_returns_nan_is_named():
     with pytest.raises(DivergedError, match="environment's `reset` returned") as caught:
         run("es", Faulty("reset"))
@@ -94,7 +102,8 @@ def test_an_environment_whose_reset_returns_nan_is_named():
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
-        ("ppo", "observation", APART), ("dqn", "reward", APART),
+        ("ppo", "observation", APART),
+        pytest.param("dqn", "reward", APART, marks=pytest.mark.slow),
         pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
         pytest.param("sac", "reward", TOGETHER, marks=pytest.mark.slow),
         pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
@@ -114,7 +123,7 @@ def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
     assert result.history["skipped_updates"].tolist() == [2.0, 2.0, 2.0], "two updates per iteration"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_skip_gives_the_same_run_under_every_policy():
     env = Faulty("reward", length=25)
     together, apart, central = (run("ppo", env, policy, "skip").state for policy in (TOGETHER, APART, "Central:workers=1"))
@@ -178,7 +187,7 @@ def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
 
 
 @pytest.mark.long
-def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_path, capsys):
+def test_the_command_line_reproduces_a_step(tmp_path, capsys):
     flags = ["--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--num-epochs", "1", "--num-minibatches", "2"]
     flags += ["--learning-rate", "1e25", "--max-grad-norm", "1e30"]
     out = tmp_path / "run"
@@ -186,8 +195,15 @@ def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_p
     assert "fragment 'gradients'" in (said := capsys.readouterr().err) and f"msrl-jax replay {out}" in said
     assert cli.main(["replay", str(out / "non_finite.npz")]) == 0
     assert "fragment 'gradients' (role 'learner')" in capsys.readouterr().out
-    assert cli.main(["bench", "--seconds", "0.01", *flags]) == 1
-    assert "is not finite in iteration" in capsys.readouterr().err
+
+
+def test_nothing_is_measured_of_a_run_that_diverges():
+    program: Any = SimpleNamespace(run=lambda state, chunk, **_: (state, {"loss": np.array([1.0, np.nan])}))
+    experiment: Any = SimpleNamespace(
+        name="ppo", env_name="CartPole-v1", steps_per_iteration=1, members=1, start=lambda program: 0.0
+    )
+    with pytest.raises(FloatingPointError, match="ppo on CartPole-v1: 'loss' is not finite in iteration 2, so there"):
+        program_runner(experiment, program, 2)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"nonsense"])

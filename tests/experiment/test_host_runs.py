@@ -30,11 +30,15 @@ def children():
     return found
 
 
-def test_a_policy_that_works_is_chosen_for_simulators(capfd):
+def test_a_policy_that_works_is_chosen_for_simulators_and_their_workers_end(capfd):
+    """With the run, and with an evaluation."""
     small = SMALL | {"progress": "lines"}
-    result = msrl.train("ppo", "gymnasium:Pendulum-v1", total_steps=256, eval_episodes=0, **small)
+    result = msrl.train("ppo", "gymnasium:Pendulum-v1", total_steps=256, eval_episodes=1, **small)
     assert result.description["policy"].startswith("MultiLearner") and "MultiLearner on" in repr(result)
     assert capfd.readouterr().err.startswith("policy MultiLearner: the host simulates gymnasium:Pendulum-v1\n")
+    assert not children()
+    result.evaluate(1, max_steps=3)
+    assert not children()
     with pytest.raises(ValueError, match="MultiLearner"):
         msrl.train("ppo", "gymnasium:Pendulum-v1", policy="GPUOnly", **SMALL)
 
@@ -64,7 +68,8 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        result = msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=10**7, callbacks=[enough], chunk=2, **SMALL)
+        options = SMALL | {"total_steps": 10**7, "chunk": 2, "eval_episodes": 0, "callbacks": [enough]}
+        result = msrl.train("ppo", PENDULUM, policy=POLICY, **options)
     finally:
         over.set()
         killer.join()
@@ -116,20 +121,13 @@ def test_errors_of_environments_are_those_of_the_run():
         msrl.train("ppo", env, policy=POLICY, total_steps=2048, **SMALL)
 
 
-def test_workers_end_with_the_run_and_with_the_evaluation():
-    result = msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=512, eval_episodes=1, **SMALL)
-    assert not children()
-    result.evaluate(1, max_steps=3)
-    assert not children()
-
-
 @pytest.mark.long
 def test_learning_from_data_alone_and_evaluating_on_the_host(tmp_path):
     name = "gymnasium:CartPole-v1:num_workers=1"
-    options = {"hidden_sizes": (8,), "progress": False, "eval_episodes": 2}
-    made = msrl.train("a2c", name, policy=POLICY, total_steps=512, num_envs=8, **options)
+    options = {"hidden_sizes": (8,), "progress": False}
+    made = msrl.train("a2c", name, policy=POLICY, total_steps=512, num_envs=8, eval_episodes=0, **options)
     data = msrl.data.record(made, 300, tmp_path / "data.npz")
-    result = msrl.train("bc", name, data=data, total_steps=20, batch_size=32, **options)
+    result = msrl.train("bc", name, data=data, total_steps=20, batch_size=32, eval_episodes=2, **options)
     assert result.evaluation.lengths.min() > 5
 
 

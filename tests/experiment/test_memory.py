@@ -35,7 +35,7 @@ def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
         Fitting(jax.jit(square), "it", "Use less")(x)
 
 
-@pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse"])
+@pytest.mark.parametrize("policy", ["GPUOnly", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
 def test_a_run_whose_state_fits_and_whose_programs_do_not_is_refused(monkeypatch, policy):
     """The state of an environment takes less than 100 bytes, its trajectory of 4 steps and what is made of it more."""
     limit_to(monkeypatch, 3_000_000)
@@ -49,12 +49,11 @@ def test_a_recording_that_cannot_be_joined_is_refused():
         setup.record(10)
 
 
-def test_evaluations_and_recordings_are_refused_in_one_line(tmp_path, capsys):
-    run = tmp_path / "run"
-    msrl.train("a2c", "CartPole-v1", total_steps=512, eval_episodes=0, progress=False, num_envs=16, **SMALL).save(run)
+def test_evaluations_and_recordings_are_refused_in_one_line(trained, run_folder, tmp_path, capsys):
+    file = str(tmp_path / "x.npz")
     for command, message in (
-        (["evaluate", str(run), "--episodes", "1e10"], "an evaluation of 10,000,000,000 episodes at once takes"),
-        (["record", str(run), "--steps", "1e11", "--out", str(tmp_path / "x.npz")], "a data set of 100,000,000,000 rows"),
+        (["evaluate", str(run_folder), "--episodes", "1e10"], "an evaluation of 10,000,000,000 episodes at once takes"),
+        (["record", str(run_folder), "--steps", "1e11", "--out", file], "a data set of 100,000,000,000 rows"),
     ):
         assert cli.main(command) == program.BAD_INPUT
         error = capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli import main
-from msrl_jax.experiment.arguments import experiment_of
+from msrl_jax.experiment.arguments import experiment_of, make_experiment
 from msrl_jax.experiment.folder import RunFolderError
 from tests.support import modules
 from tests.support.modules import FORMS, Linen
@@ -36,13 +36,10 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        (FORMS["nnx"], None),
-        pytest.param(FORMS["linen"], Linen(), marks=pytest.mark.slow),
-        pytest.param(NAME, FORMS["nnx"], marks=pytest.mark.slow),
-    ],
+    [(FORMS["nnx"], None), (FORMS["linen"], Linen()), (NAME, FORMS["nnx"])],
     ids=["object", "object given again", "name"],
 )
 def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, tmp_path):
@@ -79,13 +76,15 @@ def test_members_with_a_module_are_the_runs_that_their_seeds_give(train):
 
 
 @pytest.mark.long
-def test_the_command_line_takes_a_module_by_its_name(train, tmp_path, capsys):
+def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]
     out = tmp_path / "run"
     assert main([*words, "--network", NAME, "--out", str(out)]) == 0
-    assert msrl.Result.load(out).config.network == NAME
-    assert_same(msrl.Result.load(out), train(network=FORMS["nnx"], devices=None))
+    loaded = msrl.Result.load(out)
+    assert loaded.experiment == experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | {"network": NAME})
+    given = make_experiment("ppo", ENV, overrides=SMALL | {"network": FORMS["nnx"]}).behavior.state_type.params
+    assert jax.tree.map(np.shape, loaded.state.params) == jax.tree.map(np.shape, given)
     assert main(["evaluate", str(out), "--episodes", "4"]) == 0
     assert main([*words, "--network", "mpl"]) == 2
     assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
@@ -93,7 +92,7 @@ def test_the_command_line_takes_a_module_by_its_name(train, tmp_path, capsys):
     assert "has no attribute 'nothing'" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sweep_with_a_module(one_device, tmp_path):
     found = msrl.sweep(
         "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,

@@ -379,8 +379,7 @@ def collectives_by_place(text):
     return inside, outside
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("together", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)])
 def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     setup, *_ = reference()
     program = setup.compile(ByMember(together), jax.devices()[:4])
@@ -393,8 +392,10 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
         assert len(counts) == 3, "acting, learning with the decision, and copying the statistics of the environments"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["SingleLearnerCoarse", "Central"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("SingleLearnerCoarse", marks=pytest.mark.long), pytest.param("Central", marks=pytest.mark.slow)],
+)
 def test_an_iteration_moves_scores_and_the_decision_only(policy):
     setup, *_ = reference()
     alone = dataclasses.replace(setup, pbt=None)

@@ -15,6 +15,7 @@ from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.summary import copies
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
+from tests.support.transitions import noise
 
 from .test_pbt import EIGHT, ENV, RATE, SMALL, STEPS
 
@@ -31,7 +32,6 @@ def trained(tmp_path_factory):
     return train(out=tmp_path_factory.mktemp("pbt") / "run", seed=7)
 
 
-@pytest.mark.long
 def test_the_history_holds_lineage_and_schedules(trained):
     parent, rate = trained.history["pbt/parent"], trained.history["pbt/learning_rate"]
     ends = trained.history["iteration"]
@@ -79,20 +79,18 @@ def test_a_run_of_a_population_is_read_again(trained):
     np.testing.assert_array_equal(loaded.act(np.ones((3, 4))), trained.act(np.ones((3, 4))))
 
 
-def test_a_run_goes_on_exactly_in_the_middle_of_a_period(tmp_path):
-    whole = train(chunk=1, seed=7)
+def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
     first = train(chunk=1, seed=7, out=tmp_path / "run", callbacks=[stop_after(7)])
     assert first.history["iteration"][-1] == 7
     with pytest.raises(RunFolderError, match=r"has pbt=.*cannot go on with pbt="):
         train(resume=tmp_path / "run", pbt=dataclasses.replace(FOUR, every=4))
-    assert_same_run(msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], progress=False), whole)
+    assert_same_run(msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], progress=False), trained)
 
 
 def test_initial_values_may_be_given():
-    rates = [1e-3, 2e-3, 3e-3, 4e-3]
-    result = train(learning_rate=rates, total_steps=4 * STEPS, eval_episodes=0)
-    assert [s["learning_rate"] for s in result.settings] == rates
-    np.testing.assert_array_equal(result.history["pbt/learning_rate"][0], np.float32(rates))
+    rates = (1e-3, 2e-3, 3e-3, 4e-3)
+    given = make_experiment("ppo", ENV, overrides={"learning_rate": list(rates), **SMALL}, pbt=FOUR)
+    assert given.settings == FOUR.initial(0) | {"learning_rate": rates}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +113,7 @@ def test_bounds_rounded_to_float32_lie_in_the_search():
     assert rounded[0] < 1e-6 and experiment.members == 2
 
 
+@pytest.mark.slow
 def test_slow_members_are_left_alone():
     result = train(pbt=dataclasses.replace(FOUR, min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
     assert (result.history["pbt/parent"] == np.arange(4)).all()
@@ -146,13 +145,11 @@ def test_a_population_goes_back_with_smaller_rates():
 
 @pytest.mark.long
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
-def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction, trained, tmp_path):
-    path = tmp_path / "data.npz"
-    msrl.data.record(trained, 400, path, num_envs=4)
+def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction):
     run = functools.partial(
-        msrl.train, "bc", ENV, pbt=msrl.PBT({"learning_rate": RATE}, members=4, every=2, fraction=0.5), data=str(path),
-        total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,), validation_fraction=validation_fraction,
-        eval_episodes=0, chunk=2, devices=jax.devices()[:1], progress=False,
+        msrl.train, "bc", ENV, pbt=msrl.PBT({"learning_rate": RATE}, members=4, every=2, fraction=0.5),
+        data=noise(envs.make(ENV)), total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,),
+        validation_fraction=validation_fraction, eval_episodes=0, chunk=2, devices=jax.devices()[:1], progress=False,
     )  # fmt: skip
     if not validation_fraction:
         with pytest.raises(ValueError, match="pbt: no data are held out to compare the members; train with"):

@@ -65,8 +65,8 @@ def assert_equal_runs(folder, count, devices, case, rtol=0.0, atol=0.0):
                 np.testing.assert_allclose(found[name], x, *tolerance, err_msg=f"{case}, process {i}: {name}")
 
 
-# One program over both processes; exchanges with every minibatch; the actor on one and the learner on the other.
-PAIR = ["ppo/GPUOnly", "ppo/Central", "ppo+curriculum/SingleLearnerCoarse"]
+# One program over both processes; the actor on one and the learner on the other.
+PAIR = ["ppo/GPUOnly", "ppo+curriculum/SingleLearnerCoarse"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_two_processes_train_as_one(pair, case):
 
 RUN = [
     "train", "--env", cluster.ENV, "--policy", "SingleLearnerCoarse", "--num-envs", "8", "--unroll-length", "8",
-    "--hidden-sizes", "8", "--num-minibatches", "2", "--num-epochs", "1", "--eval-episodes", "2", "--chunk", "2",
+    "--hidden-sizes", "8", "--num-minibatches", "2", "--num-epochs", "1", "--eval-episodes", "0", "--chunk", "2",
     "--progress", "lines",
 ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     mine = Result.load(folder)
     theirs = msrl.train(
         "ppo", cluster.ENV, policy="SingleLearnerCoarse", total_steps=total, num_envs=8, unroll_length=8, hidden_sizes=(8,),
-        num_minibatches=2, num_epochs=1, eval_episodes=2, chunk=2, progress=False, devices=jax.devices()[:2],
+        num_minibatches=2, num_epochs=1, eval_episodes=0, chunk=2, progress=False, devices=jax.devices()[:2],
     )  # fmt: skip
     for (path, x), y in zip(jax.tree.leaves_with_path(mine.state), jax.tree.leaves(theirs.state), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -11,7 +11,6 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.arguments import make_experiment
-from tests.support.training_envs import Lottery
 
 
 def assert_same_state(actual, expected):
@@ -82,18 +81,6 @@ def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((run_folder / "config.json").read_bytes())
     with pytest.raises(ValueError, match=r"has no checkpoint .newest.: none is complete"):
         Result.load(tmp_path)
-
-
-def test_an_environment_object_must_be_given_again(tiny, one_device, tmp_path):
-    env = Lottery(short=2, long=3)
-    run = msrl.train(
-        "ppo", env, total_steps=64, eval_episodes=0, devices=one_device, out=tmp_path / "run", progress=False, **tiny
-    )
-    with pytest.raises(ValueError, match=r"environment object \(Lottery\).*env="):
-        Result.load(tmp_path / "run")
-    loaded = Result.load(tmp_path / "run", env=env)
-    assert_same_state(loaded.state, run.state)
-    assert loaded.evaluation is None
 
 
 def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):

@@ -21,7 +21,7 @@ from msrl_jax.experiment.checkpoint import complete
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.store import ResumeWarning
 from tests.support import processes, runs
-from tests.support.runs import ITERATIONS, assert_same_run, cli, stop_after, train
+from tests.support.runs import ITERATIONS, assert_same_run, assert_same_state, cli, stop_after, train
 from tests.support.training_envs import Lottery
 
 
@@ -179,7 +179,7 @@ def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     with pytest.warns(
         ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00225, after 0\.0015"
     ):
-        result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], progress=False)
+        result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], eval_episodes=0, progress=False)
     assert result.history["iteration"][-1] == 24 and result.experiment.total_steps == 1536
     assert result.history["learning_rate"][2] == pytest.approx(3e-3 * (1 - 7 / 24), rel=1e-5)
     assert Result.load(copy).experiment.total_steps == 1536
@@ -215,36 +215,36 @@ def test_a_callback_that_changes_the_directory_or_the_row_changes_no_run(tmp_pat
     assert (result.history["entropy"] < 1).all() and result.folder == tmp_path / "run"
 
 
-def test_an_environment_object_with_other_parameters_is_refused(tmp_path, tiny, one_device):
+def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
+    env, path = Lottery(short=2, long=3), tmp_path / "run"
     options = {"devices": one_device, "progress": False, "eval_episodes": 0}
-    msrl.train(
-        "ppo",
-        Lottery(short=2, long=3),
-        total_steps=128,
-        out=tmp_path / "run",
-        chunk=1,
-        callbacks=[stop_after(1)],
-        **tiny,
-        **options,
-    )
+    run = msrl.train("ppo", env, total_steps=128, out=path, chunk=1, callbacks=[stop_after(1)], **tiny, **options)
+    with pytest.raises(ValueError, match=r"environment object \(Lottery\).*env="):
+        Result.load(path)
+    loaded = Result.load(path, env=env)
+    assert_same_state(loaded.state, run.state)
+    assert loaded.evaluation is None
     with pytest.raises(
         RunFolderError, match=r"has the environment Lottery\(short=2, long=3.*cannot go on with Lottery\(short=2, long=4"
     ):
-        msrl.train(resume=tmp_path / "run", env=Lottery(short=2, long=4), **options)
-    assert msrl.train(resume=tmp_path / "run", env=Lottery(short=2, long=3), **options).status == "finished"
+        msrl.train(resume=path, env=Lottery(short=2, long=4), **options)
+    assert msrl.train(resume=path, env=Lottery(short=2, long=3), **options).status == "finished"
 
 
 def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
-    data = Path(shutil.copy(pendulum_data, tmp_path / "data.npz"))
-    path = tmp_path / "run"
-    train("sac", path, devices=1, data=data, iterations=12, callbacks=[stop_after(3)], eval_episodes=0, eval_every=None)
+    data, path = Path(shutil.copy(pendulum_data, tmp_path / "data.npz")), tmp_path / "run"
+    options = {"devices": jax.devices()[:1], "progress": False}
+    msrl.train(
+        "bc", "Pendulum-v1", data=data, out=path, total_steps=8, chunk=1, eval_episodes=0, callbacks=[stop_after(1)],
+        num_updates=2, batch_size=16, hidden_sizes=(8,), **options,
+    )  # fmt: skip
     moved = data.rename(tmp_path / "moved.npz")
     with pytest.raises(RunFolderError, match=r"data set of the run in .*run cannot be read: there is no file .*data\.npz"):
         msrl.train(resume=path, progress=False)
     other = msrl.data.load(moved).select(slice(0, 100))
     with pytest.raises(RunFolderError, match=r"the given data set is not the data set of the run .* its content differs"):
         msrl.train(resume=path, progress=False, data=other)
-    result = msrl.train(resume=path, progress=False, data=moved, devices=jax.devices()[:1])
+    result = msrl.train(resume=path, data=moved, **options)
     assert result.status == "finished" and Result.load(path).description["data"]["path"] == str(moved)
 
 
@@ -282,12 +282,11 @@ def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     def tick(tick):
         clock[0] += 3600.0
 
-    part = train("ppo", tmp_path / "run", devices=1, callbacks=[tick], time_limit="5h50m", eval_every=None)
+    options = {"devices": 1, "eval_episodes": 0, "eval_every": None}
+    part = train("ppo", tmp_path / "run", callbacks=[tick], time_limit="5h50m", **options)
     assert (part.status, part.stop_reason) == ("interrupted", "time limit") and part.interrupted
     assert part.history["iteration"].tolist() == [3, 6, 9, 12, 15, 18], "the chunk that passes the limit is not known before"
-    at_once = msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], time_limit=1e-9, progress=False, callbacks=[tick])
-    assert at_once.history["iteration"][-1] == 18
-    none = train("ppo", tmp_path / "other", devices=1, time_limit=1e-9, eval_every=None)
+    none = train("ppo", tmp_path / "other", time_limit=1e-9, **options)
     assert none.history == {} and none.stop_reason == "time limit" and "time limit" in repr(none)
     assert complete(tmp_path / "other")[0].iteration == 0
     goes_on = msrl.train(resume=tmp_path / "other", devices=jax.devices()[:1], progress=False, callbacks=[stop_after(3)])

@@ -12,8 +12,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.transformations import counted
-from msrl_jax.experiment import DivergedError, Ending, Experiment, Result
+from msrl_jax.experiment import DivergedError, Ending, Experiment, Result, Tick
 from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.experiment.callbacks import _answer
 from msrl_jax.fragments.counters import to_int
 from tests.support.training_envs import Poison
 
@@ -104,13 +105,13 @@ def test_a_run_reports_the_parts_of_its_time(trained):
 def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
     answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
     callbacks = [lambda tick, answer=answer: answer for answer in answers]
-    result = msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
+    result = msrl.train(
+        "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=callbacks, progress=False, **tiny
+    )
     assert result.status == "finished"
-    for true in (np.True_, np.array(True), jnp.bool_(True)):
-        assert msrl.train(
-            "ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=[lambda tick, true=true: true],
-            eval_episodes=0, progress=False, **tiny,
-        ).status == "stopped"  # fmt: skip
+    tick = Tick(64, 1, 128, {}, lambda: None)
+    for answer in (True, np.True_, np.array(True), jnp.bool_(True)):
+        assert _answer(lambda tick, answer=answer: answer, tick)
 
 
 def test_a_callback_changes_no_history(tiny, one_device):
@@ -139,7 +140,10 @@ def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
         jax.tree.leaves(tick.state.params)[0].delete()
 
     with pytest.raises(ValueError, match=r"callback .*greedy deleted or donated tick\.state\.params.*; give away a copy"):
-        msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=[greedy], progress=False, **tiny)
+        msrl.train(
+            "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=[greedy], progress=False,
+            **tiny,
+        )  # fmt: skip
 
 
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
@@ -169,7 +173,7 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
                 signal.raise_signal(signal.SIGINT)  # the second one means it
 
     run = msrl.train(
-        "ppo", ENV, total_steps=4 * 64, chunk=1, devices=one_device, out=tmp_path / "run", callbacks=[press],
+        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, out=tmp_path / "run", callbacks=[press],
         progress=False, **tiny,
     )  # fmt: skip
     assert run.interrupted and signal.getsignal(signal.SIGINT) is before
@@ -178,31 +182,22 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
     assert loaded.interrupted and to_int(loaded.run_state.count) == 2
 
 
-def test_a_callback_may_raise_ctrl_c(tiny, one_device):
+def test_a_callback_may_raise_ctrl_c_and_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeypatch, capfd):
     def press(tick):
         raise KeyboardInterrupt
 
+    monkeypatch.chdir(tmp_path)
     run = msrl.train(
         "ppo", ENV, total_steps=2 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[press], progress=False,
         **tiny,
     )  # fmt: skip
     assert run.interrupted and to_int(run.run_state.count) == 1
+    assert list(tmp_path.iterdir()) == []
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
 
 
-def test_divergence_names_metric_and_iteration_and_keeps_the_history(tiny, one_device, tmp_path):
-    # Rewards are nan from step 20 on: iterations of 8 steps go wrong in the third.
-    with pytest.raises(DivergedError, match=r"returned a reward of nan: .* in iteration 3, step 4") as caught:
-        msrl.train(
-            "ppo", Poison(after=20), total_steps=8 * 64, chunk=4, eval_episodes=2, devices=one_device, out=tmp_path / "run",
-            progress=False, **tiny,
-        )  # fmt: skip
-    error = caught.value
-    assert error.iteration == 3 and error.member is None
-    assert np.isnan(error.result.history[error.metric]).any()
-    assert error.result.status == "diverged" and len(error.result.history["step"]) == 1
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
-
-
+@pytest.mark.slow
 def test_a_member_that_diverges_is_named(tiny, one_device):
     with pytest.raises(DivergedError, match=r"of member 0 \(seed 5\)"):
         msrl.train(
@@ -247,14 +242,6 @@ def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
     assert (run_folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    msrl.train("ppo", ENV, total_steps=64, eval_episodes=0, devices=one_device, progress=False, **tiny)
-    assert list(tmp_path.iterdir()) == []
-    captured = capfd.readouterr()
-    assert captured.out == "" and captured.err == ""
-
-
 @pytest.mark.slow
 def test_ppo_solves_cartpole(one_device):
     run = msrl.train("ppo", "CartPole-v1", total_steps=200_000, devices=one_device, progress=False)
@@ -264,6 +251,7 @@ def test_ppo_solves_cartpole(one_device):
 def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
     experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, overrides=tiny)
     assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
+    assert make_experiment(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3) == experiment
     assert experiment.difference(dataclasses.replace(experiment, seed=4)) == ("seed", 3, 4)
     options = {"chunk": 2, "eval_episodes": 0, "devices": one_device, "progress": False}
     half = msrl.train(experiment, out=tmp_path / "run", callbacks=[lambda tick: True], **options)
@@ -273,8 +261,8 @@ def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
         msrl.train(other, resume=tmp_path / "run", **options)
     with pytest.raises(ValueError, match="seeds=2: the experiment says what is computed"):
         msrl.train(experiment, seeds=2, **options)
-    whole = msrl.train(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3, **options)
-    assert_trees_close(msrl.train(experiment, resume=tmp_path / "run", **options).run_state, whole.run_state, rtol=0, atol=0)
+    goes_on = msrl.train(experiment, resume=tmp_path / "run", **options)
+    assert goes_on.status == "finished" and goes_on.history["iteration"].tolist() == [2, 4]
 
 
 def test_hooks_are_called_around_every_chunk(tiny, one_device):

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from tests.support.same_run import ENVS, Case, assert_same_run, everywhere, several
+from tests.support.same_run import ENVS, EVERYWHERE, SEVERAL, Case, assert_same_run
+from tests.support.slow import mostly_slow, slow_unless
 
 
 def on_host(fn, x):
@@ -63,12 +64,17 @@ def planner_in_a_scan():
     return Case(iteration, lambda: {"x": jnp.arange(8.0), "w": jnp.float32(1)}, {"x": P("env"), "w": P()})
 
 
-@everywhere
+WHERE = mostly_slow(
+    EVERYWHERE, "GPUOnly-4", "MultiLearner-4", "SingleLearnerCoarse-4", "SingleLearnerFine-4", "SingleLearnerCoarse-1"
+)
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
 def test_callbacks_are_the_same_run(where):
     assert_same_run(kinds_of_callbacks, where)
 
 
-@several
+@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4", "SingleLearnerFine-4"), ids=str)
 def test_a_planner_in_a_scan_is_the_same_run(where):
     assert_same_run(planner_in_a_scan, where)
 
@@ -79,8 +85,10 @@ def only_a_callback():
     return Case(lambda s: ({"x": learn(plan(s["x"]))}, {}), lambda: {"x": jnp.ones(ENVS)}, {"x": P("env")}, 1)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(), policies.Environments()], ids=str)
+@pytest.mark.parametrize("devices", mostly_slow([2, 3, 4], "3", "4"))
+@pytest.mark.parametrize(
+    "policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(), slow_unless(False, policies.Environments())], ids=str
+)
 def test_every_device_holds_what_the_host_returned(policy, devices):
     case = only_a_callback()
     program = msrl.compile(case.iteration, case.init(), policy=policy, axes=case.axes, devices=jax.devices()[:devices])

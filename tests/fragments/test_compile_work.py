@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from tests.support import toy
+from tests.support.slow import mostly_slow
 
 
 def work(iteration, state, axes, policy, devices):
@@ -35,7 +36,10 @@ POLICIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+EACH_TIME = ("GPUOnly", "SingleLearnerFine:learners={half}", "Central:workers={half},shards={half}")
+
+
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, *EACH_TIME))
 def test_more_devices_are_hardly_more_work(policy):
     state = toy.initial_state()
     few, many = (
@@ -60,7 +64,7 @@ def chain(fragments):
     return iteration
 
 
-@pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse", "Central"])
+@pytest.mark.parametrize("policy", mostly_slow(["GPUOnly", "SingleLearnerCoarse", "Central"], "SingleLearnerCoarse"))
 def test_work_grows_linearly_with_fragments(policy):
     state, axes = {"x": jnp.zeros(8)}, {"x": P("env")}
     few, more, most = (work(chain(n), state, axes, policy, jax.devices()) for n in (8, 32, 128))

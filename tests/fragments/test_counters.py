@@ -18,7 +18,7 @@ step = jax.jit(counters.advance)
 subtract = jax.jit(counters.difference)
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(start=numbers, by=st.integers(0, 2**32 - 1))
 def test_a_counter_adds_exactly(start, by):
     assert counters.to_int(counters.counter(start)) == start
@@ -37,20 +37,20 @@ def test_large_python_numbers_and_small_signed_arrays_are_added(start):
     assert [int(h) * 2**32 + int(low) for h, low in zip(*many, strict=True)] == [start, start + 1, start + 2]
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(count=numbers, period=st.one_of(st.sampled_from([1, 2, 3, 10_000, 2**16, 2**24 - 3, 2**24]), st.integers(1, 2**24)))
 def test_remainders_are_exact(count, period):
     assert int(counters.remainder(counters.counter(count), period)) == count % period
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(count=numbers, number=st.one_of(numbers, st.integers(-5, 5)), near=st.integers(-1, 1))
 def test_thresholds_are_exact(count, number, near):
     for limit in (number, count + near):
         assert bool(counters.at_least(counters.counter(count), limit)) == (count >= limit)
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(count=numbers, scale=st.integers(1, 2**20), total=st.integers(1, 10**15))
 def test_fractions_are_exact_to_four_roundings(count, scale, total):
     expected = min(1.0, float(fractions.Fraction(count * scale, total)))
@@ -58,7 +58,7 @@ def test_fractions_are_exact_to_four_roundings(count, scale, total):
     np.testing.assert_allclose(counters.to_float(counters.counter(count)), float(count), rtol=2**-22)
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(count=numbers, by=st.one_of(st.sampled_from([0, 1, 2**16 - 1, 2**16, 2**32 - 1]), st.integers(0, 2**32 - 1)))
 def test_products_are_exact(count, by):
     assert counters.to_int(counters.times(counters.counter(count), by)) == count * by % 2**64

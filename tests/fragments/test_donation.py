@@ -13,6 +13,7 @@ from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support.compare import as_numpy, assert_close, run_plain
 from tests.support.same_run import ENVS, EVERYWHERE
+from tests.support.slow import mostly_slow
 
 act = msrl.fragment(role="actor")(lambda w, x: x * w)
 learn = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
@@ -34,7 +35,10 @@ AXES = {"w": P(), "x": P("env"), "again": P("env"), "kept": P("env"), "a": P(), 
 STALE = policies.SingleLearnerCoarse(staleness=1)
 
 
-@pytest.fixture(scope="module", params=[*EVERYWHERE[:2], *EVERYWHERE[6:]], ids=str)
+EACH_TIME = ("GPUOnly-1", "GPUOnly-4", "MultiLearner-4", "SingleLearnerCoarse-2", "SingleLearnerCoarse-4")
+
+
+@pytest.fixture(scope="module", params=mostly_slow([*EVERYWHERE[:2], *EVERYWHERE[6:]], *EACH_TIME), ids=str)
 def program(request):
     where = request.param
     return msrl.compile(iteration, init(), policy=where.policy, axes=AXES, devices=jax.devices()[: where.devices])

@@ -14,7 +14,10 @@ import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax.fragments.runtime.memory import array_bytes
 from tests.support.compare import as_numpy
-from tests.support.same_run import ENVS, Case, assert_same_run, several
+from tests.support.same_run import ENVS, SEVERAL, Case, assert_same_run
+from tests.support.slow import mostly_slow
+
+apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "GPUOnly-4", "SingleLearnerCoarse-4"), ids=str)
 
 act = msrl.fragment(role="actor")(lambda tree: jax.tree.map(lambda x: x[::-1], tree))
 learn = msrl.fragment(role="learner")(lambda tree: jax.tree.map(lambda x: x + x[:1], tree))
@@ -37,7 +40,7 @@ def every_dtype():
     return Case(iteration, init, {"numbers": P("env"), "flags": P("env")})
 
 
-@several
+@apart_or_not
 def test_every_dtype_is_the_same_run(where):
     assert_same_run(every_dtype, where)
 
@@ -54,7 +57,7 @@ def wide():
     return Case(iteration, init, {"x": P("env"), "n": P("env"), "z": P("env"), "w": P(), "u": P()})
 
 
-@several
+@apart_or_not
 def test_64_bit_types_are_the_same_run(where):
     with jax.enable_x64(True):
         program = assert_same_run(wide, where)
@@ -89,7 +92,7 @@ def typed_keys():
     return Case(iteration, init, {n: (P("env"), P()) for n in IMPLEMENTATIONS}, 3)
 
 
-@several
+@apart_or_not
 def test_typed_keys_are_the_same_run_as_states_and_metrics(where):
     case = typed_keys()
     state = case.init()
@@ -160,7 +163,7 @@ def forms():
     return Case(iteration, init, None, 3)
 
 
-@several
+@apart_or_not
 def test_every_form_of_state_is_the_same_run(where):
     program = assert_same_run(forms, where)
     state = forms().init()

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from tests.support import random_loops, toy
 from tests.support.compare import POLICIES, assert_close, run_plain
-
-on_devices = pytest.mark.parametrize("num_devices", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+from tests.support.slow import mostly_slow, slow_unless
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +17,13 @@ def toy_reference():
     return run_plain(toy.iteration, toy.initial_state(), 4)
 
 
-@on_devices
-@pytest.mark.parametrize("name", POLICIES)
-def test_actor_critic_is_the_same_run(name, num_devices, toy_reference, devices):
-    state = toy.initial_state()
-    policy = msrl.policies.get(name)
-    program = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES, devices=devices[:num_devices])
-    result, metrics = program.run(state, 4, chunk=2)
-    assert_close((result, metrics), toy_reference)
+FEW_DEVICES = {("SingleLearnerCoarse", 2), ("Central", 2), ("Environments", 1)}
+RUNS = [(name, n) for n in (1, 2, 4, 8) for name in POLICIES]
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [slow_unless(r[1] == 8 or r in FEW_DEVICES, *r) for r in RUNS])
+def test_actor_critic_is_the_same_run(name, num_devices, toy_reference):
+    assert_close(toy.program(name, num_devices).run(toy.initial_state(), 4, chunk=2), toy_reference)
 
 
 def hierarchy(state):
@@ -85,7 +83,7 @@ def hierarchy_reference():
 
 
 @pytest.mark.parametrize("num_devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", mostly_slow(POLICIES, "SingleLearnerCoarse", "Environments", "Central"))
 def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devices):
     state = hierarchy_state()
     axes = {"goal": P(), "x": P("env"), "total": P(), "untouched": P(), "clock": P()}
@@ -115,8 +113,11 @@ def assert_same_run(seed, policy):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-@by_name
-@pytest.mark.parametrize("seed", [0, 12, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 6, 16))])
+RANDOM = [(seed, policy, f"{seed}-{type(policy).__name__}") for seed in (0, 2, 6, 12, 16) for policy in random_loops.POLICIES]
+EACH_TIME = ("0-Scattered", "0-Apart", "12-Central")
+
+
+@pytest.mark.parametrize(("seed", "policy"), [slow_unless(name in EACH_TIME, *case, id=name) for *case, name in RANDOM])
 def test_random_loops_are_the_same_run(seed, policy):
     assert_same_run(seed, policy)
 
@@ -150,11 +151,10 @@ def test_members_vmapped_are_the_same_runs():
     states = jax.vmap(lambda d: toy.initial_state()._replace(x=toy.initial_state().x + d))(jnp.arange(3.0))
     iteration = jax.vmap(toy.iteration)
     axes = toy.State(P(), P(), P(None, "env"), P(None, "env"), P(), P())
-    for policy in (msrl.policies.GPUOnly(), msrl.policies.SingleLearnerFine(), msrl.policies.Central(shards=2)):
-        program = msrl.compile(iteration, states, policy=policy, axes=axes)
-        result, metrics = program.run(states, 2)
-        for member in range(3):
-            alone = jax.tree.map(lambda x, m=member: x[m], states)
-            expected = run_plain(toy.iteration, alone, 2)
-            assert_close(jax.tree.map(lambda x, m=member: x[m], result), expected[0])
-            assert_close(jax.tree.map(lambda x, m=member: x[:, m], metrics), expected[1])
+    program = msrl.compile(iteration, states, policy=msrl.policies.Central(shards=2), axes=axes)
+    result, metrics = program.run(states, 2)
+    for member in range(3):
+        alone = jax.tree.map(lambda x, m=member: x[m], states)
+        expected = run_plain(toy.iteration, alone, 2)
+        assert_close(jax.tree.map(lambda x, m=member: x[m], result), expected[0])
+        assert_close(jax.tree.map(lambda x, m=member: x[:, m], metrics), expected[1])

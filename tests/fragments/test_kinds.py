@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from tests.support.compare import assert_close
-from tests.support.same_run import ENVS, EVERYWHERE, Case, Where, assert_same_run, reference, several
+from tests.support.same_run import ENVS, EVERYWHERE, Case, Where, assert_same_run
+from tests.support.slow import mostly_slow
 
 act = msrl.fragment(role="actor", name="act")(lambda w, x: jnp.tanh(x * w))
 env_step = msrl.fragment(role="env", name="env_step")(lambda x, a: 0.9 * x + 0.1 * a)
@@ -120,17 +119,13 @@ def across_environments():
     return Case(iteration, lambda: {"x": init()["x"], "key": jax.random.key(1)}, {"x": P("env"), "key": P()})
 
 
-@several
+WHERE = mostly_slow(EVERYWHERE, "GPUOnly-4", "SingleLearnerCoarse-4", "SingleLearnerFine-4")
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("case", [control_flow, scans, transformations, across_environments])
 def test_the_same_run(case, where):
     assert_same_run(case, where)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("case", [control_flow, scans, transformations, across_environments])
-def test_the_same_run_on_any_number_of_devices(case, where):
-    assert_same_run(case, where, chunk=1)
 
 
 def a_server():
@@ -157,34 +152,6 @@ def a_server():
     return Case(iteration, init, {"w": P(), "m": P(), "x": P("env")})
 
 
-@pytest.mark.parametrize("shards", [2, 3, 4])
+@pytest.mark.parametrize("shards", mostly_slow([2, 3, 4], "2", "4"))
 def test_servers_of_any_size_are_the_same_run(shards):
     assert_same_run(a_server, Where(policies.Central(workers=2, shards=shards), 2 + shards))
-
-
-def acting():
-    def iteration(s):
-        x = env_step(s["x"], act(s["w"], s["x"]))
-        return {"w": learn(s["w"], x), "x": x, "n": s["n"] + 1}, {"x": x.sum(), "w": s["w"]}
-
-    return Case(iteration, init, AXES, 6)
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_stale_actors_are_the_run_with_parameters_of_earlier_iterations(staleness):
-    iteration, init, axes, iterations = acting()
-    policy = policies.SingleLearnerCoarse(staleness=staleness)
-    program = msrl.compile(iteration, init(), policy=policy, axes=axes, devices=jax.devices()[:3])
-    state, metrics = program.run(init(), iterations)
-    state, metrics = program.unwrap(state), dict(metrics)
-    if staleness == 0:
-        assert_close((state, metrics), reference(acting))
-    ws, x = [init()["w"]], init()["x"]
-    sums = []
-    for i in range(iterations):
-        x = env_step(x, act(ws[max(i - staleness, 0)], x))
-        ws.append(learn(ws[-1], x))
-        sums.append(x.sum())
-    np.testing.assert_allclose(metrics["x"], sums, rtol=1e-5)
-    np.testing.assert_allclose(metrics["w"], ws[:-1], rtol=1e-5)
-    np.testing.assert_allclose(state["x"], x, rtol=1e-5)

@@ -1,5 +1,8 @@
 """Several learners in one graph: each is a separate role with its own placement."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Run, walk
 from msrl_jax.policies import Layout, Placement
 from tests.support.compare import POLICIES, assert_close, run_plain
+from tests.support.slow import slow_unless
 
 ENVS, STEPS = 16, 4
 
@@ -117,17 +121,23 @@ def initial_state():
     }
 
 
-@pytest.fixture(scope="module", params=LOOPS, ids=lambda f: f.__name__)
-def loop(request):
-    return request.param, run_plain(request.param, initial_state(), 4)
+@functools.cache
+def reference(iteration):
+    return run_plain(iteration, initial_state(), 4)
 
 
-@pytest.mark.parametrize("name", ["Apart", *POLICIES])
-def test_the_same_run_wherever_the_learners_are(name, loop):
-    iteration, reference = loop
+def is_fast(iteration, name):
+    return name in ("Apart", "SingleLearnerCoarse") or (name == "GPUOnly" and iteration is two_in_a_loop)
+
+
+RUNS = [slow_unless(is_fast(*run), *run) for run in itertools.product(LOOPS, ["Apart", *POLICIES])]
+
+
+@pytest.mark.parametrize(("iteration", "name"), RUNS)
+def test_the_same_run_wherever_the_learners_are(iteration, name):
     policy = Apart("predator", "prey") if name == "Apart" else msrl.policies.get(name)
     program = msrl.compile(iteration, initial_state(), policy=policy, axes=AXES)
-    assert_close(program.run(initial_state(), 4), reference)
+    assert_close(program.run(initial_state(), 4), reference(iteration))
 
 
 @pytest.mark.parametrize("iteration", LOOPS, ids=lambda f: f.__name__)

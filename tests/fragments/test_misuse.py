@@ -125,7 +125,7 @@ def checked_iteration(s):
     return {"x": x, "w": w}, {"errors": errors}
 
 
-@pytest.mark.parametrize("policy", [policies.GPUOnly(), policies.SingleLearnerCoarse(), policies.SingleLearnerFine()], ids=str)
+@pytest.mark.parametrize("policy", [policies.GPUOnly(), policies.SingleLearnerCoarse()], ids=str)
 def test_checks_in_fragments_report_what_failed(policy):
     program, step = compiled(policy, checked_iteration, devices=3), jax.jit(checked_iteration)
     assert {"checked", "learn"} <= {f.name for f in program.explain().fragments}

@@ -31,7 +31,7 @@ def compile_(iteration, state, policy=COARSE, **options):
 
 @pytest.mark.parametrize("policy", [msrl.policies.GPUOnly(), COARSE], ids=lambda p: type(p).__name__)
 def test_runs_are_positive_and_states_fit(policy):
-    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+    program = toy.program(policy)
     for iterations in (0, -3, 2.5):
         with pytest.raises(ValueError, match=r"iterations=.* must be an integer of at least 1"):
             program.run(toy.initial_state(), iterations)
@@ -43,15 +43,13 @@ def test_runs_are_positive_and_states_fit(policy):
 
 def test_plans_need_no_data():
     """A state of shapes is enough to compile and to explain."""
-    shapes = jax.eval_shape(toy.initial_state)
-    program = msrl.compile(toy.iteration, shapes, policy=COARSE, axes=toy.AXES)
-    assert program.explain().bytes_crossing > 0
+    assert toy.program(COARSE).explain().bytes_crossing > 0
 
 
 def test_numpy_states_run():
     state = toy.initial_state()._replace(x=np.zeros((toy.ENVS, 2), np.float32))
     for policy in (msrl.policies.GPUOnly(), COARSE):
-        program = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES)
+        program = toy.program(policy)
         kept, _ = program.run(state, 1)
         given, _ = program.run(program.place(state)._replace(x=state.x), 1, donate=True)
         np.testing.assert_array_equal(kept.x, given.x)
@@ -68,7 +66,7 @@ def test_programs_are_no_traced_functions(transform):
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("policy", [msrl.policies.GPUOnly(1), msrl.policies.GPUOnly(), COARSE], ids=str)
+@pytest.mark.parametrize("policy", [msrl.policies.GPUOnly(), COARSE], ids=str)
 def test_metrics_may_be_written_to(policy, chunk):
     program = compile_(lambda s: (fit(act(s)), {"m": s.sum(), "key": jax.random.key(0)}), jnp.ones(8), policy, axes=P("env"))
     _, metrics = program.run(jnp.ones(8), 3, chunk=chunk)

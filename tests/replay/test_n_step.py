@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msrl_jax import replay
 from msrl_jax.replay.buffers import fold
 from tests.support.history import EXAMPLE, History, compiled, steps
+from tests.support.slow import mostly_slow
 
 DISCOUNT = 0.9
 
@@ -48,10 +49,11 @@ def test_worked_by_hand(terminated, truncated, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-@pytest.fixture(scope="module", params=[replay.uniform, replay.prioritized], ids=["uniform", "prioritized"])
+@pytest.fixture(scope="module", params=mostly_slow(["uniform", "prioritized"], "prioritized"))
 def functions(request):
+    make = {"uniform": replay.uniform, "prioritized": replay.prioritized}[request.param]
     return compiled(
-        request.param(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=4, discount=DISCOUNT)
+        make(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=4, discount=DISCOUNT)
     )
 
 

@@ -15,6 +15,7 @@ from msrl_jax import replay
 from msrl_jax.envs.goals import Goals
 from msrl_jax.fragments.plan.cost import collectives
 from tests.support.history import EXAMPLE, steps
+from tests.support.slow import mostly_slow
 
 VECTORS = Goals(lambda obs: obs, lambda obs: obs, lambda obs, goal: goal, lambda a, b: (-jnp.abs(a - b).sum(), (a == b).all()))
 KINDS = {
@@ -77,7 +78,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         jax.tree.map(np.testing.assert_array_equal, other, seen[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "prioritized", "relabelled"))
 def test_nothing_as_large_as_the_buffer_is_copied(kind):
     buffer = make(kind, capacity=NUM_ENVS * 2**14)
     program = compile_on(buffer, 1, 3)

@@ -20,7 +20,7 @@ FLAGS = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-
 ONCE = {"iterations": 2, "repeats": 1}
 
 
-@pytest.fixture(scope="module", params=["GPUOnly:num_devices=1", "SingleLearnerFine"])
+@pytest.fixture(scope="module", params=["GPUOnly:num_devices=1", pytest.param("SingleLearnerFine", marks=pytest.mark.slow)])
 def ppo(request):
     devices = jax.devices()[:2]
     return msrl.profile("ppo", "CartPole-v1", policy=request.param, devices=devices, **TINY, **ONCE)

@@ -1,6 +1,7 @@
 """Weak scaling on paper: with environments that grow with the devices, what each device receives and holds stays the same."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -15,10 +16,15 @@ from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.report.scaling import format_table, plans
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
-DEVICES = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")
 
 
-def scaled(policy, devices=DEVICES, **others):
+@pytest.fixture(scope="module")
+def apart():
+    """Plans with as many actors as learners."""
+    return plans("a2c", "CartPole-v1", "SingleLearnerCoarse:learners={half}", ["cpu:2", "cpu:8"], 4, **SMALL)
+
+
+def scaled(policy, devices, **others):
     return [row.to_dict() for row in plans("a2c", "CartPole-v1", policy, devices, 4, **SMALL | others)]
 
 
@@ -29,9 +35,9 @@ def parameters():
 
 
 def test_together_each_device_reduces_one_gradient_however_many_there_are():
-    one, *more = scaled("GPUOnly")
+    one, *more = scaled("GPUOnly", ["cpu:1", "cpu:2", "cpu:8"])
     assert one["bytes_of_collectives"] == {"all": 0} and one["bytes_arriving"] == {"all": 0}
-    assert [row["num_envs"] for row in more] == [8, 16, 32]
+    assert [row["num_envs"] for row in more] == [8, 32]
     for row in more:
         assert row["bytes_of_collectives"] == more[0]["bytes_of_collectives"] and row["collectives"] == more[0]["collectives"]
         assert row["bytes_arriving"] == {"all": 0}
@@ -39,8 +45,8 @@ def test_together_each_device_reduces_one_gradient_however_many_there_are():
     assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
 
 
-def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments():
-    rows = scaled("SingleLearnerCoarse:learners={half}", ["cpu:2", "cpu:8"])
+def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments(apart):
+    rows = [row.to_dict() for row in apart]
     assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]
     for row in rows:
         assert row["bytes_arriving"] == rows[0]["bytes_arriving"]
@@ -51,19 +57,20 @@ def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_
     assert arriving["learners"] > 3.5 * rows[0]["bytes_arriving"]["learners"]  # one learner receives the steps of all
 
 
+@pytest.mark.slow
 def test_a_split_server_holds_less_on_each_device():
     policies = [f"Central:workers=4,shards={shards}" for shards in (1, 4)]
     whole, part = (scaled(policy, ["cpu:8"], hidden_sizes=(64, 64))[0]["memory"]["server"] for policy in policies)
     assert whole / 4.5 < part < whole / 3
 
 
-def test_the_table_shows_every_placement():
-    text = format_table(plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL))
+def test_the_table_shows_every_placement(apart):
+    text = format_table(apart[:1])
     assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
 
 
-def test_launches_are_a_column_if_all_plans_count_them():
-    (row,) = plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL)
+def test_launches_are_a_column_if_all_plans_count_them(apart):
+    row = apart[0]
     counts = {"actors": Launches("act", (4, 5), 60, 2, 0, 1, 8), "learners": Launches("learn", (), 7, 0, 2, 0, 8)}
     programs = tuple(dataclasses.replace(p, launches=(counts[p.placement],)) for p in row.plan.programs)
     counted = dataclasses.replace(row, plan=dataclasses.replace(row.plan, programs=programs))
@@ -87,6 +94,7 @@ def explain(capsys, *flags):
 
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
+    monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does
     for module in (actions, program):
         monkeypatch.setattr(module, "use_cpu_devices", asked.append)
     code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
@@ -112,6 +120,7 @@ def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, m
     assert code == program.BAD_INPUT and message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_script_writes_its_tables_and_what_was_refused(tmp_path, capsys):
     given = ["--algo", "a2c", "--policy", "GPUOnly", "Central:shards=2", "--devices", "cpu:2", "cpu:4"]
     config = json.dumps(SMALL | {"hidden_sizes": [16]})

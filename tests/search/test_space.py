@@ -39,6 +39,11 @@ def test_a_field_of_sequences_is_swept_by_a_list_of_them():
     assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
 
 
+def test_an_option_may_be_no_value():
+    (axis,) = axes_of(clip_value="None,0.2")
+    assert (axis.values.kind, axis.values.numbers) == ("choice", (None, 0.2))
+
+
 def test_integers_stay_integers():
     (axis,) = axes_of(num_envs="uniform:4:6")
     drawn = [axis.at(u) for u in (0.0, 0.32, 0.34, 0.66, 0.67, 0.9999)]

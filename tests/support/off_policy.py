@@ -1,5 +1,7 @@
 """Parts of off-policy algorithms in plain formulas, to compare with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +41,14 @@ def start(agent, iterations, iterate=None):
 def drawn(env, config, state, after):
     """The first batch that an iteration learned from, as an `NStep` of NumPy arrays, and its key."""
     key = jax.random.split(state.replay_key, config.num_updates + 1)[1]
-    sample = jax.jit(n_step_buffer(env, config).sample)(after.replay, key)
+    sample = sampler(env, config)(after.replay, key)
     assert isinstance(sample.experience, replay.NStep)
     return jax.tree.map(np.asarray, sample.experience), jax.random.split(state.key, config.num_updates + 1)[1]
+
+
+@functools.cache
+def sampler(env, config):
+    return jax.jit(n_step_buffer(env, config).sample)
 
 
 def one(critics, i):

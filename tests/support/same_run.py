@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import pytest
 
 import msrl_jax as msrl
 from msrl_jax import policies
@@ -39,8 +38,6 @@ def _on(devices: int) -> list[Where]:
 
 EVERYWHERE = [*_on(1), *_on(2), *_on(4)]
 SEVERAL = [w for w in EVERYWHERE if w.devices == 4]
-everywhere = pytest.mark.parametrize("where", EVERYWHERE, ids=str)
-several = pytest.mark.parametrize("where", SEVERAL, ids=str)
 
 
 class Case(NamedTuple):

@@ -1,5 +1,6 @@
 """A small actor-critic on a linear system, as a user would write it; plain Python references use its parts."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.policies import DistributionPolicy
 
 ENVS, UNROLL, EPOCHS, MINIBATCHES = 16, 6, 2, 2
 OPTIMIZER = optax.adam(1e-2)
@@ -96,3 +98,13 @@ def iteration(state: State):
     reward = trajectory[2].mean()
     metrics = {"loss": loss, "twice": 2 * loss, "reward": reward, "gap": reward - loss}
     return State(params, opt_state, x, keys, key, state.step + 1), metrics
+
+
+def program(policy: str | DistributionPolicy, devices: int = 8) -> msrl.Program:
+    """The program on the first devices, made of shapes; tests share it, so they leave it as it is."""
+    return _program(msrl.policies.get(policy), devices)
+
+
+@functools.lru_cache(12)  # those of tests that stand near each other: JAX is slow with many programs
+def _program(policy: DistributionPolicy, devices: int) -> msrl.Program:
+    return msrl.compile(iteration, jax.eval_shape(initial_state), policy=policy, axes=AXES, devices=jax.devices()[:devices])

@@ -86,7 +86,7 @@ def test_every_environment_steps_as_gymnax_does(name):
 )
 def test_constructor_arguments_reach_gymnax_and_the_defaults_follow_them(name, arguments, shape, limit):
     env = envs.make(name, **arguments)
-    _, obs = env.reset(jax.random.key(0))
+    _, obs = jax.eval_shape(env.reset, jax.random.key(0))
     assert env.observation_space.shape == obs.shape == shape and env.params.max_steps_in_episode == limit
 
 
@@ -156,6 +156,7 @@ def test_without_its_data_the_mnist_bandit_says_what_to_do(monkeypatch):
         envs.make("MNISTBandit-bsuite")
 
 
+@pytest.mark.slow
 def test_with_its_data_the_mnist_bandit_steps_as_gymnax_does(monkeypatch):
     images = np.arange(5 * 28 * 28, dtype=np.int64).reshape(5, 28, 28).astype(np.int8)
     monkeypatch.setattr(load_mnist, "load_mnist", lambda: ((images, np.arange(5, dtype=np.uint8)), None))

@@ -10,6 +10,7 @@ from msrl_jax._suites import SUITES
 from msrl_jax.envs.suites.common import load, quiet
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is out of date:DeprecationWarning", "ignore:.*deprecated:UserWarning")
 def test_gymnasiums_names_can_be_made():
     names = set(SUITES["gymnasium"].own_names)
@@ -87,9 +88,8 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["Pong-v5", "CartPole-v1"])
-def test_environments_of_envpool_conform(name):
-    report = envs.check(f"envpool:{name}", steps=20)
+def test_environments_of_envpool_conform():
+    report = envs.check("envpool:Pong-v5", steps=20)
     assert report.ok, report
 
 

@@ -12,16 +12,15 @@ import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax._suites import SUITES
 from msrl_jax.envs.masks import sample_legal
+from tests.support.slow import mostly_slow
 
 FAST = ("kuhn_poker", "leduc_holdem", "tic_tac_toe")
+MORE = ("backgammon", "connect_four", "othello")
 LONG = ("animal_shogi", "chess", "gardner_chess", "go_19x19", "shogi")
 """Games that take minutes to compile or to end."""
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 def test_the_games_of_two_players_are_listed(capsys):
     players = {name: pgx.make(name).num_players for name in pgx.available_envs() if name not in LONG}
     assert {name for name, count in players.items() if count == 2} | {*LONG} == {*SUITES["pgx"].own_names}
@@ -60,7 +59,7 @@ def play(name, steps):
     return jax.device_get(jax.jit(lambda: jax.lax.scan(step, begun, jax.random.split(key, steps))[1])())
 
 
-@pytest.mark.parametrize("name", [*FAST, *(slow(n) for n in ("backgammon", "connect_four", "go_9x9", "hex", "othello"))])
+@pytest.mark.parametrize("name", mostly_slow([*FAST, *MORE, "go_9x9", "hex"], "kuhn_poker", "tic_tac_toe"))
 def test_steps_are_those_of_pgx(name):
     steps = 60 if name in FAST else 400
     rows = play(name, steps)
@@ -82,7 +81,7 @@ def test_steps_are_those_of_pgx(name):
     np.testing.assert_array_equal(outcome["draw"], rows["over"] & (of_zero == 0))
 
 
-@pytest.mark.parametrize("name", [*FAST, *(slow(n) for n in ("backgammon", "connect_four", "othello", *LONG))])
+@pytest.mark.parametrize("name", mostly_slow([*FAST, *MORE, *LONG], "tic_tac_toe"))
 def test_a_game_conforms(name):
     venv = envs.vectorize(envs.make(f"pgx:{name}"), 2)  # checks all types
     assert isinstance(venv, envs.VectorizedAgents) and venv.name == f"pgx:{name}" and venv.agents == ("player_0", "player_1")

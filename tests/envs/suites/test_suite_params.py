@@ -47,6 +47,7 @@ def test_a_system_as_data_steps_like_the_suites_own(name, field, values):
             np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_the_physics_does_not_use_is_refused():
     env = envs.make("brax:inverted_pendulum")
     with pytest.raises(ValueError, match="body_mass of brax:inverted_pendulum changes nothing in reset and step"):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.fragments.graph.marker import fragment, is_fragment
 from tests.support.marking import PARAMS, XS, X, assert_same, equations, fragments_of, loss, mlp, mlp_fragment
+from tests.support.slow import mostly_slow
 
 
 def test_under_vmap_a_fragment_stays_one_fragment():
@@ -162,7 +163,7 @@ def test_custom_batching_rules_with_constants():
     np.testing.assert_array_equal(jax.vmap(fragment(lambda x: f(x)))(X), 2 * X + np.arange(3))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", mostly_slow([True, False], "True"))
 def test_inside_shard_map(check_vma):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("env", "model"))
 
@@ -218,7 +219,7 @@ def test_shardings_pass_through():
     assert y.sharding.is_equivalent_to(x.sharding, 2)
 
 
-@pytest.mark.parametrize("size", ["8", "b"])
+@pytest.mark.parametrize("size", mostly_slow(["8", "b"], "b"))
 def test_export_round_trip(size):
     def body(params, x):
         return jax.lax.scan(lambda c, v: (c + fragment(mlp)(params, v), v.sum()), jnp.zeros(2), x)

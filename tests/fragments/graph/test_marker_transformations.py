@@ -9,6 +9,7 @@ import pytest
 
 from msrl_jax.fragments.graph.marker import fragment
 from tests.support.marking import KEY, PARAMS, XS, X, assert_same, loss, mlp
+from tests.support.slow import mostly_slow
 
 # Bodies: (params, x [3]) -> pytree of floats.
 
@@ -89,7 +90,7 @@ BODIES = [
     mlp, returns_inputs, with_scan, with_cond, with_loop, with_custom_jvp, with_custom_vjp, with_stop_gradient,
     with_random, with_jit_and_remat, with_nested, with_numpy_constant, with_weak_types,
 ]  # fmt: skip
-EVERYWHERE = (mlp, returns_inputs, with_cond, with_stop_gradient)  # the others: only the usual transformations
+EVERYWHERE = (mlp, with_cond)  # the others: only the usual transformations
 
 
 # Transformations of a body, applied to the same arguments.
@@ -218,10 +219,12 @@ def test_same_values_under_every_transformation(body):
             raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.parametrize(
-    "transform",
-    ["eager", "checkpoint", "jvp", "linearize", "vjp", "grad", "grad of jit of checkpoint", "vmap", "grad of vmap", "scan"],
-)
+OUTSIDE = [
+    "eager", "checkpoint", "jvp", "linearize", "vjp", "grad", "grad of jit of checkpoint", "vmap", "grad of vmap", "scan",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", mostly_slow(OUTSIDE, "eager", "grad", "vmap", "scan"))
 def test_same_values_outside_jit(transform):
     def body(params, x):
         return jnp.where(x.sum() > 1, 1.0, 2.0), {"w": params["w"]}, jnp.dot(x, params["w"])

@@ -23,7 +23,8 @@ import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax._compat import Literal
 from msrl_jax.fragments.graph.program_key import program_key, value_key
-from tests.support.same_run import Case, assert_same_run, several
+from tests.support.same_run import SEVERAL, Case, assert_same_run
+from tests.support.slow import mostly_slow
 
 
 def key_of(fn, *args):
@@ -91,7 +92,7 @@ def same(a, b):
     return a == b
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values, values)
 def test_parameters_have_equal_keys_exactly_if_they_are_the_same(a, b):
     assert (value_key(a) == value_key(b)) == same(a, b)
@@ -115,7 +116,7 @@ def test_parameters_of_equal_content_have_equal_keys(a):
     assert value_key(a) == value_key(copied(a))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(arrays(), arrays())
 def test_programs_are_shared_exactly_if_their_constants_are_the_same(a, b):
     """The constants that JAX holds, with and without 64-bit types, in glue and inside of a called function."""
@@ -266,7 +267,7 @@ def alike():
     return Case(iteration, lambda: {"x": jnp.arange(8.0)}, {"x": P("env")})
 
 
-@several
+@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "MultiLearner-4", "SingleLearnerCoarse-4"), ids=str)
 def test_fragments_with_different_constants_are_the_same_run(where):
     with np.printoptions(precision=3):
         assert_same_run(alike, where)

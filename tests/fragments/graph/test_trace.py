@@ -8,7 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from tests.support.same_run import ENVS, Case, assert_same_run, everywhere, several
+from tests.support.same_run import ENVS, EVERYWHERE, SEVERAL, Case, assert_same_run
+from tests.support.slow import mostly_slow
+
+apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "GPUOnly-4", "SingleLearnerCoarse-4"), ids=str)
 
 act = msrl.fragment(role="actor")(lambda h, s: h + s)
 learn = msrl.fragment(role="learner")(lambda h, w: (h * w, w))
@@ -33,7 +36,10 @@ def promotion():
     return Case(iteration, init, {"s": P(), "b": P("env"), "h": P("env"), "w": P()}, 3)
 
 
-@everywhere
+WHERE = mostly_slow(EVERYWHERE, "GPUOnly-4", "SingleLearnerCoarse-4", "SingleLearnerCoarse-1")
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
 def test_promotion_is_that_of_jit(where):
     program = assert_same_run(promotion, where)
     after, _ = program.run(promotion().init(), 2, chunk=1)
@@ -71,7 +77,7 @@ def harmless():
     return Case(iteration, lambda: {"n": jnp.asarray(0), "best": jnp.asarray(-1.5), "x": jnp.ones(ENVS)}, None, 3)
 
 
-@several
+@apart_or_not
 def test_weak_types_without_any_effect_may_change(where):
     program = assert_same_run(harmless, where)
     state = harmless().init()
@@ -114,12 +120,12 @@ def places_changed():
     return Case(iteration, lambda: {"a": jnp.asarray(1), "b": jnp.int32(2), "x": jnp.ones(4, jnp.int32)}, None, 3)
 
 
-@several
+@apart_or_not
 def test_weak_types_may_move_between_leaves(where):
     assert_same_run(places_changed, where)
 
 
-@several
+@apart_or_not
 def test_python_numbers_and_wide_numpy_arrays_are_what_jit_makes_of_them(where):
     assert_same_run(numbers, where)
 

@@ -46,8 +46,7 @@ def start():
     return jax.random.key(0), *small, jnp.float16(0.25), jnp.ones(5000, jnp.float32)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("length", [0, 3, 5, 8])
+@pytest.mark.parametrize(("length", "reverse"), [(0, False), (3, True), (5, False), (8, True)])
 def test_a_loop_of_all_kinds_of_arrays(length, reverse):
     # Keys, halves and what is large stay as they are: 3 of 6 are carried as one, and 5 of the 6 that are stacked are one.
     xs = jnp.arange(length, dtype=jnp.float32)

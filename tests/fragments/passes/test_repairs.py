@@ -1,6 +1,5 @@
 """Operations along a split axis that XLA's partitioner computes wrongly or not at all: programs compute them as NumPy does."""
 
-import functools
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from tests.support import processes
+from tests.support.slow import slow_unless
 
 X = np.random.default_rng(0).normal(size=24).astype(np.float32)
 BITS = np.arange(24, dtype=np.int32) * 37 % 101
@@ -28,7 +28,12 @@ POLICIES = [
     policies.Environments(envs=3, agents=3),
     policies.Central(workers=3, shards=3),
 ]
-by_name = functools.partial(pytest.mark.parametrize, ids=lambda p: type(p).__name__)
+
+
+def by_name(*fast):
+    """Each policy, slow unless it is one of the named ones."""
+    chosen = [slow_unless(type(p).__name__ in fast, p) for p in POLICIES]
+    return pytest.mark.parametrize("policy", chosen, ids=lambda p: type(p).__name__)
 
 
 def shifted(x, edge):
@@ -136,7 +141,7 @@ def test_jax_cannot_write_a_loop_of_no_steps_with_effects_to_its_cache():
     assert processes.run([sys.executable, "-c", NO_STEPS], env=stored).returncode == -signal.SIGSEGV
 
 
-@by_name("policy", [policies.GPUOnly(1), policies.GPUOnly(3), policies.SingleLearnerCoarse(actors=3)])
+@pytest.mark.parametrize("policy", [policies.GPUOnly(3), policies.SingleLearnerCoarse(actors=3)], ids=str)
 def test_loops_of_no_steps_have_no_effects(policy):
     """Inside of a loop and a fragment; the program can be written to a cache, and ends without logging anything."""
     log = []
@@ -172,7 +177,7 @@ def test_loops_of_no_steps_have_no_effects(policy):
     np.testing.assert_allclose(found["drawn"][0], jax.random.uniform(jax.random.key(0)))
 
 
-@by_name("policy", POLICIES)
+@by_name("GPUOnly", "SingleLearnerCoarse")
 def test_a_nan_is_the_largest_and_the_smallest(policy):
     extremes = lambda x: jnp.stack([x.max(), x.min(), jnp.abs(x).max(), x[:, None].max(0)[0]])  # noqa: E731
     act, learn = (msrl.fragment(role=role)(extremes) for role in ("env", "learner"))
@@ -182,7 +187,7 @@ def test_a_nan_is_the_largest_and_the_smallest(policy):
             np.testing.assert_array_equal(found[0], [x.max(), x.min(), np.abs(x).max(), x.max()])
 
 
-@by_name("policy", POLICIES)
+@by_name("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine")
 def test_operations_along_a_split_axis_compute_as_numpy(policy):
     """In fragments of an actor and a learner, and between them."""
     act = msrl.fragment(role="env")(lambda s: (edges(s["x"]), reductions(s["x"], s["bits"])))

@@ -14,6 +14,7 @@ from msrl_jax.fragments.passes.instructions import Move, Run
 from tests.support import replay_loop, toy
 from tests.support.compare import assert_close
 from tests.support.program import dependencies
+from tests.support.slow import mostly_slow, slow_unless
 
 
 def delayed_reference(staleness, iterations):
@@ -32,7 +33,7 @@ def delayed_reference(staleness, iterations):
     return state, np.stack(losses)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", mostly_slow([0, 1, 3], "3"))
 def test_actors_use_parameters_of_that_age(staleness):
     policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=2, staleness=staleness)
     program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
@@ -93,10 +94,9 @@ def replays():
 
 
 BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
-OFTEN = [pytest.param(*b, marks=[] if b == (2, 2) else pytest.mark.slow) for b in BUFFERS]
 
 
-@pytest.mark.parametrize(("staleness", "buffers"), OFTEN)
+@pytest.mark.parametrize(("staleness", "buffers"), [slow_unless(b == (2, 2), *b) for b in BUFFERS])
 def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(staleness, buffers, replays):
     after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
     expected = late_replay(staleness, buffers is not None, 9)

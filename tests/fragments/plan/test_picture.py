@@ -14,6 +14,7 @@ from msrl_jax.fragments.plan.picture import page_of
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import alike
 from tests.support import toy
+from tests.support.slow import mostly_slow
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,15 +63,13 @@ def check(plan):
     return picture
 
 
-@pytest.mark.parametrize("policy", msrl.policies.names())
+@pytest.mark.parametrize("policy", mostly_slow(msrl.policies.names(), "GPUOnly", "Environments", "Central"))
 def test_a_picture_has_what_the_plan_has_where_it_belongs(policy):
-    state = toy.initial_state()
-    check(msrl.compile(toy.iteration, state, policy=msrl.policies.get(policy), axes=toy.AXES).explain())
+    check(toy.program(policy).explain())
 
 
 def test_delayed_parameters_are_boxes_where_they_are_kept():
-    state, policy = toy.initial_state(), msrl.policies.get("SingleLearnerCoarse:staleness=2")
-    plan = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES).explain()
+    plan = toy.program("SingleLearnerCoarse:staleness=2").explain()
     assert plan.registers == (RegisterPlan("state.params['w']", "actors", 2 * 2 * 4, 2),)
     texts = [element.text for element in check(plan).iter(f"{SVG}text")]
     assert "registers: the last 2 values of" in texts

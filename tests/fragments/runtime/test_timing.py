@@ -7,16 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Free, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict
-from msrl_jax.policies import Central, GPUOnly, SingleLearnerCoarse, SingleLearnerFine
+from msrl_jax.policies import GPUOnly, SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy
 
 
 def compiled(policy):
-    state = toy.initial_state()
-    program = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES)
+    program = toy.program(policy)
     program.warm_up()
     return program
 
@@ -52,7 +50,7 @@ def test_synchronous_parts_wait_for_each_other_and_stale_ones_overlap():
 
 
 def test_a_delay_counts_once_for_each_exchange_in_a_chain():
-    program = compiled(SingleLearnerFine())
+    program = compiled("SingleLearnerFine")
     costs = costs_of(program.schedule, {"envs": 1.0, "learners": 1.0}, 0.0)
     plain, slow = (predict(program.schedule, costs, ahead=2, delay=delay) for delay in (0.0, 0.5))
     # Observations go up and actions down in every step of the unroll; then the learner has all that it needs but the last step.
@@ -62,7 +60,7 @@ def test_a_delay_counts_once_for_each_exchange_in_a_chain():
 
 
 def test_the_host_is_the_limit_where_its_calls_are():
-    program = compiled(Central())
+    program = compiled("Central")
     instructions = sum(times for i, times in walk(program.schedule.body) if not isinstance(i, Loop | Free))
     costs = costs_of(program.schedule, {"workers": 1e-3, "server": 1e-3}, 1e-3, dispatch=1.0, other=1e-3)
     found = predict(program.schedule, costs, ahead=2)
@@ -87,7 +85,7 @@ def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
 
 
 def test_delays_within_each_other_add_up():
-    program, state = compiled(SingleLearnerCoarse()), toy.initial_state()
+    program, state = compiled("SingleLearnerCoarse"), toy.initial_state()
     program.run(state, 1)
     with program.delayed(0.1), program.named_in_traces(), program.delayed(0.2):
         start = time.perf_counter()
@@ -100,7 +98,7 @@ def test_delays_within_each_other_add_up():
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), "x", None, True])
 def test_a_delay_is_a_number_of_seconds(seconds):
-    program = compiled(GPUOnly())
+    program = toy.program("GPUOnly")
     with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
         program.delayed(seconds)
     with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
