@@ -44,9 +44,10 @@ def test_the_gradient_through_the_step_is_the_one_by_hand():
     with jax.enable_x64(True):
         before = of_bandit(THETA)
         after_step = GOAL + (1 - 2 * RATE) * (THETA - GOAL)
-        np.testing.assert_allclose(example.adapted(constant, THETA, before, RATE), after_step, rtol=1e-10)
+        adapted = jax.jit(lambda theta: example.adapted(constant, theta, before, RATE))
+        np.testing.assert_allclose(adapted(THETA), after_step, rtol=1e-10)
         tasks = [jax.tree.map(lambda x: x[:, None], rollouts) for rollouts in (before, of_bandit(after_step))]
-        found = jax.grad(lambda theta: -example.meta_loss(constant, theta, *tasks, RATE, 1e9))(THETA)
+        found = jax.jit(jax.grad(lambda theta: -example.meta_loss(constant, theta, *tasks, RATE, 1e9)))(THETA)
         np.testing.assert_allclose(found, -2 * (1 - 2 * RATE) ** 2 * (THETA - GOAL), rtol=1e-10)
 
 
@@ -62,8 +63,8 @@ def test_the_weights_of_actions_are_what_a_second_derivative_needs():
             return example.task_loss(constant, theta, before)
 
         for loss, curvature in {of_weights: 2.0, of_scores: 0.0}.items():
-            np.testing.assert_allclose(jax.grad(loss)(THETA), 2 * (THETA - GOAL), rtol=1e-10)
-            np.testing.assert_allclose(jax.grad(jax.grad(loss))(THETA), curvature, rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(jax.jit(jax.grad(loss))(THETA), 2 * (THETA - GOAL), rtol=1e-10)
+            np.testing.assert_allclose(jax.jit(jax.grad(jax.grad(loss)))(THETA), curvature, rtol=1e-10, atol=1e-10)
 
 
 def drawn(policy, key, params, tasks, rollouts, steps):
@@ -86,7 +87,7 @@ def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
         flat, unravel = ravel_pytree(params)
         loss = jax.jit(lambda flat: example.meta_loss(policy.apply, unravel(flat), before, after, 0.3, 1e9))
         differences = [(loss(flat + d) - loss(flat - d)) / 2e-5 for d in 1e-5 * np.eye(len(flat))]
-        np.testing.assert_allclose(jax.grad(loss)(flat), differences, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(flat), differences, rtol=1e-6, atol=1e-8)
 
 
 def test_steps_after_the_end_of_an_episode_count_for_nothing():
@@ -117,7 +118,7 @@ def test_advantages_are_returns_to_go_less_a_ridge_regression_on_place_and_time(
     ridge = np.sqrt(1e-3 * present.sum()) * np.eye(8)
     weights = np.linalg.lstsq(np.vstack([x, ridge]), np.append(returns, np.zeros(8)), rcond=None)[0]
     rest = returns - x @ weights
-    found = example.advantages(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(present), 0.9)
+    found = jax.jit(example.advantages)(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(present), 0.9)
     np.testing.assert_allclose(found[present], (rest - rest.mean()) / rest.std(), rtol=1e-3, atol=1e-4)
 
 
@@ -133,7 +134,11 @@ def test_a_point_moves_by_at_most_a_tenth_and_ends_near_its_goal():
     np.testing.assert_allclose(rewards, [-(0.15**2) - 0.02**2, -(0.05**2), -(0.005**2)], rtol=1e-4)
     assert ends == [False, False, True]
     np.testing.assert_allclose(obs, [0.245, 0.0], atol=1e-7)
-    assert envs.check(env).ok
+
+
+@pytest.mark.slow
+def test_the_point_conforms():
+    assert envs.check(example.Navigation((0.25, 0.0))).ok
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,13 +207,12 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
         np.testing.assert_allclose(metrics[name].mean(()), on_one_device[1][name].mean(()), rtol=1e-5)
 
 
-def test_the_adapter_is_where_the_actors_are_unless_a_layout_places_its_role():
-    placed = {}
-    for policy in ("SingleLearnerCoarse", APART):
-        plan = compiled(policy, 8).explain().to_dict()
-        placed[policy] = {each["name"]: each["placement"] for each in plan["fragments"]}
-    assert placed["SingleLearnerCoarse"]["adapt"] == placed["SingleLearnerCoarse"]["act_adapted"] == "actors"
-    assert placed[APART]["adapt"] == "adapters" and placed[APART]["act_adapted"] == "actors"
+@pytest.mark.parametrize(
+    ("policy", "placement"), [(APART, "adapters"), pytest.param("SingleLearnerCoarse", "actors", marks=pytest.mark.slow)]
+)
+def test_the_adapter_is_where_the_actors_are_unless_a_layout_places_its_role(policy, placement):
+    placed = {each["name"]: each["placement"] for each in compiled(policy, 8).explain().to_dict()["fragments"]}
+    assert placed["adapt"] == placement and placed["act_adapted"] == "actors"
 
 
 def test_bad_input_is_refused_at_once():

@@ -23,10 +23,10 @@ OTHERS = {
     "mappo+gru": {"core": "gru", "memory_size": 16}, "dqn+images": {"network": "cnn", "capacity": 256},
 }  # fmt: skip
 FAST = [
-    ("ppo+normal", "Pendulum-v1"), ("sac+qr", "Pendulum-v1"), ("r2d2", "CartPole-v1"), ("dqn+c51", "CartPole-v1"),
-    ("self_play", "KuhnPoker"),
+    ("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1"), ("self_play", "KuhnPoker"),
 ]  # fmt: skip
 SLOW = [
+    ("sac+qr", "Pendulum-v1"), ("dqn+c51", "CartPole-v1"),
     ("ppo", "CartPole-v1"), ("ppo", LOCK), ("recurrent_ppo+lstm", "CartPole-v1"), ("recurrent_ppo+min_gru", "Pendulum-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"), ("recurrent_ppo+gtrxl", "CartPole-v1"), ("recurrent_ppo+own", "CartPole-v1"),
     ("a2c", "Pendulum-v1"), ("impala", "CartPole-v1"), ("impala+memory", "CartPole-v1"), ("a3c", "CartPole-v1"),

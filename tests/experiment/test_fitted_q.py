@@ -1,6 +1,7 @@
 """Fitted Q evaluation against dynamic programming by hand, on any devices, and what it refuses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,14 +74,21 @@ def test_a_value_is_that_of_dynamic_programming():
 
 
 @pytest.fixture(scope="module")
-def on_one_device():
-    return fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, devices=jax.devices()[:1])
+def briefly():
+    settings = dataclasses.replace(SMALL, num_updates=100)
+    return functools.partial(fitted_q, Ring(), acting([1, 0, 0, 0]), ring_data(), settings, seed=3)
 
 
-@pytest.mark.parametrize("policy", ["MultiLearner", "SingleLearnerCoarse"])
-def test_fits_are_the_same_under_every_policy(policy, on_one_device):
-    found = fitted_q(Ring(), acting([1, 0, 0, 0]), ring_data(), SMALL, seed=3, policy=policy)
-    # Products of eight fits at once and of one are rounded otherwise, 600 times.
+@pytest.fixture(scope="module")
+def on_one_device(briefly):
+    return briefly(devices=jax.devices()[:1])
+
+
+@pytest.mark.filterwarnings("ignore:.*still changed")
+@pytest.mark.parametrize("policy", ["MultiLearner", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
+def test_fits_are_the_same_under_every_policy(policy, briefly, on_one_device):
+    found = briefly(policy=policy)
+    # Products of eight fits at once and of one are rounded otherwise, 100 times.
     np.testing.assert_allclose(found.values, on_one_device.values, rtol=1e-5)
 
 
@@ -91,6 +99,7 @@ def test_returns_to_go_stop_at_the_ends_of_episodes():
     assert got[-1] == data.reward[-1] and got[length - 1] == data.reward[length - 1]
 
 
+@pytest.mark.slow
 def test_rewards_of_any_size():
     data = ring_data()
     huge = dataclasses.replace(data, reward=data.reward * np.float32(3e38))  # their sums are no float32

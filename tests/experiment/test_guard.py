@@ -198,7 +198,7 @@ def test_the_command_line_reproduces_a_step(tmp_path, capsys):
 
 
 def test_nothing_is_measured_of_a_run_that_diverges():
-    program: Any = SimpleNamespace(run=lambda state, chunk, **_: (state, {"loss": np.array([1.0, np.nan])}))
+    program: Any = SimpleNamespace(run=lambda state, *_, **__: (state, {"loss": np.array([1.0, np.nan])}))
     experiment: Any = SimpleNamespace(
         name="ppo", env_name="CartPole-v1", steps_per_iteration=1, members=1, start=lambda program: 0.0
     )
