@@ -12,6 +12,7 @@ import time
 import jax
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax._compiling import MOST_CPU_DEVICES
 from msrl_jax.cli import main, program
 from msrl_jax.cli.commands import Train
@@ -78,7 +79,8 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
 
 
 @pytest.mark.long
-def test_evaluate_estimates_from_data(trained, tmp_path, capsys):
+def test_evaluate_estimates_from_data(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(msrl.experiment, "FittedQ", functools.partial(msrl.experiment.FittedQ, num_updates=1000, tau=0.05))
     folder, _ = trained
     (run_folder,) = (folder / "runs").iterdir()
     played = str(tmp_path / "played.npz")
