@@ -21,6 +21,7 @@ from msrl_jax.algorithms import copying
 from msrl_jax.algorithms.config import ALGORITHMS, OF_RUNS, config
 from msrl_jax.experiment.arguments import make_experiment
 from tests.support.runs import ENV, RUNS, assert_same_state, stop_after
+from tests.support.slow import mostly_slow
 from tests.support.small_runs import PARTICULAR, SMALL
 from tests.support.transitions import noise
 
@@ -75,7 +76,7 @@ def programs(algo, **more):
     return texts, jax.tree.map(lambda x: (x.shape, str(x.dtype)), state), agent.axes
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ppo" else pytest.mark.slow) for n in STOCK])
+@pytest.mark.parametrize("name", mostly_slow(STOCK, "ppo"))
 def test_a_copy_is_the_same_program(copies, name):
     file = str(copies / f"our_{name}.py")
     copy, original = algorithms.get(file), algorithms.get(name)

@@ -10,12 +10,13 @@ from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from tests.support.bits import Bits
 from tests.support.off_policy import SMALL, build, counting, drawn, start
 from tests.support.runs import assert_same_run, stop_after
+from tests.support.slow import mostly_slow
 
 MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
 OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "dqn" else pytest.mark.slow) for name in OPTIONS])
+@pytest.mark.parametrize("name", mostly_slow(OPTIONS, "dqn"))
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     env = Bits() if "dqn" in name else envs.make(MAZE)
     agent, config = build(name, env, num_updates=1, relabel=1.0, **OPTIONS[name])

@@ -15,6 +15,7 @@ from msrl_jax.envs import Box, Discrete
 from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
+from tests.support.slow import slow_unless
 
 LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly
 SPACE = Box(-2.0, 2.0, (2,))
@@ -130,10 +131,7 @@ def reference(name):
 
 POLICIES = [name for name in msrl.policies.names() if name != "GPUOnly"]
 MATRIX = [
-    pytest.param(
-        name, devices, policy, id=f"{name}-{devices}-{policy}",
-        marks=[] if policy in OFTEN.get(name, ()) and devices == 4 else [pytest.mark.slow],
-    )
+    slow_unless(policy in OFTEN.get(name, ()) and devices == 4, name, devices, policy)
     for name in CASES for devices in (1, 4) for policy in POLICIES
 ]  # fmt: skip
 

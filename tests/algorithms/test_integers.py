@@ -68,9 +68,7 @@ def test_probabilities_are_those_of_the_actions_drawn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "algo", [pytest.param(a, marks=[] if a in ("ppo", "ippo") else pytest.mark.slow) for a in CONFIGS]
-)
+@pytest.mark.parametrize("algo", CONFIGS)
 def test_one_integer_trains_as_a_choice(algo):
     """Bit for bit."""
     many = msrl.algorithms.get(algo).many_agents

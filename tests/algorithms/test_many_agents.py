@@ -18,6 +18,7 @@ from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
 from tests.support.modules import FORMS
+from tests.support.slow import slow_unless
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}
@@ -115,17 +116,13 @@ OFTEN = [
 ]  # of MAPPO and QMIX  # fmt: skip
 
 
-def matrix():
-    for case in CASES:
-        for policy in sorted(msrl.policies.POLICIES):
-            for devices in (1, 2, 4, 8):
-                each_time = devices == 8 and (case, policy) in OFTEN
-                yield pytest.param(
-                    case, devices, policy, id=f"{case}-{devices}-{policy}", marks=[] if each_time else [pytest.mark.slow]
-                )
+MATRIX = [
+    slow_unless(devices == 8 and (case, policy) in OFTEN, case, devices, policy)
+    for case in CASES for policy in sorted(msrl.policies.POLICIES) for devices in (1, 2, 4, 8)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "devices", "policy"), list(matrix()))
+@pytest.mark.parametrize(("case", "devices", "policy"), MATRIX)
 def test_equal_under_every_policy(case, devices, policy):
     (agent, state), (final, (obs, _)) = agent_and_state(case), reference(case)
     program = msrl.compile(

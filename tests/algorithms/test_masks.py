@@ -20,6 +20,7 @@ from msrl_jax.experiment.nonfinite import Failure
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
+from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}
@@ -43,11 +44,6 @@ CONFIGS = {
 }
 OFFLINE = {"bc": {}, "cql": {}, "iql": {}, "dqn+data": REPLAY}
 TOGETHER, APART = ("GPUOnly", 1), ("SingleLearnerCoarse:actors=2,learners=2", 4)
-FAST = ("ppo",)  # the references of DQN and SAC run them too
-
-
-def slow_but(names, fast):
-    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
 
 
 @functools.cache
@@ -81,7 +77,7 @@ def assert_legal(dataset):
     assert dataset.action_mask[np.arange(len(dataset)), dataset.action].all()
 
 
-@pytest.mark.parametrize("algo", slow_but(CONFIGS, FAST))
+@pytest.mark.parametrize("algo", mostly_slow(CONFIGS, "ppo"))  # the references of DQN and SAC run them too
 def test_no_illegal_action_is_taken_in_training_evaluation_or_recording(algo, run_of_ppo):
     result = run_of_ppo[0] if algo == "ppo" else trained(algo)
     assert not maze_of(result.state).broken.any() and not np.asarray(result.state.obs.obs)[:, 1].any()
@@ -97,7 +93,8 @@ def test_a_recorded_run_keeps_the_legal_actions(run_of_ppo):
     assert_legal(dataset)
 
 
-@pytest.mark.parametrize("algo", slow_but(OFFLINE, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", OFFLINE)
 def test_no_illegal_action_is_taken_after_learning_from_data(algo, run_of_ppo):
     dataset = data.load(run_of_ppo[1])
     settings = {"hidden_sizes": (8,), "batch_size": 32} | OFFLINE[algo]
@@ -125,7 +122,8 @@ def test_data_sets_keep_the_legal_actions(name, run_of_ppo, tmp_path):
         msrl.train("bc", Maze(), data=wrong)
 
 
-@pytest.mark.parametrize("algo", slow_but(("ppo", "dqn"), ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
 def test_the_same_run_under_another_policy_on_four_devices(algo, run_of_ppo):
     together = (run_of_ppo[0] if algo == "ppo" else trained(algo)).state
     apart = trained(algo, APART).state

@@ -22,6 +22,7 @@ from tests.support.compiled import collectives
 from tests.support.ppo import plain_log_prob_and_entropy, plain_network
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
+from tests.support.slow import slow_unless
 
 T, E, W = 6, 16, 4
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_rate": 0.02}
@@ -208,7 +209,7 @@ STALE = [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)]
 
 @pytest.mark.parametrize(
     ("policy", "core"),
-    [pytest.param(p, {}, id=named(p), marks=[] if p.staleness == 1 else pytest.mark.slow) for p in STALE]
+    [slow_unless(p.staleness == 1, p, {}, id=named(p)) for p in STALE]
     + [pytest.param(p, GRU, id=f"{named(p)}-gru", marks=pytest.mark.slow) for p in STALE],
 )
 def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):

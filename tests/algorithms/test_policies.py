@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
+from tests.support.slow import slow_unless
 from tests.support.small_runs import ENVS, MODULES, OPTIMIZED, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 
@@ -147,17 +148,14 @@ FEW_POLICIES = {
 }
 
 
-def is_slow(algorithm, env, num_devices, policy):
+def is_fast(algorithm, env, num_devices, policy):
     """What runs each time runs on eight devices, PPO on CartPole-v1 under all policies.
 
     Of two variants of one algorithm, the one that does more runs each time; A2C learns with continuous actions for all
     on-policy algorithms. The tests of the compiler run small loops on one, two, four and eight devices.
     """
-    if env == LOCK:
-        return num_devices != 8 or policy not in INTEGERS[algorithm]
-    if policy not in FEW_POLICIES.get(algorithm, (policy,)):
-        return True
-    return (algorithm, env) in SLOW or num_devices != 8
+    policies = INTEGERS[algorithm] if env == LOCK else FEW_POLICIES.get(algorithm, (policy,))
+    return num_devices == 8 and policy in policies and (algorithm, env) not in SLOW
 
 
 def places(index, algorithm, env):
@@ -176,9 +174,9 @@ def places(index, algorithm, env):
 
 
 MATRIX = [
-    pytest.param(
-        *case, num_devices, policy, id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
-        marks=[pytest.mark.slow] if is_slow(*case, num_devices, policy) else [],
+    slow_unless(
+        is_fast(*case, num_devices, policy), *case, num_devices, policy,
+        id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
     )
     for index, case in enumerate(CASES) for num_devices, policy in places(index, *case)
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from tests.support.agents import make_counted
+from tests.support.slow import slow_unless
 from tests.support.small_runs import relative_difference
 
 ENVS = [
@@ -17,10 +18,7 @@ ENVS = [
 CONFIG = {"num_envs": 16, "unroll_length": 4, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (16,)}
 ITERATIONS = 2
 MATRIX = [
-    pytest.param(
-        env, policy, id=f"{env.split(':')[0]}-{policy}",
-        marks=[] if (env, policy) == (ENVS[-1], "SingleLearnerCoarse") else [pytest.mark.slow],
-    )
+    slow_unless((env, policy) == (ENVS[-1], "SingleLearnerCoarse"), env, policy, id=f"{env.split(':')[0]}-{policy}")
     for env in ENVS for policy in msrl.policies.names()
 ]  # fmt: skip
 

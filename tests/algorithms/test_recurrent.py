@@ -19,6 +19,7 @@ from tests.support.compiled import collectives
 from tests.support.ppo import plain_value_size
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
+from tests.support.slow import mostly_slow
 
 T, E, H, INPUTS = 7, 6, 8, 3
 GTRXL = "gtrxl:layers=2,heads=2,context=3"
@@ -26,11 +27,7 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches":
 
 
 CORES = ["gru", "lstm", "min_gru", "lru"]
-differentiated = pytest.mark.parametrize(
-    "unrolled",
-    [pytest.param(name, marks=[] if name in ("lstm", "lru") else pytest.mark.slow) for name in (*CORES, GTRXL)],
-    indirect=True,
-)
+differentiated = pytest.mark.parametrize("unrolled", mostly_slow([*CORES, GTRXL], "lstm", "lru"), indirect=True)
 
 
 @pytest.fixture(scope="module", params=[*CORES, GTRXL])

@@ -14,6 +14,7 @@ from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 from tests.support.agents import make_counted
+from tests.support.slow import slow_unless
 
 ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
@@ -123,7 +124,7 @@ class Wandering(Still):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=[] if (kind, name) == ("parts", "ppo") else pytest.mark.slow)
+        slow_unless((kind, name) == ("parts", "ppo"), name, kind)
         for name in ALGORITHMS if name not in ("bc", "cql", "iql") for kind in OBSERVED
     ],
 )  # fmt: skip
@@ -154,10 +155,7 @@ def random_rows(env, rows=256):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("bc", "dqn") else pytest.mark.slow)
-             for name in ("bc", "cql", "iql", "dqn", "sac", "td3")]
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["bc", "cql", "iql", "dqn", "sac", "td3"])
 def test_data_of_any_space_train_as_the_vectors_that_they_flatten_to(name):
     """Alone, and mixed into the run's own experience."""
     env = Wandering(OBSERVED["parts"], MOTION if name in ("cql", "td3") else CHOICE)

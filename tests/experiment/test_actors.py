@@ -31,6 +31,7 @@ from msrl_jax.experiment.parts import parts_of
 from msrl_jax.experiment.run import Ending
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
+from tests.support.slow import slow_unless
 
 ROOT = Path(__file__).parents[2]
 START = 120
@@ -344,24 +345,22 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
-def test_a_run_that_ends_with_an_error_ends_its_actors(address, capsys):
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (OSError("no space\nis left"), "OSError: no space is left$"),
+        slow_unless(False, KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could go on$"),
+    ],
+)
+def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, capsys):
     def fails(tick):
-        raise OSError("no space\nis left")
+        raise raised
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
     assert main(["act", address, "--wait", "60s"]) == 2
     thread.join(60)
-    text = f"error: the run at {address} ended with an error: OSError: no space is left\n"
-    assert text in capsys.readouterr().err and isinstance(found[0], OSError)
-
-
-def test_a_run_that_was_interrupted_and_has_no_folder_says_that_it_is_over():
-    told = []
-    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={}, _entering={"channel"}, _threads=[])
-    of_pool._tell = lambda channel, over: told.append(over)
-    run: Any = SimpleNamespace(ending=Ending("interrupted", "SIGINT"), path=None)
-    pool.Pool.end(of_pool, run)
-    assert told == [{"over": True, "error": "it was interrupted (SIGINT), and has no folder from which it could go on"}]
+    assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
+    assert found[0] is raised or found[0].interrupted
 
 
 def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):

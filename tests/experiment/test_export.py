@@ -14,6 +14,7 @@ import pytest
 from msrl_jax.cli import main
 from msrl_jax.experiment.export import policy_of, write
 from tests.support.acting import acting
+from tests.support.slow import slow_unless
 
 ROWS = 1000
 TEAM = "jaxmarl:MPE_simple_spread_v3"
@@ -40,10 +41,10 @@ SLOW = [
     ("qmix", TEAM), ("vdn", TEAM), ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),
     ("a2c+privileged", "tests.support.privileged:cartpole"),
 ]  # fmt: skip
-CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [slow_unless(case in FAST, *case) for case in (*FAST, *SLOW)]
 OFTEN = [*((*case, False) for case in FAST), ("ppo+normal", "Pendulum-v1", True), ("r2d2", "CartPole-v1", True)]
 PROGRAMS = [
-    pytest.param(*case, sample, marks=[] if (*case, sample) in OFTEN else pytest.mark.slow)
+    slow_unless((*case, sample) in OFTEN, *case, sample)
     for case in (*FAST, *SLOW) for sample in (False, True)
 ]  # fmt: skip
 

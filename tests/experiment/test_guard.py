@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,6 @@ from msrl_jax import cli
 from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.nonfinite import non_finite
 from msrl_jax.fragments.plan.origin import find_origin
-from msrl_jax.report.bench import program_runner
 from tests.support.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
@@ -187,7 +184,7 @@ def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
 
 
 @pytest.mark.long
-def test_the_command_line_reproduces_a_step(tmp_path, capsys):
+def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_path, capsys):
     flags = ["--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--num-epochs", "1", "--num-minibatches", "2"]
     flags += ["--learning-rate", "1e25", "--max-grad-norm", "1e30"]
     out = tmp_path / "run"
@@ -195,15 +192,8 @@ def test_the_command_line_reproduces_a_step(tmp_path, capsys):
     assert "fragment 'gradients'" in (said := capsys.readouterr().err) and f"msrl-jax replay {out}" in said
     assert cli.main(["replay", str(out / "non_finite.npz")]) == 0
     assert "fragment 'gradients' (role 'learner')" in capsys.readouterr().out
-
-
-def test_nothing_is_measured_of_a_run_that_diverges():
-    program: Any = SimpleNamespace(run=lambda state, *_, **__: (state, {"loss": np.array([1.0, np.nan])}))
-    experiment: Any = SimpleNamespace(
-        name="ppo", env_name="CartPole-v1", steps_per_iteration=1, members=1, start=lambda program: 0.0
-    )
-    with pytest.raises(FloatingPointError, match="ppo on CartPole-v1: 'loss' is not finite in iteration 2, so there"):
-        program_runner(experiment, program, 2)
+    assert cli.main(["bench", "--seconds", "0.01", *flags]) == 1
+    assert "is not finite in iteration" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"nonsense"])

@@ -20,6 +20,7 @@ from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.pbt import evolve, exploit, explore, read
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.policies import Layout, Placement
+from tests.support.slow import slow_unless
 
 RATE = envs.log_uniform(1e-5, 1e-2)
 SEARCH = {"learning_rate": RATE, "entropy_coef": envs.uniform(0, 0.1)}
@@ -286,9 +287,8 @@ def reference(iterations=6):
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 
 
-OFTEN = {(2, "SingleLearnerCoarse")}
 MATRIX = [
-    pytest.param(n, policy, id=f"{n}-{policy}", marks=[] if (n, policy) in OFTEN else [pytest.mark.slow])
+    slow_unless((n, policy) == (2, "SingleLearnerCoarse"), n, policy)
     for n in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)
 ]  # fmt: skip
 

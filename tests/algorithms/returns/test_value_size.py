@@ -8,6 +8,7 @@ import pytest
 from msrl_jax.algorithms.returns.value_size import value_size
 from tests.support.agents import make_still
 from tests.support.random_walk import RandomWalk
+from tests.support.slow import slow_unless
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -47,7 +48,7 @@ def test_the_size_stays_right_in_long_runs(center, spread):
 @pytest.mark.parametrize(
     ("algorithm", "scaled"),
     [
-        pytest.param(name, scaled, marks=[] if name == "ppo" and scaled else pytest.mark.slow)
+        slow_unless(name == "ppo" and scaled, name, scaled)
         for name in ("ppo", "recurrent_ppo") for scaled in (True, False)
     ],
 )  # fmt: skip

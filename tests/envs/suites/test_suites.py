@@ -154,9 +154,7 @@ def test_environments_conform(prefix, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "LevelBasedForaging-v0" else pytest.mark.slow) for name in TEAMS]
-)
+@pytest.mark.parametrize("name", mostly_slow(TEAMS, "LevelBasedForaging-v0"))
 def test_teams_of_jumanji_conform_and_step_as_the_suite_does(name):
     env = envs.make(f"jumanji:{name}")
     assert envs.has_agents(env)
