@@ -106,7 +106,7 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run").act(SHOWN), OPEN)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
     run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
     where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]
