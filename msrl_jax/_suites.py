@@ -37,8 +37,14 @@ class Suite:
 
     def lacks(self, name: str) -> str | None:
         """The package that an environment needs and that is not installed; None if there is none."""
-        needed = (package for package, names in self.needs if re.fullmatch(names, name))
-        return next((package for package in needed if importlib.util.find_spec(package) is None), None)
+        return next((package for package in self._needed(name) if importlib.util.find_spec(package) is None), None)
+
+    def _needed(self, name: str) -> list[str]:
+        return [package for package, names in self.needs if re.fullmatch(names, name)]
+
+    def packages(self, name: str) -> list[str]:
+        """The packages that simulate one of its environments, which may have parameters: `Hopper-v4:frame_skip=2`."""
+        return [self.package, *self._needed(name.partition(":")[0])]
 
     @functools.cached_property
     def own_names(self) -> tuple[str, ...]:

@@ -404,8 +404,10 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
 
 
 def _can_compare(args: Reproduce, name: str) -> bool:
-    """Whether a recipe has a record to compare with. With `--update`, one that is damaged or of other settings is no error."""
+    """Whether a recipe has a record to compare with; says if the seeds are too few for that. With `--update`, one that is
+    damaged or of other settings is no error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
+    from msrl_jax.report.statistics import fewest
 
     recipe = _recipes.find(name)
     try:
@@ -420,6 +422,9 @@ def _can_compare(args: Reproduce, name: str) -> bool:
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
             f"without some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
         )
+    if recorded and (count := len(seeds_of(recorded, args.seeds, args.seed))) < (least := fewest(len(recorded.seeds))):
+        fact = f"{count} of them cannot be told from the {len(recorded.seeds)} of its record"
+        print(f"{name}: {fact}; with --seeds {least} they can", file=sys.stderr)
     return recorded is not None
 
 

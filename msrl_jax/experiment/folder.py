@@ -48,9 +48,13 @@ class SaveWarning(UserWarning):
     """Something could not be saved; the run goes on."""
 
 
-def versions() -> dict[str, str]:
-    """The versions of Python and of every package that affects a run's numbers."""
-    return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
+def versions(*more: str) -> dict[str, str]:
+    """The versions of Python and of every package that affects a run's numbers; of those `more` that are installed, too."""
+    found = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
+    for package in more:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:

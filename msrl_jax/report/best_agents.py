@@ -40,7 +40,7 @@ class BestAgents:
     def after(self, run: Run) -> None:
         """Keeps the members that are better than before, and what trains them."""
         assert run.path is not None
-        write_origin(run.path)
+        write_origin(run.path, run.experiment.env_name)
         name = f"eval_{run.experiment.rank_by}"
         found = np.atleast_1d(run.rows[-1].get(name, math.nan))
         if np.isnan(found).all():

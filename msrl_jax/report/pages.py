@@ -19,19 +19,21 @@ from msrl_jax import _recipes, _suites
 from msrl_jax._recipes import Recipe, Record
 from msrl_jax.experiment.folder import write_text
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
-from msrl_jax.report.statistics import Estimate, estimate, mean, probability_of_improvement
+from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
 
 _PUBLISHED = Path("published", "returns.toml")
+_BACK = "[All results](../results.md)"
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
-_ABOUT = """Returns are undiscounted. *Training* is the mean of the curve over the last tenth of training, *best agent* that of
-256 greedy episodes of the agent with the best of about 20 evaluations during training, both with the 95% interval of a
-bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)), which is narrow where seeds are few: it holds the
-true mean in about 75% of the cases with three, 80% with five, and 90% with ten. *Published* are returns of others at equal
-steps, if their pages tell the steps, with their wall time on their hardware where they give it. Ours is that of all seeds
-together, on the hardware that is named with each recipe, where other work may have run beside. Curves are means over the seeds
-with the same intervals."""
+_ABOUT = """Returns are undiscounted. *Training* is the mean of the curve over its last tenth, with the exploration of training;
+*best agent* that of 256 greedy episodes of the agent with the best of about 20 evaluations during training. Both have the 95%
+interval of a bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)), which is narrow where seeds are
+few: it holds the true mean in about 75% of the cases with three, 80% with five, and 90% with ten. *Published* are returns of
+others at equal steps, ± a standard deviation over their seeds, and higher ones at fewer steps; some pages do not tell the
+steps, and some environments are those of Gym where ours are gymnax's. Their wall time is on their hardware, ours that of all
+seeds together on the hardware beside it, where other work may have run. Curves are means over the seeds with the same
+intervals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Row:
 
     @property
     def variant(self) -> str:
-        """The algorithm with its options, as the name of the recipe has it: `dqn-c51` of `dqn-c51-cartpole`."""
+        """The algorithm with its options, as the name of the recipe has it: `ppo-cnn` of `ppo-cnn-breakout`."""
         return self.recipe.name.rpartition("-")[0] or self.algo
 
     @property
@@ -71,17 +73,16 @@ class Row:
         return [
             f"[{self.recipe.name}]({self.algo}.md#{self.recipe.name})", self.env, f"{self.recipe.values['total_steps']:,}",
             str(_mean(record.last)), str(_mean(record.best)), others,
-            f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds",
+            f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds, {record.place}",
         ]  # fmt: skip
 
     def below(self) -> list[str]:
-        """Our return beside each published one that is higher."""
-        training, greedy = _mean(self.record.last), _mean(self.record.best)
-        ours = {"training": training, "greedy": greedy, "checkpoint": greedy}
+        """Our return beside each published one that is higher, and what may explain it."""
+        higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
         return [
-            f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}."
-            for row in self.published
-            if (score := ours[row["score"]]).value < row["value"]
+            f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
+            f"{row.get('remark', '')}".rstrip()
+            for row, score in higher
         ]
 
 
@@ -94,9 +95,26 @@ def rows() -> list[Row]:
             values = recipe.values
             same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
             steps = int(values["total_steps"])
-            equal = [row for row in same if abs(row.get("steps", steps) - steps) <= _SAME_LENGTH * steps]
-            found.append(Row(recipe, record, tuple(equal)))
+            shown = [
+                row for row in same
+                if abs((theirs := row.get("steps", steps)) - steps) <= _SAME_LENGTH * steps
+                or (theirs < steps and row["value"] > _ours(record, row).value)
+            ]  # fmt: skip
+            found.append(Row(recipe, record, tuple(_at(row, steps) for row in shown)))
     return found
+
+
+def _at(row: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A published return, which says its steps if they are fewer than ours."""
+    theirs = row.get("steps", steps)
+    if theirs >= (1 - _SAME_LENGTH) * steps:
+        return row
+    return row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))}
+
+
+def _ours(record: Record, row: dict[str, Any]) -> Estimate:
+    """What a published return is to be compared with."""
+    return _mean(record.last if row["score"] == "training" else record.best)
 
 
 def write_pages(folder: Path) -> list[Path]:
@@ -184,37 +202,46 @@ def _index(found: Sequence[Row]) -> str:
         "# Results", "",
         "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
         "`msrl_jax/recipes`. `msrl-jax train --recipe ppo-cartpole` trains one, and",
-        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md) with the table.",
-        "", _ABOUT,
+        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md#reproducing) with",
+        "the table.", "",
+        f"By algorithm: {', '.join(f'[{algo}](results/{algo}.md)' for algo, _ in _grouped(found, lambda row: row.algo))}", "",
+        _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):
         link = f"[The curves side by side](results/{_file(suite)}.md)"
         parts += ["", f"## {suite}", "", link, _table(own, "results/")]
     if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
         parts += ["## Where they are below others", "", *below, ""]
-    algos = ", ".join(f"[{algo}](results/{algo}.md)" for algo, _ in _grouped(found, lambda row: row.algo))
-    return "\n".join([*parts, f"By algorithm: {algos}", ""])
+    return "\n".join(parts)
 
 
 def _algorithm(algo: str, found: Sequence[Row]) -> str:
-    parts = [f"# Results of {algo}", "", _ABOUT, _table(found)]
+    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(found)]
     for row in found:
         record, name = row.record, row.recipe.name
-        versions = ", ".join(f"{package} {record.versions[package]}" for package in ("jax", "gymnax", "msrl-jax"))
+        suite = _suites.suite_of(row.env)
+        packages = ["jax", *(["gymnax"] if suite is None else suite.packages(row.env.partition(":")[2])), "msrl-jax"]
+        versions = ", ".join(f"{package} {record.versions[package]}" for package in packages if package in record.versions)
         hardware = f"{record.hardware['processor']}, {record.place}"
         parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())
         settings = ", ".join(f"{key}={value}" for key, value in row.recipe.fields.items()) or "the defaults"
         parts += [
             f"## {name}", "", row.recipe.about, "", f"![{name}]({name}.svg)", "",
-            f"`msrl-jax reproduce {name}`; {settings}.",
+            f"`msrl-jax reproduce {name}{_enough(record)}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
             f"On {hardware}: {parts_of_time}.", *(f"Below others: {each}" for each in row.below()), "",
         ]  # fmt: skip
     return "\n".join(parts)
 
 
+def _enough(record: Record) -> str:
+    """The option without which seeds were too few to compare, if the record has few."""
+    count = fewest(len(record.seeds))
+    return f" --seeds {count}" if count > len(record.seeds) else ""
+
+
 def _suite(suite: str, found: Sequence[Row]) -> str:
-    parts = [f"# Results on {suite}", "", _ABOUT]
+    parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
     for env, own in _grouped(found, lambda row: row.env):
         parts += ["", f"## {env}", "", f"![{env}]({_file(suite)}-{_file(env)}.svg)", _table(own)]
     return "\n".join([*parts, *_improvements(found), ""])
@@ -225,23 +252,28 @@ def _improvements(found: Sequence[Row]) -> list[str]:
     scores = {variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
               for variant, own in _grouped(found, lambda row: row.variant)}  # fmt: skip
 
-    def cell(ours: str, theirs: str) -> str:
+    def cell(ours: str, theirs: str, score: str) -> str:
         tasks = [task for task in scores[ours] if task in scores[theirs]] if ours != theirs else []
         if not tasks:
             return ""
-        pairs = ([np.array(scores[name][task].record.last) for task in tasks] for name in (ours, theirs))
+        pairs = ([np.array(getattr(scores[name][task].record, score)) for task in tasks] for name in (ours, theirs))
         found = probability_of_improvement(*pairs)
         return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}] ({len(tasks)})"
 
-    cells = [[cell(name, other) for other in scores] for name in scores]
-    if not any(map(any, cells)):
+    def lines(title: str, score: str) -> list[str]:
+        cells = [_line([name, *(cell(name, other, score) for other in scores)]) for name in scores]
+        return ["", f"### {title}", "", _line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
+
+    tasks = [task for each in scores.values() for task in each]
+    if len(tasks) == len(set(tasks)):  # none has two variants
         return []
     return [
         "", "## Which is better", "",
-        "The probability that a run of the algorithm of a row ends training with a higher return than one of that of a column,",
-        "with its interval, over the environments that both have at equal steps (how many).", "",
-        _line(["", *scores]), "|---" * (len(scores) + 1) + "|",
-        *(_line([name, *row]) for name, row in zip(scores, cells, strict=True)),
+        "The probability that a run of the algorithm of a row has a higher return than one of that of a column, equal ones",
+        "counted half, with its interval, over the environments that both have at equal steps (how many). In training, those",
+        "that explore more return less than their best agents do. An interval has no width where every run of one is above",
+        "every run of the other, which chance alone does to three seeds against three in one case of ten.",
+        *lines("In training", "last"), *lines("Their best agents", "best"),
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax._recipes import RecordError
+from msrl_jax._suites import suite_of
 from msrl_jax.envs.host import processors
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import versions, write_json
@@ -44,28 +45,30 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def origin() -> dict[str, Any]:
-    """What trains here and now, as plain data."""
+def origin(env: str) -> dict[str, Any]:
+    """What trains an environment here and now, as plain data."""
+    suite = suite_of(env)
+    found = versions(*([] if suite is None else suite.packages(env.partition(":")[2])))
     return {
-        "versions": versions(), "commit": commit(), "sources": sources(), "processor": processor(), "cores": processors(),
+        "versions": found, "commit": commit(), "sources": sources(), "processor": processor(), "cores": processors(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
-def write_origin(path: Path) -> None:
-    """Writes what trains a run to its folder, unless that is there."""
+def write_origin(path: Path, env: str) -> None:
+    """Writes what trains a run of an environment to its folder, unless that is there."""
     if not (path / _ORIGIN).exists():
-        write_json(path / _ORIGIN, origin())
+        write_json(path / _ORIGIN, origin(env))
 
 
 def origin_of(path: Path) -> dict[str, Any]:
     """What trained a run; raises RecordError if that were other versions than those here, or if it is not known."""
     try:
         found = json.loads((path / _ORIGIN).read_text("utf-8"))
-        was = found["versions"]
+        was = dict(found["versions"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
-    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in versions().items() if was.get(name) != now]:
+    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in versions(*was).items() if was.get(name) != now]:
         raise RecordError(f"{path} was trained with {', '.join(changed)} as here; delete it, or name another folder (--out)")
     return found
 

@@ -141,6 +141,8 @@ class Reproduction:
             wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.place}"
             was = self.recorded.versions
             changed = [f"{n} {x} (recorded {was[n]})" for n, x in record.versions.items() if x != was.get(n, x)]
+            if record.commit != self.recorded.commit:
+                changed += [f"commit {record.commit or 'unknown'} (recorded {self.recorded.commit or 'unknown'})"]
             wall += f"; {', '.join(changed)}" if changed else ""
         if self.is_of_other_code:
             wall += f"\n  seeds were trained before, by other code of this package; delete {self.folder} to train them again"

@@ -4,6 +4,7 @@ In the shape descriptions, `S` denotes the seeds of a task; tasks may have diffe
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -163,8 +164,7 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
     difference = float(x.mean() - y.mean())
     if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # of last bits, such as those of another processor
         difference = 0.0
-    least = max(2 / math.comb(len(x) + len(y), len(x)), 2 / (_PERMUTATIONS + 1))  # probability that the test can give
-    if least > false_alarm:
+    if _least(len(x), len(y)) > false_alarm:
         return Agreement("too few", difference, math.nan)
     if difference == 0:
         return Agreement("agrees", 0.0, 1.0)
@@ -177,6 +177,16 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
         rng=np.random.default_rng(seed),
     )  # fmt: skip
     return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
+
+
+def fewest(others: int) -> int:
+    """The fewest scores with which `agreement` can find a difference from a number of others."""
+    return next(count for count in itertools.count(1) if _least(count, others) <= FALSE_ALARM)
+
+
+def _least(ours: int, theirs: int) -> float:
+    """The least probability that the permutation test can give."""
+    return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1))
 
 
 def _check_share(name: str, value: float) -> None:

@@ -45,10 +45,11 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
     assert not (docs / "results" / "old.md").exists() and (docs / "results" / "thesis.md").read_text() == "stays"
     index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
     cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
-    assert cells in index and "| 12 s, 2 seeds |" in index
+    assert cells in index and "| 12 s, 2 seeds, 2 cores |" in index
     below = "5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
     assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
-    for part in ("Made up.", "learning_rate=0.1", "Seeds 0 to 1, 2026-01-01, jax 1", "commit abc", "A CPU, 2 cores: wall 12 s"):
+    about = ("Made up.", "`msrl-jax reproduce mine --seeds 19`; learning_rate=0.1.", "A CPU, 2 cores: wall 12 s")
+    for part in (*about, "Seeds 0 to 1, 2026-01-01, jax 1, gymnax 2, msrl-jax 3, commit abc"):
         assert part in algorithm
     again = {path.name: path.read_text() for path in write_pages(tmp_path / "again")}
     assert again == {path.name: path.read_text() for path in write_pages(docs)}
@@ -73,6 +74,15 @@ def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_n
     assert row.cells()[5] == "500 [gymnax](https://github.com/RobertTLange/gymnax), checkpoint, steps not told"
 
 
+def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine):
+    row = 'source = "They"\nurl = "u"\nalgo = "ppo"\nenv = "CartPole-v1"\nscore = "greedy"\n'
+    higher, lower = (f"[[row]]\n{row}steps = 50_000\nvalue = {value}\n" for value in (9, 7))
+    (mine / "published" / "returns.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
+    (found,) = rows()
+    assert found.cells()[5] == "9 [They](u), greedy, after 50,000 steps"
+    assert found.below() == ["8.0 [7.0, 9.0] beside 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
+
+
 def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():
     steps, middle, low, high = curve(RECORD)
     np.testing.assert_array_equal(steps, [300])
@@ -87,13 +97,16 @@ def test_a_suite_says_which_variant_is_better(mine, tmp_path):
     for name, last in others.items():
         values = VALUES | {"total_steps": 100_000 if name == "pqn-cartpole" else VALUES["total_steps"]}
         (mine / f"{name}.toml").write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()))
-        dataclasses.replace(RECORD, recipe=name, settings=values, last=last).write(mine / f"{name}.json")
+        best = [8.0, 8.0]  # against 7 and 9
+        dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(mine / f"{name}.json")
     write_pages(tmp_path)
-    lines = (tmp_path / "results" / "classic-control.md").read_text().splitlines()
-    table = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in (x.split("|") for x in lines) if len(cells) == 7}
-    assert list(table) == ["", "---", "dqn", "ppo", "ppo-wide", "pqn"]
-    assert table["ppo"] == ["1.00 [1.00, 1.00] (1)", "", "0.50 [0.00, 1.00] (1)", ""]
-    assert table["pqn"] == [""] * 4
+    page = (tmp_path / "results" / "classic-control.md").read_text()
+    for title, beside_dqn in (("### In training", "1.00 [1.00, 1.00] (1)"), ("### Their best agents", "0.50 [0.00, 1.00] (1)")):
+        parts = [line.split("|") for line in page.partition(title)[2].partition("###")[0].splitlines()]
+        table = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in parts if len(cells) == 7}
+        assert list(table) == ["", "---", "dqn", "ppo", "ppo-wide", "pqn"]
+        assert table["ppo"] == [beside_dqn, "", "0.50 [0.00, 1.00] (1)", ""]
+        assert table["pqn"] == [""] * 4
 
 
 def test_suites_are_found_by_the_environment():

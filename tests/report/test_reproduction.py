@@ -15,7 +15,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _recipes, cli
-from msrl_jax.report import reproduction
+from msrl_jax.experiment.folder import versions
+from msrl_jax.report import provenance, reproduction
 from tests.cli.test_config_file import experiment_of
 from tests.support import processes
 from tests.support.transitions import noise
@@ -245,6 +246,15 @@ def test_a_record_gives_way_to_none_of_fewer_seeds(folder, first, again, monkeyp
     assert _recipes.Record.read(again / "small.json").seeds == [0, 1, 2, 3, 4]
 
 
+def test_seeds_that_are_too_few_to_be_told_from_the_record_are_named_before(folder, first, again, capsys):
+    three = {name: getattr(first.record, name)[:3] for name in ("seeds", "returns", "last", "best", "best_steps")}
+    dataclasses.replace(first.record, **three).write(folder / "small.json")
+    assert cli.main(["reproduce", "small", "--seeds", "5", "--out", str(again.parent), "--progress", "none"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "small: 5 of them cannot be told from the 3 of its record; with --seeds 9 they can\n"
+    assert "seeds 0 to 4: too few" in told.out
+
+
 def test_a_record_says_what_trained_its_seeds(folder, first, again):
     file = again / "seeds-0-4" / "origin.json"
     origin = json.loads(file.read_text())
@@ -254,6 +264,9 @@ def test_a_record_says_what_trained_its_seeds(folder, first, again):
     assert found.is_of_other_code and "trained before, by other code of this package; delete" in repr(found)
     assert (found.record.commit, found.record.hardware["processor"]) == ("abc", "Another")
     assert not first.is_of_other_code and "trained before" not in repr(first)
+    changed = f"commit abc (recorded {first.record.commit or 'unknown'})"
+    assert changed in repr(dataclasses.replace(found, recorded=first.record))
+    assert "commit" not in repr(dataclasses.replace(first, recorded=first.record))
     file.write_text(json.dumps(origin | {"versions": origin["versions"] | {"jax": "0.1"}}))
     with pytest.raises(_recipes.RecordError, match=r"seeds-0-4 was trained with jax 0\.1, not .* as here; delete it, or name"):
         reproduced(again)
@@ -358,6 +371,19 @@ def test_other_versions_and_hardware_are_named(folder, first):
     other = dataclasses.replace(first.record, versions=first.record.versions | {"jax": "0.1"})
     found = dataclasses.replace(first, recorded=other)
     assert f"jax {first.record.versions['jax']} (recorded 0.1)" in repr(found) and found.verdict == "agrees"
+
+
+def test_what_trained_an_environment_has_the_packages_that_simulate_it(tmp_path):
+    for env, packages in (("CartPole-v1", set()), ("gymnasium:Hopper-v4:frame_skip=2", {"gymnasium", "mujoco"})):
+        found = provenance.origin(env)["versions"]
+        assert found == found | versions() and found.keys() - versions().keys() == packages
+    for name, was in (("new", found), ("old", versions()), ("other", found | {"mujoco": "1.0"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "origin.json").write_text(json.dumps({"versions": was}))
+    assert provenance.origin_of(tmp_path / "new")["versions"] == found
+    assert provenance.origin_of(tmp_path / "old")["versions"] == versions()  # before simulators were recorded
+    with pytest.raises(_recipes.RecordError, match=r"other was trained with mujoco 1\.0, not .* as here"):
+        provenance.origin_of(tmp_path / "other")
 
 
 def test_names_and_patterns(folder, capsys):

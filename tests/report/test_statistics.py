@@ -103,6 +103,12 @@ def test_a_difference_is_found_where_there_are_enough_seeds():
     assert agreement(x, y, false_alarm=1e-6).verdict == "too few"  # no test of so many permutations could tell
 
 
+def test_the_fewest_scores_are_those_with_which_a_difference_is_found():
+    for others, least in ((2, 19), (3, 9), (4, 6), (5, 5), (10, 3)):
+        verdicts = [agreement(np.ones(count), np.zeros(others)).verdict for count in (least - 1, least)]
+        assert statistics.fewest(others) == least and verdicts == ["too few", "does not agree"]
+
+
 def test_means_that_differ_by_rounding_agree():
     assert agreement(np.full(5, 0.1), np.full(5, 0.1 + 1e-16)) == statistics.Agreement("agrees", 0.0, 1.0)
     assert agreement(np.full(5, 500.0), np.full(5, 500.0 - 1e-4)).verdict == "agrees"
