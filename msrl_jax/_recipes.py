@@ -161,15 +161,19 @@ def matching(patterns: Sequence[str]) -> list[str]:
 def find(name: str) -> Recipe:
     """Reads a recipe; raises ValueError, which suggests the nearest, if the name is unknown, or if its file is not a recipe."""
     files = _files()
-    if not isinstance(name, str) or name.lower() not in files:
-        near = suggestion(name, names()) if isinstance(name, str) else ""
-        raise ValueError(f"no recipe is named {name!r}{near}; choose from {', '.join(names())}")
+    if not isinstance(name, str):
+        raise ValueError(f"a recipe is given by its name, such as 'ppo-cartpole', and this is of type {type(name).__name__}")
+    if name.lower() not in files:
+        raise ValueError(f"no recipe is named {name!r}{suggestion(name, names())}; msrl-jax list --recipes has them")
     path = files[name.lower()]
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        values = {key.replace("-", "_"): value for key, value in tomllib.loads(text).items()}
+        given = tomllib.loads(text)
+        values = {key.replace("-", "_"): value for key, value in given.items()}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None
+    if twice := [key for key in given if key.replace("-", "_") != key and key.replace("-", "_") in given]:
+        raise ValueError(f"{twice[0]} and {twice[0].replace('-', '_')} are one key in the recipe {path}; leave one of them out")
     for key, kind, example in (("algo", str, '"ppo"'), ("env", str, '"CartPole-v1"'), ("total_steps", int, "500_000")):
         if type(values.get(key)) is not kind:
             given = repr(values[key]) if key in values else "missing"
@@ -200,10 +204,15 @@ def record_of(recipe: Recipe) -> Record | None:
 
 def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises RecordError if the settings of a record are not those of its recipe now."""
-    if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
-        before, after = (settings.get(changed[0], "the default") for settings in (was, now))
-        raise RecordError(
-            f"the record of {name} is of {changed[0]}={before}, and the recipe has {after} now; write the record anew: "
-            f"msrl-jax reproduce {name} --update"
-        )
+    if changed := difference(was, now):
+        raise RecordError(f"the record of {name} is {changed}; write the record anew: msrl-jax reproduce {name} --update")
+
+
+def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first setting in which a record is not what its recipe is now, as words; empty if there is none."""
+    changed = next((key for key in {**was, **now} if was.get(key) != now.get(key)), None)
+    if changed is None:
+        return ""
+    before, after = (settings.get(changed, "the default") for settings in (was, now))
+    return f"of {changed}={before}, and the recipe has {after} now"
 

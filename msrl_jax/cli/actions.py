@@ -422,9 +422,12 @@ def _can_compare(args: Reproduce, name: str) -> bool:
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
             f"without some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
         )
-    if recorded and (count := len(seeds_of(recorded, args.seeds, args.seed))) < (least := fewest(len(recorded.seeds))):
-        fact = f"{count} of them cannot be told from the {len(recorded.seeds)} of its record"
-        print(f"{name}: {fact}; with --seeds {least} they can", file=sys.stderr)
+    if recorded:
+        count, least = len(seeds_of(recorded, args.seeds, args.seed)), fewest(len(recorded.seeds))
+        if least is None or count < least:
+            remedy = "write one of more seeds (--update)" if least is None else f"with --seeds {least} they can"
+            fact = f"{count} of them cannot be told from the {len(recorded.seeds)} of its record"
+            print(f"{name}: {fact}; {remedy}", file=sys.stderr)
     return recorded is not None
 
 

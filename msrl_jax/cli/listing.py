@@ -22,10 +22,11 @@ def _list_recipes(args: List) -> int:
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         try:
             record = _recipes.record_of(recipe)
+            reached = "no record"
         except _recipes.RecordError as error:
-            record = None
+            record, reached = None, "damaged record"
             print(f"warning: {error}", file=sys.stderr)
-        reached, wall = "no record", ""
+        wall = ""
         if record is not None:
             about |= {"return": sum(record.last) / len(record.last), "seeds": len(record.seeds)}
             about |= {"seconds": record.seconds["wall"], "place": record.place}

@@ -203,7 +203,11 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
     for number, line in enumerate(lines[:count], 1):
         try:
             row = {name: _from_json(value) for name, value in json.loads(line).items()}
-            if not all(isinstance(row.get(name), int | float) for name in _COUNTS):
+            if not all(isinstance(row.get(name), int | float) for name in _COUNTS) or not all(map(_is_number, row.values())):
+                raise ValueError
+            if rows and any(row[name] <= rows[-1][name] for name in _COUNTS):
+                raise ValueError
+            if rows and any(np.shape(value) != np.shape(rows[0].get(name, value)) for name, value in row.items()):
                 raise ValueError
         except (ValueError, AttributeError):
             raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run") from None
@@ -213,6 +217,10 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
             f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
         )
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return np.asarray(value).dtype.kind in "biuf"
 
 
 def _from_json(value: Any) -> float | np.ndarray:

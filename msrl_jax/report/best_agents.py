@@ -13,6 +13,7 @@ from msrl_jax._checks import replacing
 from msrl_jax._recipes import RecordError
 from msrl_jax.envs.base import release
 from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Run
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.crossing import key_impl
@@ -71,6 +72,16 @@ class BestAgents:
                 self.leaves = [file[f"arr_{i}"] for i in range(len(file.files) - 2)]
         except Exception as error:  # of zip files and NumPy's own
             raise RecordError(f"{path / _BEST} is damaged ({error}); delete {path}, and reproduce it again") from None
+
+    def check(self, result: Result) -> None:
+        """Raises RecordError if the agents are not the best ones of the history of a run."""
+        name = f"eval_{result.experiment.rank_by}"
+        scores = np.reshape(result.history[name], (len(result.history["step"]), -1))
+        scores = np.where(np.isnan(scores), -math.inf, scores)
+        best = scores.max(axis=0)
+        steps = np.where(best > -math.inf, result.history["step"][scores.argmax(axis=0)], 0)
+        if not np.array_equal(best, self.scores) or not np.array_equal(steps, self.steps):
+            raise _unusable(result.experiment, "is of another run")
 
     def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
         """The mean score of greedy episodes of each member, with other keys than its evaluations had. `[M]`"""

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -62,10 +63,7 @@ class Row:
     @property
     def suite(self) -> str:
         """The title of the suite of its environment."""
-        suite, name = _suites.suite_of(self.env), self.env.partition(":")[0]
-        if suite is not None:
-            return suite.title
-        return next((title for title in ("MinAtar", "bsuite") if name.endswith(f"-{title}")), "Classic control")
+        return _title(self.env)
 
     def cells(self) -> list[str]:
         """The cells of a table."""
@@ -150,13 +148,30 @@ def write_pages(folder: Path) -> list[Path]:
 
 
 def check_pages(folder: Path) -> None:
-    """Raises ValueError if pages would overwrite the index or a page of an algorithm that `write_pages` did not write."""
-    for name in ("results.md", *(f"results/{_recipes.find(name).values['algo']}.md" for name in _recipes.names())):
-        _check_ours(folder / name)
+    """Makes the folder of the pages; raises ValueError if it cannot be, or if `write_pages` would overwrite what it did not
+    write."""
+    try:
+        (folder / "results").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--pages cannot make {folder / 'results'} ({error.strerror}); name another folder") from None
+    _check_ours(folder / "results.md")
+    for name in _recipes.names():
+        algo, env = (str(_recipes.find(name).values[key]) for key in ("algo", "env"))
+        suite = _file(_title(env))
+        for file in (f"{algo}.md", f"{name}.svg", f"{suite}.md", f"{suite}-{_file(env)}.svg"):
+            _check_ours(folder / "results" / file)
+
+
+def _title(env: str) -> str:
+    """The title of the suite of an environment."""
+    suite, name = _suites.suite_of(env), env.partition(":")[0]
+    if suite is not None:
+        return suite.title
+    return next((title for title in ("MinAtar", "bsuite") if name.endswith(f"-{title}")), "Classic control")
 
 
 def _check_ours(path: Path) -> None:
-    if path.exists() and not _is_ours(path):
+    if os.path.lexists(path) and not _is_ours(path):
         raise ValueError(f"--pages would overwrite {path}, which it did not write; name another folder, or move the file")
 
 
@@ -237,7 +252,7 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
 def _enough(record: Record) -> str:
     """The option without which seeds were too few to compare, if the record has few."""
     count = fewest(len(record.seeds))
-    return f" --seeds {count}" if count > len(record.seeds) else ""
+    return f" --seeds {count}" if count and count > len(record.seeds) else ""
 
 
 def _suite(suite: str, found: Sequence[Row]) -> str:

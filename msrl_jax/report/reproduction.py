@@ -1,12 +1,13 @@
 """Recipes as experiments, and their reproduction: trained on several seeds, scored, and compared with the record."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def recipe(name: str) -> Experiment:
 def _experiment(found: Recipe) -> Experiment:
     own = {key: value for key, value in found.settings.items() if key not in found.fields}
     try:
+        if "policy" in found.values:
+            policies.get(found.values["policy"])
         return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
     except (TypeError, ValueError) as error:
         raise type(error)(f"the recipe {found.path}: {error}") from None
@@ -199,7 +202,9 @@ def reproduce(
     wanted = seeds_of(recorded, seeds, seed)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
-    there = _record_there(target)
+    with _naming(path):
+        path.mkdir(parents=True, exist_ok=True)
+    there = _record_there(target, found, base)
     ends = None if limit is None else time.monotonic() + limit
     where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
@@ -218,13 +223,23 @@ def reproduce(
             return Reproduction(found.name, None, recorded, result.stop_reason, path)
         assert result.folder is not None
         hook.read(result.folder)
+        hook.check(result)
         results.append(result)
         agents.append(hook)
     origins = [origin_of(result.folder) for result in results if result.folder is not None]
     record = _record(found, results, agents, origins)
-    if there is None or not set(record.seeds) < set(there.seeds):  # a process that trains some seeds takes none away
+    if there is None or len(record.seeds) >= len(there.seeds):  # a process that trains some seeds takes none away
         record.write(target)
     return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system say which folder cannot be made, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:
@@ -235,13 +250,18 @@ def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> ra
     return range(first, first + count)
 
 
-def _record_there(target: Path) -> Record | None:
+def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | None:
     """The record that an earlier reproduction wrote; raises RecordError if the file is something else, which would be lost."""
     try:
-        return Record.read(target) if target.exists() else None
+        there = Record.read(target) if target.exists() else None
     except RecordError:
         fact = f"{target} is damaged, or no record of this version"
         raise RecordError(f"{fact}; move it, or name another folder (--out)") from None
+    if there is not None:
+        now = {**base.to_json()["config"], **found.settings}
+        if changed := _recipes.difference({**there.config, **there.settings}, now):
+            raise RecordError(f"{target} is {changed}; move the folder {target.parent}, or name another one (--out)")
+    return there
 
 
 def _groups(

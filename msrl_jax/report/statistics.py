@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from msrl_jax._checks import check_seed
 from msrl_jax.experiment.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
@@ -19,6 +22,7 @@ Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
 FALSE_ALARM = 0.01  # probability with which `agreement` finds a difference where there is none
 _RESAMPLES = 2_000
 _PERMUTATIONS, _BATCH = 20_000, 1_000  # of them at a time
+_AT_ONCE = 2**24  # numbers in memory at most, unless one resample has more
 _SAME = 1e-6  # relative difference of means that are the same
 _TRIMMED = 0.25  # part of the scores that an interquartile mean leaves out at each end
 
@@ -66,16 +70,22 @@ def estimate(
       ValueError: if there are no tasks, or no scores of one, or if a score is not finite, or on a confidence that is none.
     """
     _check_share("confidence", confidence)
+    if not callable(statistic):
+        raise ValueError(f"statistic={statistic!r} is no function; give statistics.mean, or another one of (scores, axis)")
     tasks = _checked(scores)
 
     def joined(*each: np.ndarray, axis: int = -1) -> Any:
         return statistic(np.concatenate(each, axis=axis), axis=axis)
 
-    return _bootstrapped(tasks, joined, confidence, seed)
+    return _bootstrapped(tasks, joined, confidence, seed, sum(map(len, tasks)))
 
 
-def _bootstrapped(samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int) -> Estimate:
-    """A statistic of several samples, `(*samples, axis)`, with an interval for which each is drawn anew by itself."""
+def _bootstrapped(
+    samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int, size: int
+) -> Estimate:
+    """A statistic of several samples, `(*samples, axis)`, with an interval for which each is drawn anew by itself; `size`
+    numbers are needed for each resample."""
+    rng = np.random.default_rng(check_seed(seed))
     value = float(statistic(*samples))
     if min(map(len, samples)) < 2:
         return Estimate(value, math.nan, math.nan)
@@ -83,7 +93,7 @@ def _bootstrapped(samples: list[np.ndarray], statistic: Callable[..., Any], conf
         return Estimate(value, value, value)
     interval = stats.bootstrap(
         samples, statistic, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
-        rng=np.random.default_rng(seed),
+        rng=rng, batch=max(1, _AT_ONCE // size),
     ).confidence_interval  # fmt: skip
     return Estimate(value, float(interval.low), float(interval.high))
 
@@ -97,8 +107,12 @@ def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
 
     Returns:
       Parts from 0 to 1, `[N]` float64.
+
+    Raises:
+      ValueError: as in `estimate`, and if the thresholds are not such numbers.
     """
-    return np.mean([(task[:, None] > np.asarray(thresholds)).mean(0) for task in _checked(scores)], axis=0)
+    limits = _array(thresholds, "the thresholds")
+    return np.mean([(task[:, None] > limits).mean(0) for task in _checked(scores)], axis=0)
 
 
 def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -> Estimate:
@@ -125,7 +139,8 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
         wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
         return np.mean(wins, axis=0)
 
-    return _bootstrapped([x for x, _ in pairs] + [y for _, y in pairs], above, 0.95, seed)
+    size = sum(len(x) * len(y) for x, y in pairs)
+    return _bootstrapped([x for x, _ in pairs] + [y for _, y in pairs], above, 0.95, seed, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +175,8 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
       ValueError: if there are no scores, or if one is not finite.
     """
     _check_share("false_alarm", false_alarm)
-    x, y = _checked([ours, theirs])
+    x, y = _array(ours, "the scores of ours"), _array(theirs, "the scores of theirs")
+    rng = np.random.default_rng(check_seed(seed))
     difference = float(x.mean() - y.mean())
     if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # of last bits, such as those of another processor
         difference = 0.0
@@ -173,34 +189,49 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
     found = stats.permutation_test(
-        (x, y), apart, vectorized=True, n_resamples=_PERMUTATIONS, batch=_BATCH, alternative="two-sided",
-        rng=np.random.default_rng(seed),
+        (x, y), apart, vectorized=True, n_resamples=_PERMUTATIONS, alternative="two-sided", rng=rng,
+        batch=min(_BATCH, max(1, _AT_ONCE // (len(x) + len(y)))),
     )  # fmt: skip
     return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
 
 
-def fewest(others: int) -> int:
-    """The fewest scores with which `agreement` can find a difference from a number of others."""
-    return next(count for count in itertools.count(1) if _least(count, others) <= FALSE_ALARM)
+def fewest(others: int) -> int | None:
+    """The fewest scores with which `agreement` can find a difference from a number of others; None if there is only one."""
+    return next((count for count in itertools.count(1) if _least(count, others) <= FALSE_ALARM), None) if others > 1 else None
 
 
 def _least(ours: int, theirs: int) -> float:
-    """The least probability that the permutation test can give."""
-    return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1))
+    """The least probability that the permutation test can give; 1 where one side has one score, for which there is no test."""
+    return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1)) if min(ours, theirs) > 1 else 1.0
 
 
 def _check_share(name: str, value: float) -> None:
-    if not 0 < value < 1:
+    if not isinstance(value, float | int) or not 0 < value < 1:
         raise ValueError(f"{name}={value!r} is not between 0 and 1; give a probability, such as 0.01 or 0.95")
 
 
 def _checked(scores: Scores) -> list[np.ndarray]:
-    tasks = [np.asarray(task, np.float64) for task in scores]
-    if not tasks:
+    if not isinstance(scores, Sequence | np.ndarray | jax.Array) or isinstance(scores, str):
+        raise ValueError(f"scores of type {type(scores).__name__} are no list; give one with an array for each task, [S] each")
+    if not len(scores):
         raise ValueError("there are no tasks; give the scores of at least one")
-    for number, task in enumerate(tasks):
-        if task.ndim != 1 or not len(task):
-            raise ValueError(f"the scores of task {number} have shape {list(task.shape)}; give one for each seed, [S]")
-        if not np.isfinite(task).all():
-            raise ValueError(f"the scores of task {number} are not all finite; leave such runs out, and say so")
-    return tasks
+    return [_array(task, f"the scores of task {number}") for number, task in enumerate(scores)]
+
+
+def _array(values: Any, what: str) -> np.ndarray:
+    """Numbers as float64 `[N]`; raises ValueError if they are something else."""
+    try:
+        found = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{what} are no array ({error}); give numbers, [N]") from None
+    if found.ndim != 1 or not len(found):
+        remedy = "put those of one task into a list, [scores]" if found.ndim == 0 else "give one for each seed, [S]"
+        raise ValueError(f"{what} have shape {list(found.shape)}; {remedy}")
+    if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f"{what} are of type {found.dtype}; give real numbers")
+    if np.ma.is_masked(values):
+        raise ValueError(f"{what} are masked in part; leave such runs out, and say so")
+    found = found.astype(np.float64)
+    if not np.isfinite(found).all():
+        raise ValueError(f"{what} are not all finite; leave such runs out, and say so")
+    return found

@@ -93,6 +93,14 @@ def edit_checkpoints(text, other):
     return change
 
 
+def edit_rows(change):
+    def edit(path):
+        file = path / "metrics.jsonl"
+        file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+
+    return edit
+
+
 def replace_by_folder(name):
     def change(path):
         (path / name).unlink()
@@ -132,6 +140,9 @@ DAMAGES = [
     (damage("metrics.jsonl", '{"step": 64, "iteration": 1}\n'), r"metrics\.jsonl has fewer rows than the 2"),
     (damage("metrics.jsonl", "{}\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
     (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
+    (edit_rows(lambda rows: rows[::-1]), r"line 2 of .*metrics\.jsonl is damaged"),
+    (edit_rows(lambda rows: rows[:1] * 2), r"line 2 of .*metrics\.jsonl is damaged"),
+    (edit_rows(lambda rows: [row[:-2] + ", \"x\": \"a\"}\n" for row in rows]), r"line 1 of .*metrics\.jsonl is damaged"),
 ]
 
 

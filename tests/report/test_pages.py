@@ -61,8 +61,17 @@ def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys)
     for names in ([], ["mine"]):  # which is not trained before
         assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
         assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
+    (tmp_path / "docs" / "results.md").unlink()
+    for name in ("mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"):
+        (tmp_path / "docs" / "results" / name).write_text("mine")
+        assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
+        assert f"{name}, which it did not write; name another folder" in capsys.readouterr().err
+        (tmp_path / "docs" / "results" / name).unlink()
+    (tmp_path / "file").write_text("")
+    assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
+    assert "file/results (Not a directory); name another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["results.md"]
+    assert not list((tmp_path / "docs" / "results").iterdir())
 
 
 def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine):

@@ -244,6 +244,25 @@ def test_a_record_gives_way_to_none_of_fewer_seeds(folder, first, again, monkeyp
     monkeypatch.setattr(reproduction, "_record", lambda *args: three)
     assert reproduced(again).record.seeds == [3]
     assert _recipes.Record.read(again / "small.json").seeds == [0, 1, 2, 3, 4]
+    dataclasses.replace(first.record, seeds=[9, 8]).write(again / "small.json")
+    reproduced(again)
+    assert _recipes.Record.read(again / "small.json").seeds == [9, 8]  # which the other one is no part of
+
+
+def test_a_folder_has_the_record_of_one_recipe_and_the_agents_of_its_runs(folder, first, again, tmp_path):
+    (folder / "small.toml").write_text(TOML.replace("num_minibatches = 2", "num_minibatches = 4"))
+    with pytest.raises(_recipes.RecordError, match=r"small.json is of num_minibatches=2, and the recipe has 4 now; move"):
+        reproduced(again)
+    assert _recipes.Record.read(again / "small.json") == first.record
+    (folder / "small.toml").write_text(TOML)
+    best = again / "seeds-0-4" / "best.npz"
+    with np.load(best) as file:
+        np.savez(best, **{**file, "scores": file["scores"] + 1})
+    with pytest.raises(_recipes.RecordError, match=r"best.npz of the seeds from 0 on is of another run; delete its folder"):
+        reproduced(again)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"the folder .*/out cannot be made \(Not a directory\); name another one \(--out\)"):
+        reproduced(tmp_path / "file" / "out")
 
 
 def test_seeds_that_are_too_few_to_be_told_from_the_record_are_named_before(folder, first, again, capsys):
@@ -315,11 +334,12 @@ def test_a_reproduction_overwrites_nothing_else(folder, tmp_path):
         (TOML, "", "algo is missing in the recipe .*small.toml; write algo ="),
         (TOML, "# only a comment", "algo is missing"),
         ('"ppo"', '"ppo', "small.toml cannot be read: .*line 3"),
+        ("eval_episodes = 4", "num-envs = 9", "num-envs and num_envs are one key in the recipe .*small.toml"),
         ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
         ('env = "CartPole-v1"\n', "", "env is missing"),
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
-        ("eval_episodes = 4", 'policy = "Nowhere"', "Nowhere"),
+        ("eval_episodes = 4", 'policy = "Nowhere"', "the recipe .*small.toml: .*Nowhere"),
         ("eval_episodes = 4", "seed = 3", "the recipe .*small.toml: .* no field 'seed'"),
     ],
 )
@@ -388,7 +408,7 @@ def test_what_trained_an_environment_has_the_packages_that_simulate_it(tmp_path)
 
 def test_names_and_patterns(folder, capsys):
     assert msrl.recipe("small") == msrl.recipe("SMALL") == SMALL
-    for name, message in (("smal", "did you mean 'small'"), (3, "no recipe is named 3"), ("", "no recipe is named ''")):
+    for name, message in (("smal", "did you mean 'small'"), (3, "by its name, .* of type int"), ("", "no recipe is named ''")):
         with pytest.raises(ValueError, match=message):
             msrl.recipe(name)
     (folder / "small-two.toml").write_text(TOML.replace("12_000", "13_000"))

@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -100,6 +101,7 @@ def test_a_difference_is_found_where_there_are_enough_seeds():
     assert found.difference == pytest.approx(x.mean() - y.mean())
     few = agreement(x[:3], y[:3])
     assert few.verdict == "too few" and math.isnan(few.probability)
+    assert agreement(x[:1], rng.normal(0.0, 1.0, 300)).verdict == "too few" and statistics.fewest(1) is None
     assert agreement(x, y, false_alarm=1e-6).verdict == "too few"  # no test of so many permutations could tell
 
 
@@ -135,11 +137,41 @@ def test_other_tasks_are_refused():
         ([[1.0, 2.0], []], r"task 1 have shape \[0\]"),
         ([[[1.0]]], r"task 0 have shape \[1, 1\]"),
         ([[1.0, math.nan]], "task 0 are not all finite"),
+        ([1.0, 2.0], r"task 0 have shape \[\]; put those of one task into a list"),
+        ([["1", "2"]], "task 0 are of type <U1; give real numbers"),
+        ([[1j, 2j]], "task 0 are of type complex128"),
+        ([[[1.0], [1.0, 2.0]]], "task 0 are no array"),
+        ([np.ma.array([1.0, 1e6], mask=[0, 1])], "task 0 are masked in part"),
+        (3.0, "scores of type float are no list"),
+        ({"a": [1.0]}, "scores of type dict are no list"),
     ],
 )
 def test_scores_that_are_none_are_refused(scores, message):
     with pytest.raises(ValueError, match=message):
         estimate(scores)
+
+
+def test_other_arguments_that_are_none_are_refused():
+    for thresholds in (np.zeros((2, 4)), math.nan, [math.nan], ["a"], None):
+        with pytest.raises(ValueError, match=r"the thresholds (have shape|are not all finite|are of type)"):
+            performance_profile(TASKS, thresholds)
+    with pytest.raises(ValueError, match="statistic='mean' is no function"):
+        estimate(TASKS, "mean")
+    with pytest.raises(ValueError, match="seed"):
+        estimate(TASKS, seed=-1)
+    with pytest.raises(ValueError, match="the scores of theirs are not all finite"):
+        agreement(np.ones(5), np.array([1.0, math.inf]))
+
+
+def test_scores_of_any_type_and_many_scores_have_estimates(monkeypatch):
+    for kind in (np.float16, jnp.bfloat16, np.int8, bool):
+        assert estimate([jnp.array([0, 1, 1, 0], kind)], mean) == estimate([[0, 1, 1, 0]], mean)
+    wins = probability_of_improvement(TASKS, OTHERS)
+    monkeypatch.setattr(statistics, "_AT_ONCE", 2_000)  # numbers, of 2,000 resamples of 300 pairs
+    some = probability_of_improvement(TASKS, OTHERS)
+    assert some.value == wins.value
+    # Of 2,000 draws, an end of the interval has a deviation of about 2% of its width.
+    assert abs(some.low - wins.low) < 0.1 * (wins.high - wins.low) > abs(some.high - wins.high)
 
 
 def test_estimates_are_written_with_the_decimals_that_tell_something():
