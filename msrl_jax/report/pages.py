@@ -93,21 +93,15 @@ def rows() -> list[Row]:
             values = recipe.values
             same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
             steps = int(values["total_steps"])
-            shown = [
-                row for row in same
-                if abs((theirs := row.get("steps", steps)) - steps) <= _SAME_LENGTH * steps
-                or (theirs < steps and row["value"] > _ours(record, row).value)
-            ]  # fmt: skip
-            found.append(Row(recipe, record, tuple(_at(row, steps) for row in shown)))
+            shown = []
+            for row in same:
+                theirs = row.get("steps", steps)
+                if abs(theirs - steps) <= _SAME_LENGTH * steps:
+                    shown.append(row)
+                elif theirs < steps and row["value"] > _ours(record, row).value:
+                    shown.append(row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))})
+            found.append(Row(recipe, record, tuple(shown)))
     return found
-
-
-def _at(row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A published return, which says its steps if they are fewer than ours."""
-    theirs = row.get("steps", steps)
-    if theirs >= (1 - _SAME_LENGTH) * steps:
-        return row
-    return row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))}
 
 
 def _ours(record: Record, row: dict[str, Any]) -> Estimate:

@@ -1,13 +1,12 @@
 """Recipes as experiments, and their reproduction: trained on several seeds, scored, and compared with the record."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +201,10 @@ def reproduce(
     wanted = seeds_of(recorded, seeds, seed)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
-    with _naming(path):
+    try:
         path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
     there = _record_there(target, found, base)
     ends = None if limit is None else time.monotonic() + limit
     where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
@@ -231,15 +232,6 @@ def reproduce(
     if there is None or len(record.seeds) >= len(there.seeds):  # a process that trains some seeds takes none away
         record.write(target)
     return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Errors of the system say which folder cannot be made, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:

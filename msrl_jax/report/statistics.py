@@ -197,7 +197,9 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
 
 def fewest(others: int) -> int | None:
     """The fewest scores with which `agreement` can find a difference from a number of others; None if there is only one."""
-    return next((count for count in itertools.count(1) if _least(count, others) <= FALSE_ALARM), None) if others > 1 else None
+    if others < 2:
+        return None
+    return next(count for count in itertools.count(2) if _least(count, others) <= FALSE_ALARM)
 
 
 def _least(ours: int, theirs: int) -> float:
