@@ -90,8 +90,9 @@ def rows() -> list[Row]:
     found = []
     for recipe in map(_recipes.find, _recipes.names()):
         if (record := _recipes.record_of(recipe)) is not None:
-            values = recipe.values
+            values, mine = recipe.values, Row(recipe, record, ())
             same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
+            same = [row for row in same if row.get("variant") == mine.variant] or [x for x in same if "variant" not in x]
             steps = int(values["total_steps"])
             shown = []
             for row in same:
@@ -100,7 +101,7 @@ def rows() -> list[Row]:
                     shown.append(row)
                 elif theirs < steps and row["value"] > _ours(record, row).value:
                     shown.append(row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))})
-            found.append(Row(recipe, record, tuple(shown)))
+            found.append(dataclasses.replace(mine, published=tuple(shown)))
     return found
 
 

@@ -89,6 +89,11 @@ def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine):
     (mine / "published" / "returns.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
     (found,) = rows()
     assert found.cells()[5] == "9 [They](u), greedy, after 50,000 steps"
+    rows_of_variant = higher.replace("algo", 'variant = "ppo-wide"\nalgo').replace("They", "Wide")
+    (mine / "published" / "returns.toml").write_text(higher + rows_of_variant)
+    (mine / "ppo-wide-cartpole.toml").write_text((mine / "mine.toml").read_text())
+    RECORD.write(mine / "ppo-wide-cartpole.json")
+    assert [[x["source"] for x in row.published] for row in rows()] == [["They"], ["Wide"]]
     assert found.below() == ["8.0 [7.0, 9.0] beside 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
 
 
