@@ -163,9 +163,15 @@ def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
     assert run.status == "stopped" and to_int(run.run_state.count) == 2
 
 
-def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def heeded():
+    """Python's handler of Ctrl-C, which a shell has processes in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
+
+def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path, heeded):
     def press(tick):
         if tick.iteration == 2:
             signal.raise_signal(signal.SIGINT)  # is noted, and the chunk ends first
@@ -176,7 +182,7 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
         "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, out=tmp_path / "run", callbacks=[press],
         progress=False, **tiny,
     )  # fmt: skip
-    assert run.interrupted and signal.getsignal(signal.SIGINT) is before
+    assert run.interrupted and signal.getsignal(signal.SIGINT) is heeded
     np.testing.assert_array_equal(run.history["iteration"], [1, 2])
     loaded = Result.load(tmp_path / "run")
     assert loaded.interrupted and to_int(loaded.run_state.count) == 2
