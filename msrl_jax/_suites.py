@@ -37,14 +37,11 @@ class Suite:
 
     def lacks(self, name: str) -> str | None:
         """The package that an environment needs and that is not installed; None if there is none."""
-        return next((package for package in self._needed(name) if importlib.util.find_spec(package) is None), None)
+        return next((package for package in self.needed(name) if importlib.util.find_spec(package) is None), None)
 
-    def _needed(self, name: str) -> list[str]:
+    def needed(self, name: str) -> list[str]:
+        """The packages that it does not bring and an environment needs."""
         return [package for package, names in self.needs if re.fullmatch(names, name)]
-
-    def packages(self, name: str) -> list[str]:
-        """The packages that simulate one of its environments, which may have parameters: `Hopper-v4:frame_skip=2`."""
-        return [self.package, *self._needed(name.partition(":")[0])]
 
     @functools.cached_property
     def own_names(self) -> tuple[str, ...]:
@@ -122,6 +119,12 @@ def suite_of(name: str) -> Suite | None:
     """The suite that a name of an environment belongs to; None if to none."""
     prefix, colon, _ = name.partition(":")
     return SUITES.get(prefix) if colon else None
+
+
+def packages_of(name: str) -> list[str]:
+    """The packages that simulate an environment of a suite, such as `gymnasium:Hopper-v4:frame_skip=2`; none if of no suite."""
+    suite = suite_of(name)
+    return [] if suite is None else [suite.package, *suite.needed(name.split(":")[1])]
 
 
 def names() -> list[str]:

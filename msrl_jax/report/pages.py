@@ -10,9 +10,9 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,15 @@ others at equal steps, ± a standard deviation over their seeds, and higher ones
 steps, and some environments are those of Gym where ours are gymnax's. Their wall time is on their hardware, ours that of all
 seeds together on the hardware beside it, where other work may have run. Curves are means over the seeds with the same
 intervals."""
+
+
+class Files(NamedTuple):
+    """The names of the files in `results` that have a recipe."""
+
+    algorithm: str
+    curve: str
+    suite: str
+    curves: str  # of all recipes for its environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +74,16 @@ class Row:
         """The title of the suite of its environment."""
         return _title(self.env)
 
+    @property
+    def files(self) -> Files:
+        """The files that have it."""
+        return _files(self.recipe)
+
     def cells(self) -> list[str]:
         """The cells of a table."""
-        record, others = self.record, "<br>".join(map(_published, self.published)) or "-"
+        record, name, others = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
         return [
-            f"[{self.recipe.name}]({self.algo}.md#{self.recipe.name})", self.env, f"{self.recipe.values['total_steps']:,}",
+            f"[{name}]({self.files.algorithm}#{name})", self.env, f"{self.recipe.values['total_steps']:,}",
             str(_mean(record.last)), str(_mean(record.best)), others,
             f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds, {record.place}",
         ]  # fmt: skip
@@ -90,19 +104,22 @@ def rows() -> list[Row]:
     found = []
     for recipe in map(_recipes.find, _recipes.names()):
         if (record := _recipes.record_of(recipe)) is not None:
-            values, mine = recipe.values, Row(recipe, record, ())
-            same = [row for row in published if all(row[key] == values[key] for key in ("algo", "env"))]
-            same = [row for row in same if row.get("variant") == mine.variant] or [x for x in same if "variant" not in x]
-            steps = int(values["total_steps"])
-            shown = []
-            for row in same:
-                theirs = row.get("steps", steps)
-                if abs(theirs - steps) <= _SAME_LENGTH * steps:
-                    shown.append(row)
-                elif theirs < steps and row["value"] > _ours(record, row).value:
-                    shown.append(row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))})
-            found.append(dataclasses.replace(mine, published=tuple(shown)))
+            row = Row(recipe, record, ())
+            found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
     return found
+
+
+def _beside(mine: Row, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What others have published for a recipe: at equal steps, without saying theirs, or higher at fewer."""
+    steps = int(mine.recipe.values["total_steps"])
+    same = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
+    own = [row for row in same if row.get("variant") == mine.variant]
+    for row in own or [row for row in same if "variant" not in row]:
+        theirs = row.get("steps", steps)
+        if abs(theirs - steps) <= _SAME_LENGTH * steps:
+            yield row
+        elif theirs < steps and row["value"] > _ours(mine.record, row).value:
+            yield row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))}
 
 
 def _ours(record: Record, row: dict[str, Any]) -> Estimate:
@@ -120,20 +137,18 @@ def write_pages(folder: Path) -> list[Path]:
       The files.
 
     Raises:
-      ValueError: if one of the files exists, and something else wrote it.
+      ValueError: as `check_pages`.
     """
+    check_pages(folder)
     found, place = rows(), folder / "results"
     texts = {folder / "results.md": _index(found)}
     for algo, own in _grouped(found, lambda row: row.algo):
-        texts[place / f"{algo}.md"] = _algorithm(algo, own)
-        texts |= {place / f"{row.recipe.name}.svg": _figure([(row.algo, row)], row) for row in own}
+        texts[place / own[0].files.algorithm] = _algorithm(algo, own)
+        texts |= {place / row.files.curve: _figure([(row.algo, row)], row) for row in own}
     for suite, own in _grouped(found, lambda row: row.suite):
-        texts[place / f"{_file(suite)}.md"] = _suite(suite, own)
-        for env, each in _grouped(own, lambda row: row.env):
-            texts[place / f"{_file(suite)}-{_file(env)}.svg"] = _figure([(row.recipe.name, row) for row in each], each[0])
-    for path in texts:
-        _check_ours(path)
-    place.mkdir(parents=True, exist_ok=True)
+        texts[place / own[0].files.suite] = _suite(suite, own)
+        for _, each in _grouped(own, lambda row: row.env):
+            texts[place / each[0].files.curves] = _figure([(row.recipe.name, row) for row in each], each[0])
     for old in {*place.glob("*.md"), *place.glob("*.svg")} - texts.keys():
         if _is_ours(old):
             old.unlink()
@@ -151,10 +166,14 @@ def check_pages(folder: Path) -> None:
         raise ValueError(f"--pages cannot make {folder / 'results'} ({error.strerror}); name another folder") from None
     _check_ours(folder / "results.md")
     for name in _recipes.names():
-        algo, env = (str(_recipes.find(name).values[key]) for key in ("algo", "env"))
-        suite = _file(_title(env))
-        for file in (f"{algo}.md", f"{name}.svg", f"{suite}.md", f"{suite}-{_file(env)}.svg"):
+        for file in _files(_recipes.find(name)):
             _check_ours(folder / "results" / file)
+
+
+def _files(recipe: Recipe) -> Files:
+    env = str(recipe.values["env"])
+    suite = _file(_title(env))
+    return Files(f"{recipe.values['algo']}.md", f"{recipe.name}.svg", f"{suite}.md", f"{suite}-{_file(env)}.svg")
 
 
 def _title(env: str) -> str:
@@ -208,17 +227,17 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _index(found: Sequence[Row]) -> str:
+    algorithms = [f"[{algo}](results/{own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
     parts = [
         "# Results", "",
         "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
         "`msrl_jax/recipes`. `msrl-jax train --recipe ppo-cartpole` trains one, and",
         "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md#reproducing) with",
         "the table.", "",
-        f"By algorithm: {', '.join(f'[{algo}](results/{algo}.md)' for algo, _ in _grouped(found, lambda row: row.algo))}", "",
-        _ABOUT,
+        f"By algorithm: {', '.join(algorithms)}", "", _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):
-        link = f"[The curves side by side](results/{_file(suite)}.md)"
+        link = f"[The curves side by side](results/{own[0].files.suite})"
         parts += ["", f"## {suite}", "", link, _table(own, "results/")]
     if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
         parts += ["## Where they are below others", "", *below, ""]
@@ -229,14 +248,13 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
     parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(found)]
     for row in found:
         record, name = row.record, row.recipe.name
-        suite = _suites.suite_of(row.env)
-        packages = ["jax", *(["gymnax"] if suite is None else suite.packages(row.env.partition(":")[2])), "msrl-jax"]
+        packages = ["jax", *(_suites.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
         versions = ", ".join(f"{package} {record.versions[package]}" for package in packages if package in record.versions)
         hardware = f"{record.hardware['processor']}, {record.place}"
         parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())
         settings = ", ".join(f"{key}={value}" for key, value in row.recipe.fields.items()) or "the defaults"
         parts += [
-            f"## {name}", "", row.recipe.about, "", f"![{name}]({name}.svg)", "",
+            f"## {name}", "", row.recipe.about, "", f"![{name}]({row.files.curve})", "",
             f"`msrl-jax reproduce {name}{_enough(record)}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
             f"On {hardware}: {parts_of_time}.", *(f"Below others: {each}" for each in row.below()), "",
@@ -253,7 +271,7 @@ def _enough(record: Record) -> str:
 def _suite(suite: str, found: Sequence[Row]) -> str:
     parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
     for env, own in _grouped(found, lambda row: row.env):
-        parts += ["", f"## {env}", "", f"![{env}]({_file(suite)}-{_file(env)}.svg)", _table(own)]
+        parts += ["", f"## {env}", "", f"![{env}]({own[0].files.curves})", _table(own)]
     return "\n".join([*parts, *_improvements(found), ""])
 
 

@@ -13,7 +13,7 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax._recipes import RecordError
-from msrl_jax._suites import suite_of
+from msrl_jax._suites import packages_of
 from msrl_jax.envs.host import processors
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import versions, write_json
@@ -47,11 +47,9 @@ def sources() -> str:
 
 def origin(env: str) -> dict[str, Any]:
     """What trains an environment here and now, as plain data."""
-    suite = suite_of(env)
-    found = versions(*([] if suite is None else suite.packages(env.partition(":")[2])))
     return {
-        "versions": found, "commit": commit(), "sources": sources(), "processor": processor(), "cores": processors(),
-        "date": datetime.date.today().isoformat(),
+        "versions": versions(*packages_of(env)), "commit": commit(), "sources": sources(), "processor": processor(),
+        "cores": processors(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
