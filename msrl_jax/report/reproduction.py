@@ -201,15 +201,15 @@ def reproduce(
     wanted = seeds_of(recorded, seeds, seed)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
     there = _record_there(target, found, base)
     ends = None if limit is None else time.monotonic() + limit
     where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
     watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
     for numbers in _groups(base, where, devices, wanted, path):

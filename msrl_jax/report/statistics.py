@@ -175,7 +175,7 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
       ValueError: if there are no scores, or if one is not finite.
     """
     _check_share("false_alarm", false_alarm)
-    x, y = _array(ours, "the scores of ours"), _array(theirs, "the scores of theirs")
+    x, y = _array(ours, "ours"), _array(theirs, "theirs")
     rng = np.random.default_rng(check_seed(seed))
     difference = float(x.mean() - y.mean())
     if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # of last bits, such as those of another processor

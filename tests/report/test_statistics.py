@@ -159,7 +159,7 @@ def test_other_arguments_that_are_none_are_refused():
         estimate(TASKS, "mean")
     with pytest.raises(ValueError, match="seed"):
         estimate(TASKS, seed=-1)
-    with pytest.raises(ValueError, match="the scores of theirs are not all finite"):
+    with pytest.raises(ValueError, match="theirs are not all finite"):
         agreement(np.ones(5), np.array([1.0, math.inf]))
 
 
