@@ -14,7 +14,7 @@ TABLES = {
     "actors": "actors.page", "changes": "changes.page", "gpu": "gpu.page", "groups": "groups.table",
     "jaxmarl": "comparison.table", "kernels": "kernels.table", "offline": "offline.page", "pgx": "comparison.table",
     "purejaxrl": "comparison.table", "reactor": "reactor.table", "rejax": "comparison.table", "rllib": "compare_rllib.tables",
-    "suite_trainers": "suite_trainers.tables", "thesis": "thesis.page",
+    "suite_trainers": "suite_trainers.tables", "thesis": "thesis.page", "unseen_seeds": "unseen_seeds.page",
 }  # fmt: skip
 
 
