@@ -91,7 +91,7 @@ def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
     whole = partial(_whole, mesh)
     is_float = bool(eqn.invars) and jnp.issubdtype(getattr(eqn.invars[0].aval, "dtype", bool), jnp.floating)
     if name == "pad" and any(low < 0 < inner for low, _, inner in p["padding_config"]):
-        return lambda x, value: _pad_then_slice(*_fenced((x, value)), p["padding_config"])
+        return lambda x, value: _pad_then_slice(_fenced([x])[0], value, p["padding_config"])
     if name.startswith("reduce_window") and any(low < 0 for low, _ in p["padding"]) and max(p["base_dilation"]) > 1:
         return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs]))
     if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
