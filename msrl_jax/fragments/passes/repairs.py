@@ -6,14 +6,22 @@
 - Gradients of windows that take the largest element: they lack the terms of windows that cross from one shard to the next.
   Dimensions along which windows are longer than one element are made whole.
 - Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
-  partial results if the reduction has a second operand. So do the largest and the smallest of floats along a first dimension,
-  whose collective on CPUs loses a nan. (Along others it may be lost: most of those are not split, such as that of actions.)
+  partial results if the reduction has a second operand.
+- The largest and the smallest of floats: collectives lose a nan. Reductions find by a second one, of integers, whether there is
+  any. Updates of `scatter_max` and `scatter_min` are made whole, so that no collective combines them.
+- Convolutions with windows along a dimension of which devices have few elements: they, and the gradients by their kernels, take
+  elements from wrong places, or end the process. Dimensions with windows are made whole.
+- Negative padding before the first element beside interior padding ends the process: what is too much is sliced off instead.
+- Updates of one element beyond the end, which JAX moves to the last place: several devices write it nowhere. Indices are
+  clamped first.
+- The upper half of a product of integers is no operation of the partitioner: it is computed from halves.
 - Loops of no steps whose body has effects, on one device too: a program that has ordered effects and no callback is called
   without the token that it takes, or, on several devices, ends the process when JAX writes it to its compilation cache.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,7 +52,6 @@ _PADDING = frozenset(
     )
 )
 _BITWISE = {"reduce_xor": jax.lax.bitwise_xor, "reduce_or": jax.lax.bitwise_or, "reduce_and": jax.lax.bitwise_and}
-_EXTREMES: dict[str, tuple[Any, float]] = {"reduce_max": (jax.lax.max, -np.inf), "reduce_min": (jax.lax.min, np.inf)}
 # Their bodies see one shard, or one block of it: nothing is partitioned there.
 _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
@@ -66,29 +73,47 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         return known[id(jaxpr)]
 
     def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        name = eqn.primitive.name
         if eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
             yield from inlined_at(eqn, _no_steps(eqn))
-        elif mesh.size == 1:
-            yield replace_jaxprs(eqn, of)
-        elif name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
-            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(xs), **eqn.params))
-        elif name == "select_and_scatter_add":
-            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_unsplit(eqn, xs, mesh)), **eqn.params))
-        elif name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
-            yield from inlined_at(eqn, _bitwise(eqn))
-        elif name in _EXTREMES and 0 in eqn.params["axes"] and jnp.issubdtype(aval(eqn.invars[0]).dtype, jnp.floating):
-            combine, start = _EXTREMES[name]
-            reduce = _gathered(combine, eqn.params["axes"])
-            yield from inlined_at(eqn, lambda x: reduce(x, jnp.asarray(start, x.dtype)))
-        elif name == "reduce" and len(eqn.invars) == 2:
-            computation = jaxpr_as_fun(eqn.params["jaxpr"])
-            yield from inlined_at(eqn, _gathered(lambda a, b: computation(a, b)[0], eqn.params["dimensions"]))
+        elif mesh.size > 1 and (rewritten := _rewritten(eqn, mesh)):
+            yield from inlined_at(eqn, rewritten)
         else:
-            yield eqn if name in _OPAQUE else replace_jaxprs(eqn, of)
+            yield eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, of)
 
     new = of(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
+
+
+def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
+    """A function that computes the results of an equation rightly on several devices, or None if the equation does."""
+    name, p = eqn.primitive.name, eqn.params
+    bind = partial(eqn.primitive.bind, **p)
+    whole = partial(_whole, mesh)
+    is_float = bool(eqn.invars) and jnp.issubdtype(getattr(eqn.invars[0].aval, "dtype", bool), jnp.floating)
+    if name == "pad" and any(low < 0 < inner for low, _, inner in p["padding_config"]):
+        return lambda x, value: _pad_then_slice(_fenced([x])[0], value, p["padding_config"])
+    if name.startswith("reduce_window") and any(low < 0 for low, _ in p["padding"]) and max(p["base_dilation"]) > 1:
+        return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs]))
+    if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
+        return lambda *xs: bind(*_fenced(xs))
+    if name == "select_and_scatter_add":
+        return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
+    if name == "conv_general_dilated" and any(map(any, windows := _windowed(eqn))):
+        return lambda *xs: bind(*map(whole, xs, windows))
+    if name == "dynamic_update_slice" and not all(isinstance(v, Literal) for v in eqn.invars[2:]):
+        return lambda x, update, *starts: bind(x, update, *_clamped(x, update, starts))
+    if name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
+        return _bitwise(eqn)
+    if name in ("reduce_max", "reduce_min") and is_float:
+        return lambda x: jnp.where(jax.lax.reduce_max((x != x).astype(jnp.int8), p["axes"]) > 0, jnp.nan, bind(x))
+    if name in ("scatter-max", "scatter-min") and is_float:
+        return lambda x, *updates: bind(x, *_whole_updates(eqn, updates, whole))
+    if name == "reduce" and len(eqn.invars) == 2:
+        computation = jaxpr_as_fun(p["jaxpr"])
+        return _gathered(lambda a, b: computation(a, b)[0], p["dimensions"])
+    if name == "mulhi":
+        return _upper_half
+    return None
 
 
 def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
@@ -113,11 +138,55 @@ def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return [next(arrays) if x.ndim else x for x in xs]
 
 
-def _unsplit(eqn: JaxprEqn, xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
-    """The operands, not split along dimensions in which windows are longer than one element."""
-    dims = [None if size > 1 else PartitionSpec.UNCONSTRAINED for size in eqn.params["window_dimensions"]]
-    at = NamedSharding(mesh, PartitionSpec(*dims))
-    return [jax.lax.with_sharding_constraint(x, at) for x in xs]
+def _whole(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
+    """An array that is not split along some dimensions."""
+    at = NamedSharding(mesh, PartitionSpec(*[None if whole else PartitionSpec.UNCONSTRAINED for whole in dims]))
+    return jax.lax.with_sharding_constraint(x, at) if any(dims) else x
+
+
+def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
+    """Along which dimensions of its array and its kernel a convolution has windows, steps, dilation or padding."""
+    p, dims = eqn.params, eqn.params["dimension_numbers"]
+    parts = zip(p["window_strides"], p["lhs_dilation"], p["rhs_dilation"], p["padding"], dims.rhs_spec[2:], strict=True)
+    kernel = aval(eqn.invars[1]).shape
+    windows = [(*steps, pads, kernel[d]) != (1, 1, 1, (0, 0), 1) for *steps, pads, d in parts]
+    along = [{d for d, window in zip(spec[2:], windows, strict=True) if window} for spec in (dims.lhs_spec, dims.rhs_spec)]
+    return [[d in chosen for d in range(len(kernel))] for chosen in along]
+
+
+def _whole_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], whole: Callable[..., jax.Array]) -> list[jax.Array]:
+    """The indices and the updates of a scatter, not split along the dimensions whose updates may be of one place."""
+    dims = eqn.params["dimension_numbers"]
+    indices, values = updates
+    several = [d not in dims.scatter_indices_batching_dims for d in range(indices.ndim - 1)]
+    left = iter(several)
+    along = [d not in dims.update_window_dims and next(left) for d in range(values.ndim)]
+    return [whole(indices, [*several, False]), whole(values, along)]
+
+
+def _clamped(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Start indices of an update within the array."""
+    last = [size - part for size, part in zip(x.shape, update.shape, strict=True)]
+    return [jax.lax.clamp(np.asarray(0, i.dtype), i, np.asarray(n, i.dtype)) for i, n in zip(starts, last, strict=True)]
+
+
+def _pad_then_slice(x: jax.Array, value: jax.Array, config: Sequence[tuple[int, int, int]]) -> jax.Array:
+    """Pads without negative numbers, and slices off what is too much."""
+    padded = jax.lax.pad(x, value, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
+    starts = [max(-low, 0) for low, _, _ in config]
+    return jax.lax.slice(padded, starts, [n - max(-high, 0) for n, (_, high, _) in zip(padded.shape, config, strict=True)])
+
+
+def _upper_half(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The upper half of the bits of a product of integers."""
+    bits = jnp.iinfo(x.dtype).bits
+    half, low = bits // 2, (1 << bits // 2) - 1
+    a, b = x.astype(f"uint{bits}"), y.astype(f"uint{bits}")
+    middle = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+    high = (a >> half) * (b >> half) + (middle >> half) + ((middle & low) + (a & low) * (b >> half) >> half)
+    if jnp.issubdtype(x.dtype, jnp.signedinteger):
+        high = high - jnp.where(x < 0, b, jnp.zeros_like(b)) - jnp.where(y < 0, a, jnp.zeros_like(a))
+    return high.astype(x.dtype)
 
 
 def _bitwise(eqn: JaxprEqn) -> Callable[..., jax.Array]:

@@ -88,10 +88,17 @@ def assert_equal(got, want):
         np.testing.assert_allclose(got[name][0], expected, 1e-4, 1e-5, err_msg=name)
 
 
+SPLIT = P("devices")
+
+
+def over(count, x, spec=SPLIT):
+    """An array that is split over the first devices."""
+    return jax.device_put(x, NamedSharding(Mesh(np.array(jax.devices()[:count]), ("devices",)), spec))
+
+
 def test_xla_takes_the_padding_of_another_operation():
     """The smallest program in plain JAX: once it is right, `repairs` need not separate operations that pad."""
-    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
-    x = jax.device_put(jnp.array([0.36, 0.95, 0.11]), NamedSharding(mesh, P("devices")))
+    x = over(3, jnp.array([0.36, 0.95, 0.11]))
     _, low = jax.jit(lambda x: (jax.lax.cumsum(x), jax.lax.cummin(x)))(x)
     assert np.asarray(low)[0] == 0  # not 0.36
     _, three = jax.jit(lambda x: (shifted(x, 9), shifted(x, 3)))(x)
@@ -100,26 +107,47 @@ def test_xla_takes_the_padding_of_another_operation():
 
 def test_xla_drops_gradients_of_windows_across_shards():
     """The smallest program in plain JAX: once it is right, `repairs` need not make dimensions whole."""
-    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
     gradient = jax.jit(jax.grad(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), "SAME").sum()))
     x = jnp.array([3.0, 1, 2, 6, 5, 4])
     assert np.asarray(gradient(x)).tolist() == [1, 0, 1, 2, 1, 1]
-    assert np.asarray(gradient(jax.device_put(x, NamedSharding(mesh, P("devices"))))).tolist() != [1, 0, 1, 2, 1, 1]
+    assert np.asarray(gradient(over(3, x))).tolist() != [1, 0, 1, 2, 1, 1]
 
 
 def test_xla_has_no_collective_for_exclusive_or():
     """The smallest program in plain JAX: once it runs, `repairs` need not rewrite reductions."""
-    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
-    bits = jax.device_put(jnp.arange(3), NamedSharding(mesh, P("devices")))
+    bits = over(3, jnp.arange(3))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Unsupported reduction computation"):
         jax.block_until_ready(jax.jit(jnp.bitwise_xor.reduce)(bits))
 
 
 def test_xla_s_collectives_lose_a_nan():
-    """The smallest program in plain JAX: once it is right, `repairs` need not rewrite the largest and the smallest."""
-    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
-    x = jax.device_put(jnp.array([jnp.nan, 1.0, 2.0]), NamedSharding(mesh, P("devices")))
+    """The smallest programs in plain JAX: once they are right, `repairs` need not rewrite the largest and the smallest."""
+    x = over(3, jnp.array([jnp.nan, 1.0, 2.0]))
     assert float(jax.jit(jnp.max)(x)) == 2.0
+    assert float(jax.jit(lambda x: jnp.zeros(2).at[jnp.zeros(3, int)].max(x))(x)[0]) == 2.0
+
+
+def test_xla_writes_an_element_beyond_the_end_nowhere():
+    """The smallest program in plain JAX: once it is right, `repairs` need not clamp indices."""
+    write = jax.jit(lambda x, at: jax.lax.dynamic_update_slice(x, jnp.full(1, 9.0), (at,)))
+    assert np.asarray(write(over(3, jnp.zeros(3)), 5)).tolist() == [0, 0, 0]
+    assert np.asarray(write(jnp.zeros(3), 5)).tolist() == [0, 0, 9]
+
+
+def test_xla_takes_windows_of_a_convolution_from_the_wrong_places():
+    """The smallest programs in plain JAX: once they are right, `repairs` need not make dimensions whole."""
+    x, kernel = jnp.arange(8.0).reshape(1, 1, 8), jnp.ones((1, 1, 3))
+    run = lambda x, k: jax.lax.conv_general_dilated(x, k, (2,), "SAME")  # noqa: E731
+    by_kernel = jax.grad(lambda k, x: run(x, k).sum())
+    assert np.asarray(by_kernel(kernel, x)).ravel().tolist() == [12, 16, 12]
+    x = over(8, x, P(None, None, "devices"))
+    assert np.asarray(jax.jit(by_kernel)(kernel, x)).ravel().tolist() != [12, 16, 12]
+
+
+def test_xla_has_no_upper_half_of_a_product():
+    """The smallest program in plain JAX: once it compiles, `repairs` need not compute it."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Unable to convert MHLO"):
+        jax.jit(jax.lax.mulhi)(over(3, jnp.arange(3)), jnp.arange(3))
 
 
 NO_STEPS = """
@@ -139,6 +167,22 @@ def test_jax_cannot_write_a_loop_of_no_steps_with_effects_to_its_cache():
     """The smallest program in plain JAX: once it does, `repairs` need not remove such loops."""
     stored = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # programs of any size
     assert processes.run([sys.executable, "-c", NO_STEPS], env=stored).returncode == -signal.SIGSEGV
+
+
+NEGATIVE_PADDING = """
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+at = NamedSharding(Mesh(np.array(jax.devices()[:3]), ("devices",)), PartitionSpec("devices"))
+jax.jit(lambda x: jax.lax.pad(x, x[0], [(-1, 0, 1)])).lower(jax.device_put(np.ones(3), at)).compile()
+"""
+
+
+@pytest.mark.long
+def test_xla_aborts_at_negative_padding_beside_interior_padding():
+    """The smallest program in plain JAX: once it compiles, `repairs` need not slice."""
+    assert processes.run([sys.executable, "-c", NEGATIVE_PADDING]).returncode == -signal.SIGABRT
 
 
 @pytest.mark.parametrize("policy", [policies.GPUOnly(3), policies.SingleLearnerCoarse(actors=3)], ids=str)
@@ -203,6 +247,56 @@ def test_operations_along_a_split_axis_compute_as_numpy(policy):
     for found, reduced in metrics.values():
         assert_equal(found, edges_of(X))
         assert_equal(reduced, reductions_of(X, BITS))
+
+
+def odd_ones(x, kernel, at, bits):
+    """Operations along the second dimension of `[2, 8]`, of which each device has one element."""
+    nans = jnp.where(x > 1, jnp.nan, x)
+    conv = lambda x, k: jax.lax.conv_general_dilated(x[None], k, (2,), "SAME")  # noqa: E731
+    return {
+        "max": nans.max(1), "min": nans.min(1), "of rows": jax.vmap(jnp.max)(nans),
+        "scatter": jnp.zeros(3).at[jnp.arange(8) % 3].max(nans[0]),
+        "write": jax.lax.dynamic_update_slice(x, jnp.full((2, 1), 9.0), (0, at)), "upper": jax.lax.mulhi(bits, bits),
+        "pad": jax.lax.pad(x, jnp.float32(5), [(0, 0, 0), (-1, -2, 1)]),
+        "conv": conv(x, kernel), "by": jax.grad(lambda x, k: (conv(x, k) ** 2).sum(), (0, 1))(x, kernel),
+    }  # fmt: skip
+
+
+def test_operations_along_a_later_axis_with_one_element_on_each_device_compute_as_numpy():
+    """In a loop, a branch, a call that is differentiated, and outside of them."""
+    x = X[:16].reshape(2, 8)
+    kernel, bits = np.arange(12, dtype=np.float32).reshape(2, 2, 3), BITS[:8] * 60_000_000 - 1_000_000_000
+
+    @msrl.fragment(role="env")
+    def nested(state):
+        inner = jax.checkpoint(lambda s, at: odd_ones(s["x"], s["kernel"], at, s["bits"]))
+        step = lambda c, _: (c + 1, jax.lax.cond(c > 10, inner, lambda s, at: inner(s, at + 1), state, c))  # noqa: E731
+        return jax.lax.scan(step, state["at"], length=2)[1]
+
+    plain = msrl.fragment(role="env")(lambda s: odd_ones(s["x"], s["kernel"], s["at"], s["bits"]))
+    state = {"x": x, "kernel": kernel, "at": np.int32(9), "bits": bits}
+    axes = {"x": P(None, "env"), "kernel": P(), "at": P(), "bits": P("env")}
+    program = msrl.compile(lambda s: (s, (plain(s), nested(s))), state, policy=policies.GPUOnly(8), axes=axes)
+    _, (found, rows) = program.run(state, 1)
+
+    nans = np.where(x > 1, np.nan, x)
+    padded = np.full((2, 15), 5, np.float32)
+    padded[:, ::2] = x
+    windows = np.pad(x, [(0, 0), (0, 1)])[:, np.arange(0, 8, 2)[:, None] + np.arange(3)]  # [2, 4, 3]
+    out = np.einsum("itj,oij->ot", windows, kernel)
+    by_x = np.zeros((2, 9), np.float32)
+    for t in range(4):
+        by_x[:, 2 * t : 2 * t + 3] += np.einsum("o,oij->ij", 2 * out[:, t], kernel)
+    want = {
+        "max": nans.max(1), "min": nans.min(1), "of rows": nans.max(1),
+        "scatter": [np.maximum.reduce([0, *nans[0, i::3]]) for i in range(3)],
+        "write": np.concatenate([x[:, :7], np.full((2, 1), 9)], 1), "upper": (bits.astype(np.int64) ** 2 >> 32),
+        "pad": padded[:, 1:-2], "conv": out[None],
+    }  # fmt: skip
+    for one in (found, *(jax.tree.map(lambda v, t=t: v[:, t], rows) for t in range(2))):
+        assert_equal(one, want)
+        np.testing.assert_allclose(one["by"][0][0], by_x[:, :8], 1e-4, 1e-4)
+        np.testing.assert_allclose(one["by"][1][0], np.einsum("ot,itj->oij", 2 * out, windows), 1e-4, 1e-4)
 
 
 def test_repairs_reach_loops_branches_and_gradients():
