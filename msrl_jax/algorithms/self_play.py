@@ -167,8 +167,8 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Players]:
+        actor_key, key, their_key = jax.random.split(actor_key, 3)
         params, rest = learner.init(params_key, actor_key, learner_key)
-        key, their_key = jax.random.split(jax.random.fold_in(actor_key, 1))
         pool = Pool(
             params=jax.tree.map(lambda x: jnp.zeros((config.pool_size, *x.shape), x.dtype), params),
             filled=jnp.int32(0),
