@@ -71,7 +71,7 @@ def test_no_key_is_used_twice(name):
     if name == "es":  # the learner makes the noise of the actors again
         noise = [use for use in uses if "draw_noise" in use.where]
         assert len(noise) == 2 * len({*noise})
-        uses = without(uses, "draw_noise") + [*{*noise}]
+        uses = [*without(uses, "draw_noise"), *{*noise}]
     # Where each action is either random or the policy's, both are drawn with one key.
     if name in (*CONTINUOUS, "maddpg"):
         assert reused_keys(without(uses, ".noise.", "distributions.py")) == []

@@ -1,4 +1,4 @@
-"""Which random keys a program uses: by running it, with a note of every key that draws numbers or that other keys are made of."""
+"""Which random keys a program uses: it runs, and every key that draws numbers or makes other keys is noted."""
 
 import functools
 from collections import Counter, defaultdict
