@@ -90,7 +90,7 @@ class IPPO:
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
     clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")

@@ -95,7 +95,7 @@ class SelfPlay:
     gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Normalization = field(default="none", doc='how to standardize advantages. Usual: "none".')
     clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
     entropy_coef: float = tunable(default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1).")
     value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -167,8 +167,8 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Players]:
+        actor_key, key, their_key = jax.random.split(actor_key, 3)
         params, rest = learner.init(params_key, actor_key, learner_key)
-        key, their_key = jax.random.split(jax.random.fold_in(actor_key, 1))
         pool = Pool(
             params=jax.tree.map(lambda x: jnp.zeros((config.pool_size, *x.shape), x.dtype), params),
             filled=jnp.int32(0),

@@ -29,6 +29,8 @@ from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_s
 from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean
 
+_SPARE = 0x73706172  # makes the key of a spare state from the key that a copy splits
+
 
 class Spares(NamedTuple):
     """The spare first states of copies whose environment is a `ResetPool`. `[E, ...]`"""
@@ -111,7 +113,7 @@ class Vectorized(WithoutStatistics, Wrapper):
             return key, self._reset(reset_key, source)
 
         def spare_one(key, source):
-            return self._reset(jax.random.fold_in(jax.random.split(key)[1], 1), source)
+            return self._reset(jax.random.fold_in(key, _SPARE), source)
 
         keys, source = jax.random.split(key, self.num_envs), sources(self.env, self.num_envs)
         key, (env_state, obs) = jax.vmap(reset_one)(keys, source)

@@ -12,10 +12,11 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import MuZero
 from msrl_jax.algorithms.loops.buffers import action_type, unroll_buffer
+from msrl_jax.algorithms.loops.turns import player_observation, vectorize_turns
 from msrl_jax.algorithms.muzero import Choice, Unrolled, searcher, unrolled, unrolled_loss, unrolled_target
 from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs import Box, Discrete, MaskedObservation
 from msrl_jax.envs.masks import observation_type, unmasked
 from msrl_jax.experiment import with_search
 from msrl_jax.fragments.runtime.memory import tree_bytes
@@ -187,10 +188,40 @@ def plain_network(params, obs, actions, xp):
     return logits, values, rewards
 
 
-def test_one_update_equals_an_independent_implementation():
-    """Values of the target network make the targets; losses and gradients are those of the networks written out."""
+class Heap:
+    """Two players in turns take 1 to 3 from a heap, and whoever takes the last wins; some games are cut off."""
+
+    agents, observation_space, action_space = ("one", "two"), Box(0, 1, (3,)), Discrete(3)
+
+    def reset(self, key):
+        state = jax.random.randint(key, (), 4, 12), jnp.int32(0)
+        return state, self._observe(*state)
+
+    def step(self, key, state, action):
+        heap, turn = state
+        heap = jnp.maximum(heap - 1 - action[turn % 2], 0)
+        reward = jnp.where(heap == 0, jnp.where(jnp.arange(2) == turn % 2, 1.0, -1.0), 0.0)
+        return (heap, turn + 1), self._observe(heap, turn + 1), reward, jnp.full(2, heap == 0), turn >= 3
+
+    def to_move(self, state):
+        return state[1] % 2
+
+    def action_mask(self, state):
+        return (jnp.arange(3) == 0) | (jnp.arange(3) < state[0]) & (jnp.arange(2)[:, None] == state[1] % 2)
+
+    def _observe(self, heap, turn):
+        return jnp.broadcast_to(jnp.stack([heap / 12, heap % 4 / 4, turn / 4]), (2, 3))
+
+
+@pytest.mark.parametrize("env", [RandomWalk(), Heap()], ids=["alone", "game"])
+def test_one_update_equals_an_independent_implementation(env):
+    """Values of the target network make the targets; losses and gradients are those of the networks written out.
+
+    In a game, a step's successor is of the other player, so its worth counts with the other sign.
+    """
     options = {"num_updates": 1, "learning_rate": 3e-3, "value_coef": 0.5, "reward_coef": 2.0}
-    config, env = MuZero(**SMALL | options), RandomWalk()
+    config, is_game = MuZero(**SMALL | options), isinstance(env, Heap)
+    seen = player_observation(vectorize_turns("muzero", env, E)) if is_game else observation_type(env)
     agent = config.build(env)
     iterate = counting(agent, 100)
     state = start(agent, 6, iterate)
@@ -199,16 +230,17 @@ def test_one_update_equals_an_independent_implementation():
     state = state._replace(params=far(state.params), target_params=far(state.target_params))
     after, metrics = iterate(state, 6)
     choice = Choice(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
-    buffer = unroll_buffer(observation_type(env), choice, config)
+    buffer = unroll_buffer(seen, choice, config)
     sample = jax.jit(buffer.sample)(after.replay, jax.random.split(state.replay_key, 2)[1])
     window = jax.tree.map(np.asarray, sample.experience)
+    window = window._replace(obs=unmasked(window.obs), next_obs=unmasked(window.next_obs))
     assert window.reward.shape == (M + N, B) and window.terminated.any() and window.truncated.any()
     np.testing.assert_allclose(window.action.policy.sum(-1), 1.0, rtol=1e-5)
 
     epsilon = config.rescale_epsilon
     _, next_value, _ = plain_network(wide(state.target_params), np.float64(window.next_obs), (), np)
     next_value = plain_unrescale(next_value[0], epsilon)
-    value, reward, lives, counts = plain_target(window, next_value, config.discount, N, M)
+    value, reward, lives, counts = plain_target(window, next_value, -config.discount if is_game else config.discount, N, M)
 
     def loss(params):
         logits, values, rewards = plain_network(params, window.obs[0], window.action.action[:M], jnp)

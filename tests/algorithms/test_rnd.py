@@ -1,5 +1,7 @@
 """Random network distillation, against NumPy and plain loops."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import A2C, IMPALA, PPO, Progress
-from msrl_jax.algorithms.loops.trajectory import Trajectory
+from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.fragments.counters import counter
@@ -78,6 +80,19 @@ def test_bonus_and_update_equal_an_independent_implementation(absent):
         after = jax.tree.map(lambda p, g: p - 0.05 * g, before.params, gradient)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), novelty.params, after)
         jax.tree.map(np.testing.assert_array_equal, novelty.target, before.target)
+
+
+def test_a_bonus_is_added_to_advantages_and_not_to_what_the_critic_learns():
+    obs, (terminated, truncated), _ = unroll(0)
+    reward, value, after, bonus = np.float32(np.random.default_rng(1).normal(size=(4, T, E)))
+    config = SimpleNamespace(normalize_advantage="none", discount=0.9, gae_lambda=0.8)
+    t = Trajectory(obs[:-1], *[jnp.zeros((T, E))] * 2, reward, terminated, truncated)
+    last = jnp.ones(E)
+    plain, value_too, target, _ = estimate(config, t, value, last, after)
+    got, _, same_target, _ = estimate(config, t._replace(bonus=bonus), value, last, after)
+    np.testing.assert_allclose(got, plain + bonus, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(same_target, target)
+    np.testing.assert_allclose(target, value_too + plain, rtol=1e-6)
 
 
 def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():

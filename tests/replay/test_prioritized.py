@@ -129,6 +129,9 @@ def test_invalid_updates_are_ignored(functions):
     after_ = functions.update(state, indices(overwritten + incomplete), jnp.full(16, 9.0))
     jax.tree.map(np.testing.assert_array_equal, after_.priorities, before)
     held = [(9, 0), (10, 1)] * 4 + [(9, 2), (10, 3)] * 4
+    edges = [(6, 0), (16, 1)] * 4 + [(6, 2), (16, 3)] * 4  # the oldest and the newest window
+    told, untold = priority(functions, functions.update(state, indices(edges), jnp.full(16, 9.0))), priority(functions, state)
+    assert {at for at in told if told[at] != untold[at]} == {(step % 12, env) for step, env in edges}
     for bad in (np.nan, np.inf, -np.inf):
         after_ = functions.update(state, indices(held), jnp.full(16, bad))
         jax.tree.map(np.testing.assert_array_equal, after_.priorities, before)

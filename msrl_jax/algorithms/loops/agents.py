@@ -106,8 +106,8 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return {name: Now(of_team(name, obs), state, is_first) for name in teams}
 
     def init(key: jax.Array) -> TeamsState:
-        # The first team's keys are those of an algorithm for one agent, so that a team of one agent trains like it.
-        keys = [jax.random.split(jax.random.fold_in(key, i) if i else key, 4) for i in range(len(teams))]
+        # The keys of a single team are those of an algorithm for one agent, so that a team of one agent trains like it.
+        keys = jax.random.split(key, (len(teams), 4))
         env_state, obs = venv.reset(keys[0][1])
         begun = {name: team.init(k[0], k[2], k[3]) for (name, team), k in zip(teams.items(), keys, strict=True)}
         return TeamsState(
@@ -161,8 +161,8 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
 
     def act(state: TeamsState, obs: Any, key: jax.Array | None, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         actions, carries = {}, {}
-        for i, (name, team) in enumerate(teams.items()):
-            team_key = jax.random.fold_in(key, i) if key is not None and i else key
+        keys = [key] * len(teams) if key is None or len(teams) == 1 else jax.random.split(key, len(teams))
+        for team_key, (name, team) in zip(keys, teams.items(), strict=True):
             actions[name], carries[name] = team.choose_action(
                 state.params[name], state.teams[name], of_team(name, obs), team_key, carry[name]
             )

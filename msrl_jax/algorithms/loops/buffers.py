@@ -159,8 +159,9 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
         return by_shard[..., : own.batch_size // own.shards].reshape(*x.shape[:-1], -1)
 
     def sample(state: ReplayState, key: jax.Array, data_state: Any = (), fraction: jax.Array | float = 0.0) -> Sample:
-        from_run = own.sample(state, key, (), fraction)
-        from_data = data.sample(data_state, jax.random.fold_in(key, 1))
+        own_key, data_key = jax.random.split(key)
+        from_run = own.sample(state, own_key, (), fraction)
+        from_data = data.sample(data_state, data_key)
         nowhere = jax.tree.map(jnp.zeros_like, from_data.indices)
         return jax.tree.map(join, from_run, from_data._replace(indices=nowhere))
 

@@ -70,7 +70,8 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
 
 def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
     lecun = nn.initializers.lecun_normal()
-    qkv, position, out, wide, narrow, *gates = jax.random.split(key, 7)
+    qkv, position, out, wide, narrow, *gates = jax.random.split(key, 9)
+    gate = lambda new, old: {"new": lecun(new, (size, 3 * size)), "old": lecun(old, (size, 3 * size))}  # noqa: E731
     return {
         "qkv": lecun(qkv, (size, 3 * size)),
         "position": lecun(position, (size, size)),
@@ -81,7 +82,7 @@ def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
         "narrow": lecun(narrow, (4 * size, size)),
         "scales": jnp.ones((2, size)),
         "shifts": jnp.zeros((2, size)),
-        "gates": [{"new": lecun(k, (size, 3 * size)), "old": lecun(jax.random.fold_in(k, 1), (size, 3 * size))} for k in gates],
+        "gates": [gate(*gates[:2]), gate(*gates[2:])],
     }
 
 

@@ -55,8 +55,9 @@ def mixed():
     dataset = dataclasses.replace(random_data(CARTPOLE), action=random_data(CARTPOLE).action.astype(np.int32))
     both = mix(own, *data.buffer(dataset, batch_size=ROWS, discount=0.9, shards=G))
     keys = jax.random.split(jax.random.key(0), K)
-    of_run = jax.jit(jax.vmap(own.sample, (None, 0)))(state, keys)
-    return own, both, state, of_run, jax.jit(jax.vmap(both.sample, (None, 0, None)))(state, keys, both.data)
+    # In the middle of a run: the exponent of the weights has risen halfway to 1.
+    of_run = jax.jit(jax.vmap(lambda key: own.sample(state, jax.random.split(key)[0], (), 0.5)))(keys)
+    return own, both, state, of_run, jax.jit(jax.vmap(lambda key: both.sample(state, key, both.data, 0.5)))(keys)
 
 
 def test_every_shard_gives_its_share_of_every_batch(mixed):
@@ -74,6 +75,8 @@ def test_rows_of_the_data_weigh_1_and_others_what_they_would_weigh(mixed):
     np.testing.assert_array_equal(weight[..., 4:], 1)
     np.testing.assert_array_equal(weight[..., :4].reshape(K, -1), of_run.weight)
     assert weight.min() < 0.9
+    probability = np.asarray(batches.probability).reshape(K, G, B // G)[..., :4].reshape(K, -1)
+    np.testing.assert_allclose(of_run.weight, (probability.min(1, keepdims=True) / probability) ** 0.85, rtol=1e-5)
 
 
 def test_errors_reach_their_own_rows(mixed):

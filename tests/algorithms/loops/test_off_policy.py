@@ -9,6 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
+from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops import off_policy
 from msrl_jax.algorithms.optimizers import make_optimizer
 from tests.support.off_policy import counting
@@ -100,6 +101,30 @@ def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
     # Updates are counted from the first iteration on, whether they are made or not.
     numbers = [float(m["update"].total) for m in states[1][3:]]
     np.testing.assert_array_equal(numbers, [sum(K * i + k for k in range(K)) for i in range(3, 10)])
+
+
+def test_errors_of_windows_with_absent_steps_do_not_reach_the_priorities():
+    """Half of the environments answer no step; whatever the rule makes of their windows is no error."""
+    item = replay.Transition(*[jnp.zeros(())] * 3, *[jnp.bool_(0)] * 2, jnp.zeros(()), present=jnp.bool_(0))
+    buffer = replay.prioritized(item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, beta=0.5)
+    learner = off_policy.Learner(jnp.zeros(()), (), ())
+
+    def update(learner, batch, progress):
+        return learner, jnp.where(batch.weight > 0, 2.0, 1e6), {}
+
+    rule = off_policy.Rule(lambda key, obs: learner, update, lambda *_: None)
+    config = types.SimpleNamespace(unroll_length=T, num_updates=K)
+    replaying = off_policy.replaying(config, buffer, rule, E)
+    state = replaying.init(*jax.random.split(jax.random.key(0), 4), jnp.zeros(E))
+    items = jax.tree.map(lambda x: jnp.zeros((T, E), x.dtype), item)._replace(
+        present=jnp.broadcast_to(jnp.arange(E) % 2 > 0, (T, E))
+    )
+    for i in range(2):
+        state, _ = jax.jit(replaying.finish)(state, items, Progress(counters.counter(i)))
+        is_absent = np.asarray(state.pending.indices.env) % 2 == 0
+        assert 0 < is_absent.sum() < is_absent.size
+        np.testing.assert_array_equal(state.pending.td_error, np.where(is_absent, 0.0, 2.0))
+    assert np.asarray(state.replay.priorities.largest).max() < 3
 
 
 def test_no_update_and_no_pending_error_before_learning_starts(states):

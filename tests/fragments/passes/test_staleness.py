@@ -198,6 +198,22 @@ def test_staleness_needs_actors_apart_from_learners(name):
         msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
 
 
+def test_a_loop_that_acts_and_learns_is_not_delayed():
+    """It would learn from old parameters, and every other update would be lost."""
+
+    def iteration(state):
+        def step(state, _):
+            state, metrics = toy.iteration(state)
+            return state, metrics["loss"]
+
+        state, losses = jax.lax.scan(step, state, None, length=2)
+        return state, {"loss": losses.mean()}
+
+    policy = msrl.policies.SingleLearnerCoarse(actors=4, staleness=1)
+    with pytest.raises(ValueError, match=r"staleness=1 has nothing to delay"):
+        msrl.compile(iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+
+
 def test_staleness_is_refused_if_the_policy_has_none_or_it_is_not_a_number_of_iterations():
     for name in ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Central", "Environments"):
         with pytest.raises(ValueError, match=r"has no parameter .staleness.*SingleLearnerCoarse"):
