@@ -257,8 +257,9 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
     else:
         state = store.restore_state(saved.checkpoint, run.experiment, run.program)
         # The run may have been killed after a rollback, before its next checkpoint.
-        for number in range(saved.checkpoint.progress["rollbacks"], len(run.deployment["rollbacks"])):
-            state = run.program.place(again(state, number + 1, run.experiment))
+        number, before = len(run.deployment["rollbacks"]), saved.checkpoint.progress["rollbacks"]
+        if number > before:
+            state = run.program.place(again(state, number, before, run.experiment))
     run.run_state = jax.block_until_ready(state)
     run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
     if saved is not None:
