@@ -1,6 +1,7 @@
 """Nan and infinities in a run are noticed, located, reproduced, and handled as the guard says."""
 
 import dataclasses
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -225,6 +226,25 @@ def test_members_go_back_with_rates_halved_for_every_rollback():
     assert all(m.numbers["gamma"] == 0.5 for m in found)
     keys = [tuple(jax.random.key_data(m.inner["key"]).tolist()) for m in (member, *found[:3])]
     assert len(set(keys)) == 4, "each rollback has other random numbers"
+
+
+def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
+    """It went back twice to its newest checkpoint, which was written before."""
+    module = importlib.import_module("msrl_jax.experiment.train")
+    state = Member({"key": jax.random.key(0)}, {"learning_rate": jnp.float32(1.0)})
+    monkeypatch.setattr(module.store, "restore_state", lambda *args: state)
+    monkeypatch.setattr(module.store, "take_over", lambda *args: None)
+    monkeypatch.setattr(module.store, "warn_of_schedules", lambda *args: None)
+    experiment = SimpleNamespace(pbt="evolves")
+    program = SimpleNamespace(begin=lambda count: None, place=lambda state: state, compile_seconds=0.0)
+    run = SimpleNamespace(
+        program=program, experiment=experiment, most_at_once=1, deployment={"rollbacks": [{}, {}]}, seconds={}, started=0.0,
+        step=0, iteration=1, iterations=1,
+    )  # fmt: skip
+    module._begin(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
+    wanted = again(state, 2, 0, experiment)
+    assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
+    assert run.run_state.inner["key"] == wanted.inner["key"]
 
 
 @pytest.mark.slow
