@@ -117,7 +117,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         print(result)
     if first and args.json:
         _print_json(result.summary() | {"folder": result.folder})
-    return _exit_code(result, out)
+    return NOT_SAVED if result.save_error else _exit_code(result)
 
 
 def _act(args: Act, config: dict[str, Any]) -> int:
@@ -143,12 +143,10 @@ def _sweep(args: Sweep, config: dict[str, Any]) -> int:
             result.plot(args.plot)
     if args.json:
         _print_json(result.summary())
-    return _exit_code(result, out)
+    return _exit_code(result)
 
 
-def _exit_code(result: Any, out: Path) -> int:
-    if result.folder != out.absolute():
-        return NOT_SAVED
+def _exit_code(result: Any) -> int:
     return _code_of(result.stop_reason) if result.interrupted else 0
 
 

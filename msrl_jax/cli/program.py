@@ -6,6 +6,7 @@ Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:lea
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import os
@@ -19,12 +20,13 @@ from typing import Any, NoReturn
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
 from msrl_jax.cli import config_file, flags, launch
-from msrl_jax.cli.actions import COMMANDS, DIVERGED, check, launched, use_cpu_devices
+from msrl_jax.cli.actions import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import UsageError
 
 PROG = "msrl-jax"
 BAD_INPUT, INTERRUPTED = 2, 130
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def _overview() -> str:
@@ -50,6 +52,11 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
     return argv
 
 
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether something could not be written because a disk is full or fails."""
+    return type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK
+
+
 def _is_ours(error: BaseException) -> bool:
     """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -65,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code. 0 is success; 1, a run diverged, an environment does not conform, or a
       recipe does not agree; 2, bad input, with one line on stderr,
-      or a command that only prints cannot write its output; 3, the run could not be saved in its folder; 75, the time limit
-      ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129
-      for SIGHUP), the signal ended it.
+      or a command that only prints cannot write its output; 3, the run, or a file, could not be written, as on a full disk;
+      75, the time limit ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C,
+      143 for SIGTERM, 129 for SIGHUP), the signal ended it.
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -166,4 +173,4 @@ def _run(argv: list[str]) -> int:
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
         _complain(file.located(error, flags.given_fields(argv)))
-        return launch.LOST if is_lost else BAD_INPUT
+        return launch.LOST if is_lost else NOT_SAVED if _is_of_disk(error) else BAD_INPUT

@@ -12,6 +12,7 @@ from msrl_jax.experiment.choosing import choose_policy as choose_policy
 from msrl_jax.experiment.evaluate import Evaluation as Evaluation
 from msrl_jax.experiment.fitted_q import FittedQ as FittedQ
 from msrl_jax.experiment.fitted_q import OffPolicyEstimate as OffPolicyEstimate
+from msrl_jax.experiment.folder import NotSavedError as NotSavedError
 from msrl_jax.experiment.folder import RunFolderError as RunFolderError
 from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError

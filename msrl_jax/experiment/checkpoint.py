@@ -80,6 +80,10 @@ class CheckpointWriter:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs are compiled
         self._pending: concurrent.futures.Future[None] | None = None
+        self._remove_incomplete()
+
+    def _remove_incomplete(self) -> None:
+        """Removes what a process that was killed, or a write that failed, has left; nothing is being written meanwhile."""
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
             if _OURS.fullmatch(folder.name) and not (folder / SEAL).exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -99,15 +103,19 @@ class CheckpointWriter:
         path = self._folder / f"{iteration:0{_DIGITS}}"
         if (path / SEAL).exists():
             return
-        shutil.rmtree(path, ignore_errors=True)
+        self._remove_incomplete()
         named = [(name, jax.random.key_data(x) if _is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
         # Of several processes, only this one writes: its arrays are on the host.
         entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
-        with _as_os_error(path):
-            self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
-            # One for each checkpoint, because it would raise a part of its errors at later ones.
-            checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
-            checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
+        try:
+            with _as_os_error(path):
+                self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
+                # One for each checkpoint, because it would raise a part of its errors at later ones.
+                checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+                checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
+        except OSError:
+            self._remove_incomplete()
+            raise
         seal = {"iteration": iteration, "score": score, "progress": dict(progress)}
         self._pending = self._worker.submit(self._finish, checkpointer, path, seal)
 
@@ -119,7 +127,7 @@ class CheckpointWriter:
                 seal = to_json(seal | {"files": _sums(path)})
                 write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            self._remove_incomplete()
             raise
         self._prune()
 

@@ -44,6 +44,10 @@ class RunFolderError(ValueError):
     """A folder holds no run, a damaged one, another one than expected, or one that another process writes to."""
 
 
+class NotSavedError(OSError):
+    """A run could not be saved in its folder, where something else would read it."""
+
+
 class SaveWarning(UserWarning):
     """Something could not be saved; the run goes on."""
 

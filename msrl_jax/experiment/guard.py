@@ -141,8 +141,9 @@ class Guard:
         self._kept, self._kept_at = None, -math.inf
         self._keep(run)
 
-    def earlier(self, run: Run) -> tuple[Any, int]:
-        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state."""
+    def earlier(self, run: Run) -> tuple[Any, int, int]:
+        """The last good state, its iteration, and the rollbacks before it: the copy, a newer checkpoint that is finite, or the
+        initial state."""
         for saved in [] if run.path is None else checkpoint.complete(run.path):
             if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
@@ -150,8 +151,10 @@ class Guard:
                 checkpoint.verify(saved)
                 state = store.restore_state(saved, run.experiment, run.program)
                 if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
-                    return state, saved.iteration
-        return self._kept or (run.experiment.start(run.program), 0)
+                    return state, saved.iteration, saved.progress["rollbacks"]
+        if self._kept is not None:  # since the last rollback
+            return *self._kept, len(run.deployment["rollbacks"])
+        return run.experiment.start(run.program), 0, 0
 
     def locate(self, run: Run) -> Finding:
         """Finds where the first nan or infinity came from, and writes the file for `replay_step`."""
@@ -180,7 +183,7 @@ class Guard:
             return "Actors made its data, so the iteration was not run again to find the cause."
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
-        state, begin = self.earlier(run)
+        state, begin, _ = self.earlier(run)
         iterations = run.finding.iteration - begin
         if begin < run.changed_at:
             when = f"after iteration {run.changed_at}, which is later than the last kept state"
@@ -231,8 +234,8 @@ class Divergence:
         rollbacks = run.deployment["rollbacks"]
         if self._saver is not None:
             self._saver.wait()
-        state, iteration = self._guard.earlier(run)
-        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, run.experiment))
+        state, iteration, before = self._guard.earlier(run)
+        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, before, run.experiment))
         release(run.experiment.agent.env)
         config = run.experiment.algorithm
         names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
@@ -258,14 +261,17 @@ class Divergence:
             self._saver.begin(run)
 
 
-def again(state: Any, number: int, experiment: Experiment) -> Any:
-    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members."""
+def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
+    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members.
+
+    The state is one that the run had after `before` rollbacks.
+    """
 
     def slower(part: Any) -> Any:
         if not isinstance(part, Member):
             return part
-        # Rates that evolve are halved once, others as often as the run went back.
-        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2)
+        # Rates that evolve are halved for each rollback since that state, others as often as the run went back.
+        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
         rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)
 

@@ -180,8 +180,9 @@ class Rows:
     """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; rows that cannot be written are kept for a later one."""
 
     def __init__(self):
-        self._has_config = self._failed = False
+        self._has_config = False
         self._waiting: list[Row] = []
+        self.error: OSError | None = None  # why rows wait that could not be written
 
     def begin(self, run: Run) -> None:
         """Makes the folder that of a run, and writes the rows that wait."""
@@ -194,16 +195,21 @@ class Rows:
             if self._waiting:
                 folder.append_rows(run.path, self._waiting)
             self._waiting.clear()
-            self._failed = False
+            self.error = None
         except OSError as error:
-            if not self._failed:
+            if self.error is None:
                 warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", folder.SaveWarning, stacklevel=2)
-            self._failed = True
+            self.error = error
 
     def after(self, run: Run) -> None:
         """Writes the newest row, and those that could not be written before."""
         self._waiting.append(dict(run.rows[-1]))
         self.begin(run)
+
+    def end(self, run: Run) -> None:
+        """Writes the rows that still wait."""
+        if self.error is not None:
+            self.begin(run)
 
 
 def interval(every: Any) -> tuple[int | None, float | None]:
@@ -233,7 +239,11 @@ class Checkpoints:
         if self._writer is not None:
             assert run.path is not None
             self._writer.set_aside(run.iteration)
-            self._best = max((c.score for c in complete(run.path) if c.score is not None), default=-math.inf)
+            self._best = self._best_saved(run)
+
+    def _best_saved(self, run: Run) -> float:
+        assert run.path is not None
+        return max((c.score for c in complete(run.path) if c.score is not None), default=-math.inf)
 
     def before(self, run: Run) -> None:
         """Saves the run if it is time."""
@@ -266,12 +276,19 @@ class Checkpoints:
         progress = progress_of(run.description, len(run.rows), run.evaluation, run.times, run.last_episodes, recorded)
         found = score(run)
         try:
+            self._writer.wait()
+        except OSError as error:  # of the one before: this one may succeed
+            self._failed(run, error)
+        try:
             self._writer.save(run.iteration, state, registers, progress, found)
             self.error, self._best = None, max(self._best, -math.inf if found is None else found)
         except OSError as error:
-            self.error = error
-            warnings.warn(f"the run goes on without a new checkpoint: {error}", folder.SaveWarning, stacklevel=2)
+            self._failed(run, error)
         run.saving_seconds = now() - start
+
+    def _failed(self, run: Run, error: OSError) -> None:
+        self.error, self._best = error, self._best_saved(run)
+        warnings.warn(f"the run goes on without a new checkpoint: {error}", folder.SaveWarning, stacklevel=3)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk; notes an error."""

@@ -58,11 +58,13 @@ class Result:
       wall_seconds: total time of the run, without saving.
       evaluation: the last evaluation, if there was one.
       registers: the parameters on their way to the actors at the end, if the policy has staleness.
-      folder: the run's folder, if it has one.
+      folder: the folder that holds the run; None if it has none, or if it could be saved nowhere.
       stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
       timings: other parts of `wall_seconds`: `setup_seconds` (building the agent, planning, the initial state),
         `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
         callbacks and metrics.
+      save_error: why the run could not be saved in its own folder; empty if it was saved there, or has none. `folder` is then
+        another one, or None.
     """
 
     experiment: Experiment
@@ -77,6 +79,7 @@ class Result:
     folder: Path | None = None
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: str = ""
+    save_error: str = ""
 
     @property
     def state(self) -> Any:

@@ -23,7 +23,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import checkpoint, folder, processes
 from msrl_jax.experiment.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation
-from msrl_jax.experiment.folder import RunFolderError, SaveWarning
+from msrl_jax.experiment.folder import NotSavedError, RunFolderError, SaveWarning
 from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
 from msrl_jax.experiment.repeating import repeating
 from msrl_jax.experiment.run import TIMINGS
@@ -257,7 +257,7 @@ def finish(result: Result, path: Path) -> None:
 
 
 def complete(result: Result, path: Path, error: OSError | None) -> Result:
-    """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
+    """Completes the folder of a run; if that fails, saves the run to another folder; a warning and the result say so."""
     try:
         if error is not None:
             raise error
@@ -267,17 +267,27 @@ def complete(result: Result, path: Path, error: OSError | None) -> Result:
         return result
     except OSError as problem:
         error = problem
-    other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
+    other: Path | None = None
     try:
+        other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
         result.save(other)
+        text = f"the run could not be saved in {path} ({error}); it is saved in {other}"
     except OSError as problem:
-        warnings.warn(
-            f"the run could be saved neither in {path} ({error}) nor in {other} ({problem}); only the result in memory has it",
-            SaveWarning, stacklevel=3,
-        )  # fmt: skip
-        return dataclasses.replace(result, folder=None)
-    warnings.warn(f"the run could not be saved in {path} ({error}); it is saved in {other}", SaveWarning, stacklevel=3)
-    return dataclasses.replace(result, folder=other)
+        where = "a folder for temporary files" if other is None else other
+        places = f"neither in {path} ({error}) nor in {where} ({problem})"
+        text = f"the run could be saved {places}; only the result in memory has it"
+        if other is not None:
+            shutil.rmtree(other.parent, ignore_errors=True)
+        other = None
+    warnings.warn(text, SaveWarning, stacklevel=3)
+    return dataclasses.replace(result, folder=other, save_error=str(error))
+
+
+def check_saved(result: Result) -> Result:
+    """The result; raises NotSavedError if its run is not in its own folder, from which others read it."""
+    if result.save_error:
+        raise NotSavedError(f"a run could not be saved: {result.save_error}; make room, and go on with what is saved")
+    return result
 
 
 @contextlib.contextmanager

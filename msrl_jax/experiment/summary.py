@@ -40,6 +40,7 @@ def summarize(result: Result) -> dict[str, Any]:
         "devices": devices["count"], "platform": devices["platform"],
         "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0, "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
+        **({"save_error": result.save_error} if result.save_error else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
         **{f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim},
         "steps_per_second": result.steps_per_second, "compile_seconds": result.compile_seconds, **result.timings,
@@ -59,6 +60,7 @@ def describe(result: Result) -> str:
         seeds += f", {count} setting{'s' * (count > 1)} of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
+    why_ended += ", NOT SAVED" * (bool(result.save_error) and result.folder is None)
     unit, asked = result.behavior.agent.unit.removeprefix("environment "), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < asked
     why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
@@ -84,6 +86,9 @@ def describe(result: Result) -> str:
             setting = in_words(s.get("members_at_end", s["members"])[best])
             score = f"{by} " * (by != "return") + f"{scores[best]:.{decimals(scores, np.ptp(scores))}f}"
             lines.append(f"  best: member {best} with {score} ({setting})")
+    if result.save_error:
+        lines.append(f"  not saved in its folder: {result.save_error}")
+        lines += [] if result.folder else ["  only this result holds it: free the disk, then result.save(FOLDER)"]
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)

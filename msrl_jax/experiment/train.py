@@ -192,8 +192,9 @@ def train(
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
+        rows = Rows()
         hooks = [
-            requests, actors, recording, guarding, evaluating, Rows() if path is not None and processes.is_first() else None,
+            requests, actors, recording, guarding, evaluating, rows if path is not None and processes.is_first() else None,
             *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
             guarding and Divergence(guarding, saver), saver, None if actors is None else pool.Waiting(actors, requests),
         ]  # fmt: skip
@@ -212,7 +213,8 @@ def train(
             loop(run, hooks)
         except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
             run.ending = Ending("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
-            for problem in [] if processes.is_loss(error) else finish(run, hooks):
+            lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
+            for problem in lost:
                 text = f"the run ends with an error, and could not be saved: {problem}"
                 warnings.warn(text, folder.SaveWarning, stacklevel=2)
             raise
@@ -222,7 +224,7 @@ def train(
         result = _result(run)
         if path is not None and processes.is_first():
             assert saver is not None
-            result = store.complete(result, path, saver.error)
+            result = store.complete(result, path, saver.error or rows.error)
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
@@ -255,8 +257,9 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
     else:
         state = store.restore_state(saved.checkpoint, run.experiment, run.program)
         # The run may have been killed after a rollback, before its next checkpoint.
-        for number in range(saved.checkpoint.progress["rollbacks"], len(run.deployment["rollbacks"])):
-            state = run.program.place(again(state, number + 1, run.experiment))
+        number, before = len(run.deployment["rollbacks"]), saved.checkpoint.progress["rollbacks"]
+        if number > before:
+            state = run.program.place(again(state, number, before, run.experiment))
     run.run_state = jax.block_until_ready(state)
     run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
     if saved is not None:

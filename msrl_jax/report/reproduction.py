@@ -23,6 +23,7 @@ from msrl_jax.experiment.hooks import seconds as read_seconds
 from msrl_jax.experiment.memory import memory_of
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.store import check_saved
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.report.best_agents import BestAgents
@@ -220,6 +221,7 @@ def reproduce(
             chunk=max(1, experiment.iterations // _CHUNKS), callbacks=[hook], progress=progress, **watching,
             time_limit=None if ends is None else max(1e-3, ends - time.monotonic()),
         )  # fmt: skip
+        check_saved(result)
         if result.interrupted:
             return Reproduction(found.name, None, recorded, result.stop_reason, path)
         assert result.folder is not None

@@ -164,7 +164,7 @@ class Course:
             where = None if self.path is None else self.path / f"stage-{number}" / f"program-{program}" / f"batch-{i}"
             names = f"trial {batch[0].number}" if len(batch) == 1 else f"{len(batch)} trials from {batch[0].number} on"
             self.say(f"stage {number}, run {count} of {len(todo)}: {names}, program {program}, to {stage.until:,} steps")
-            result = self._run(batch, stage.until, where, left)
+            result = store.check_saved(self._run(batch, stage.until, where, left))
             if result.interrupted:
                 return result.stop_reason
             self.trials |= {t.number: t for t in outcome(batch, self.base.seeds, result, stage.rung, len(self.runs))}

@@ -45,7 +45,7 @@ from msrl_jax.experiment.folder import RunFolderError, locked, read_json, to_jso
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import ResumeWarning
+from msrl_jax.experiment.store import ResumeWarning, check_saved
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
@@ -351,6 +351,7 @@ def compete(
             except DivergedError:
                 score = float("nan")
             else:
+                check_saved(result)
                 if result.interrupted or (result.status == "stopped" and not stop.over and stop.has_begun):
                     break
                 if not stop.has_begun:

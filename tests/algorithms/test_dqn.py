@@ -166,7 +166,7 @@ def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     np.testing.assert_allclose(network.apply(raised, obs), outputs + jnp.arange(3.0), atol=1e-6)
 
 
-def plain_distribution_loss(params, batch, best, next_target, distribution):
+def plain_distribution_loss(params, batch, weight, best, next_target, distribution):
     """Losses and errors of what is predicted for the actions taken, given the target network's outputs."""
     rows = np.arange(len(best))
     taken = plain_q(params, batch.obs, False, jnp).reshape(len(best), 3, N)[rows, batch.action]
@@ -175,12 +175,12 @@ def plain_distribution_loss(params, batch, best, next_target, distribution):
         masses = np.stack([plain_projection(*row) for row in following])
         known = np.where(masses > 0, masses * np.log(np.maximum(masses, 1e-30)), 0).sum(-1)
         losses = known - (masses * (taken - jnp.log(jnp.exp(taken).sum(-1, keepdims=True)))).sum(-1)
-        return losses.mean(), losses
+        return (weight * losses).mean(), losses
     target = batch.reward[:, None] + batch.discount[:, None] * next_target[rows, best]
     error = target[:, None] - taken[:, :, None]
     below = jnp.abs((np.arange(N) + 0.5)[:, None] / N - (error < 0))
     losses = below * jnp.where(abs(error) < 1, error**2 / 2, abs(error) - 0.5)
-    return losses.mean(2).sum(1).mean(), target.mean(-1) - taken.mean(-1)
+    return (weight * losses.mean(2).sum(1)).mean(), target.mean(-1) - taken.mean(-1)
 
 
 @pytest.mark.parametrize("distribution", ["c51", pytest.param("qr", marks=pytest.mark.slow)])
@@ -188,13 +188,16 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     """The online network's means choose the action; its distribution is the target network's."""
     atoms = {"num_atoms": N, "v_min": V_MIN, "v_max": V_MAX}
     moving = {"double": True, "tau": 0.1, "target_period": 1, "n_step": 2, "num_updates": 1, "learning_rate": 0.03}
+    moving |= {"prioritised": True, "alpha": 1.0, "beta": 0.5}
     agent, config = reference.build("dqn", RandomWalk(), distribution=distribution, **moving, **atoms)
     iterate = reference.counting(agent)
     state = reference.start(agent, 8, iterate)
     state = state._replace(target_params=jax.tree.map(jnp.negative, state.params))  # it would choose otherwise
     after, _ = iterate(state, 8)
     batch, _ = reference.drawn(RandomWalk(), config, state, after)
-    assert (batch.discount == 0).any() and (batch.discount > 0).any()
+    drawn = reference.sampler(RandomWalk(), config)(after.replay, jax.random.split(state.replay_key, 2)[1])
+    weight = (drawn.probability.min() / drawn.probability) ** 0.5
+    assert (batch.discount == 0).any() and (batch.discount > 0).any() and weight.min() < 0.9 * weight.max()
     online, target = (
         plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, N)
         for params in (state.params, state.target_params)
@@ -204,7 +207,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
         online, target = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (online, target))
         values, others = (x @ np.linspace(V_MIN, V_MAX, N) for x in (online, target))
     assert (values.argmax(-1) != others.argmax(-1)).any()
-    loss = lambda params: plain_distribution_loss(params, batch, values.argmax(-1), target, distribution)  # noqa: E731
+    loss = lambda params: plain_distribution_loss(params, batch, weight, values.argmax(-1), target, distribution)  # noqa: E731
     gradient, error = jax.jit(jax.grad(loss, has_aux=True))(state.params)
     reference.assert_close(after.params, reference.adam(state.params, state.opt_state, gradient, config))
     np.testing.assert_allclose(after.pending.td_error[0], error, rtol=1e-4, atol=1e-5)

@@ -1,10 +1,16 @@
 """Checkpoints on disk: any state, any devices, and whatever happens to the files."""
 
+import contextlib
+import gc
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -111,6 +117,31 @@ def test_a_checkpoint_that_does_not_fit_says_where(state, tmp_path, change, mess
         load(saved, change(state))
 
 
+@pytest.mark.parametrize("change", [{"score": 9.0}, {"progress": {"rows": 1, "text": "other"}}, {"iteration": 3}])
+def test_a_seal_that_was_edited_is_damaged(change, tmp_path):
+    """Its own sum covers what the host goes on with, such as the number of rows; it stays JSON."""
+    newer, older = write(tmp_path, {"x": jnp.ones(3)}, {"x": jnp.ones(3)})
+    seal = json.loads((newer.path / SEAL).read_text())
+    (newer.path / SEAL).write_text(json.dumps(seal | change))
+    with pytest.raises(CheckpointError, match=r"000000000002 is damaged: run\.json is not what was written"):
+        verify(newer)
+    found, _ = complete(tmp_path)
+    assert not found.is_readable and found.score is None and found.progress == {}
+    with pytest.warns(UserWarning, match="iteration 1 is used instead"):
+        assert newest(tmp_path, lambda text: warnings.warn(text, stacklevel=1)) == older
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path):
+    x = {"x": jnp.ones(3)}
+    for damaged in write(tmp_path, x, x, x)[:2]:
+        cut(damaged.path / SEAL)
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.save(4, x, (), {}, None)
+    writer.wait()
+    writer.close()
+    assert [c.iteration for c in complete(tmp_path) if c.is_readable] == [4, 1]
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path):
     x = {"x": jnp.ones(3)}
     found = write(tmp_path, x, x, x, x, x, x, keep=2, scores=(1.0, 7.0, 3.0, None, 2.0, 5.0))
@@ -166,6 +197,49 @@ def test_a_failed_save_raises_names_the_checkpoint_and_harms_no_other(tmp_path, 
     writer.wait()
     writer.close()
     assert [c.iteration for c in complete(tmp_path)] == [3]
+
+
+@contextlib.contextmanager
+def no_file_above(limit):
+    """The system refuses every byte of a file beyond this many, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_failed_save_wrote_is_removed_at_once(tmp_path):
+    """Else a full disk stays full for the rest of the run."""
+    writer = CheckpointWriter(tmp_path, 1)
+    writer.save(1, {"x": jnp.ones(3)}, (), {}, None)
+    writer.wait()
+    numbers = {"x": np.random.default_rng(0).random(500_000)}
+    for number in (2, 3):
+        with no_file_above(2**16), pytest.raises(OSError, match=f"00000000000{number} cannot be written: File too large"):
+            writer.save(number, numbers, (), {}, None)
+            writer.wait()
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["000000000001"]
+    writer.close()
+
+
+def test_checkpoints_leave_no_threads_files_or_writers_behind(tmp_path):
+    """What stays is a few strings for each entry, which TensorStore leaks: `docs/runs.md`."""
+
+    def held():
+        gc.collect()
+        writers = sum(type(x).__name__ == "AsyncCheckpointer" for x in gc.get_objects())
+        return writers, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    writer, x = CheckpointWriter(tmp_path, 1), {"x": jnp.arange(30_000.0)}
+    counts = []
+    for number in range(1, 13):
+        writer.save(number, x, (), {}, None)
+        writer.wait()
+        counts.append(held() if number in (4, 12) else None)
+    writer.close()
+    assert counts[3][0] == 0 and all(later <= before for later, before in zip(counts[11], counts[3], strict=True))
 
 
 SAVES = """

@@ -1,7 +1,9 @@
 """Nan and infinities in a run are noticed, located, reproduced, and handled as the guard says."""
 
 import dataclasses
+import importlib
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,11 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.experiment import DivergedError
+from msrl_jax.experiment.agents import SKIPPED, Member
+from msrl_jax.experiment.guard import MOST_SKIPPED, Divergence, Guard, again
+from msrl_jax.experiment.history import NO_EPISODES
 from msrl_jax.experiment.nonfinite import non_finite
+from msrl_jax.experiment.run import Ending
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.guarded_envs import Faulty
 
@@ -157,6 +163,88 @@ def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, wh
     rows = caught.value.result.history["iteration"]
     # A nan in a replay buffer is noticed when an update uses it, here one iteration later.
     np.testing.assert_array_equal(rows, range(1, bad + (2 if (algo, what) == ("sac", "observation") else 1)))
+
+
+def test_skip_ends_a_run_whose_member_drops_too_many_updates_in_a_row():
+    """In chunks of 30 iterations; member 1 learns in iteration 7, and never again."""
+    guard, chunk = Guard(), 30
+    guard._streak = np.zeros(2, np.int64)
+    guard._keep = lambda run: None
+    run = SimpleNamespace(experiment=SimpleNamespace(guard="skip", has_members=True), iteration=0, changed_at=-1)
+    while run.iteration < 7 + MOST_SKIPPED:
+        rows = run.iteration + 1 + np.arange(chunk)
+        run.iteration += chunk
+        run.metrics = {SKIPPED: np.stack([rows % 2, rows != 7], axis=1).astype(np.float32)}
+        guard.after(run)
+        assert (run.finding is None) == (run.iteration < 7 + MOST_SKIPPED)
+    assert (run.finding.metric, run.finding.iteration, run.finding.member) == (SKIPPED, 8, 1)
+    assert Divergence(guard, None).after(run) == Ending("diverged")
+
+
+def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):
+    """Rows and episodes after that iteration are gone, its own stay; keys are others, and rates are halved."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        learning_rate: float = 0.5
+        critic_learning_rate: float = 0.25
+
+    class Experiment(SimpleNamespace):
+        def replaced(self, algorithm):
+            return Experiment(**vars(self) | {"algorithm": algorithm})
+
+    state = {"key": jax.random.key(3), "params": jnp.ones(2)}
+    program = SimpleNamespace(place=lambda state: state, compile_seconds=0.0)
+    experiment = Experiment(guard="rollback", algorithm=Config(), pbt=None, agent=SimpleNamespace(env=None))
+    experiment.compile = lambda policy, devices: program
+    kept = Guard()
+    kept.begin, kept.earlier = (lambda run: None), (lambda run: (state, 4, 0))
+    run = SimpleNamespace(
+        experiment=experiment, deployment={"rollbacks": []}, finding=SimpleNamespace(iteration=6, metric="loss", leaf=None),
+        program=program, policy=None, devices=None, path=None, compiled_before=0.0, compile=lambda: None, iteration=6,
+        rows=[{"iteration": i} for i in (2, 4, 6)],
+        last_episodes=NO_EPISODES.add(0, np.arange(1.0, 7.0)),
+    )  # fmt: skip
+    monkeypatch.setattr("msrl_jax.experiment.guard.release", lambda env: None)
+    assert Divergence(kept, None).after(run) is None
+    assert (run.iteration, run.finding) == (4, None) and [row["iteration"] for row in run.rows] == [2, 4]
+    assert run.last_episodes.iterations.tolist() == [1, 2, 3, 4] and run.last_episodes.mean() == 2.5
+    assert run.experiment.algorithm == Config(0.25, 0.125) and run.deployment["rollbacks"][0]["to"] == 4
+    keys = [jax.random.key_data(x["key"]).tolist() for x in (state, run.run_state)]
+    assert keys[0] != keys[1] and (run.run_state["params"] == 1).all()
+
+
+def test_members_go_back_with_rates_halved_for_every_rollback():
+    """Whatever state they go back to: their own rates of the config, or evolved ones of a state after some rollbacks."""
+    member = Member({"key": jax.random.key(0)}, {"learning_rate": jnp.float32(0.125), "gamma": jnp.float32(0.5)})
+    given = {"learning_rate": np.float32([0.5]), "gamma": np.float32([0.5])}
+    found = [
+        again(member, number, before, SimpleNamespace(numbers=given, pbt=pbt))
+        for number, before, pbt in ((1, 0, None), (3, 2, None), (2, 0, "evolves"), (3, 2, "evolves"))
+    ]
+    assert [float(np.squeeze(m.numbers["learning_rate"])) for m in found] == [0.25, 0.0625, 0.03125, 0.0625]
+    assert all(m.numbers["gamma"] == 0.5 for m in found)
+    keys = [tuple(jax.random.key_data(m.inner["key"]).tolist()) for m in (member, *found[:3])]
+    assert len(set(keys)) == 4, "each rollback has other random numbers"
+
+
+def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
+    """It went back twice to its newest checkpoint, which was written before."""
+    module = importlib.import_module("msrl_jax.experiment.train")
+    state = Member({"key": jax.random.key(0)}, {"learning_rate": jnp.float32(1.0)})
+    monkeypatch.setattr(module.store, "restore_state", lambda *args: state)
+    monkeypatch.setattr(module.store, "take_over", lambda *args: None)
+    monkeypatch.setattr(module.store, "warn_of_schedules", lambda *args: None)
+    experiment = SimpleNamespace(pbt="evolves")
+    program = SimpleNamespace(begin=lambda count: None, place=lambda state: state, compile_seconds=0.0)
+    run = SimpleNamespace(
+        program=program, experiment=experiment, most_at_once=1, deployment={"rollbacks": [{}, {}]}, seconds={}, started=0.0,
+        step=0, iteration=1, iterations=1,
+    )  # fmt: skip
+    module._begin(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
+    wanted = again(state, 2, 0, experiment)
+    assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
+    assert run.run_state.inner["key"] == wanted.inner["key"]
 
 
 @pytest.mark.slow

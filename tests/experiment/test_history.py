@@ -3,7 +3,15 @@ import math
 import numpy as np
 import pytest
 
-from msrl_jax.experiment.history import decimals, first_non_finite, in_words, last_mean, reduce_chunk, stack_rows
+from msrl_jax.experiment.history import (
+    NO_EPISODES,
+    decimals,
+    first_non_finite,
+    in_words,
+    last_mean,
+    reduce_chunk,
+    stack_rows,
+)
 from msrl_jax.experiment.run import chunk_length
 from msrl_jax.fragments.metrics import Mean
 
@@ -40,6 +48,21 @@ def test_the_bad_member_is_found():
 
 def test_no_episode_is_no_divergence():
     assert first_non_finite({"episode_return": Mean(np.float32([0]), np.float32([0])), "loss": np.float32([1])}) is None
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_the_last_hundred_episodes_count_however_chunks_were_cut(chunk):
+    """Whole iterations, from the newest back to the one that holds the hundredth: 40 + 30 + 30 of member 0, 150 of member 1."""
+    count = np.zeros((12, 2))
+    count[[2, 5, 6, 9, 11], 0], count[[1, 4], 1] = [50, 7, 30, 30, 40], [20, 150]
+    value = np.arange(24.0).reshape(12, 2)
+    kept = NO_EPISODES
+    for first in range(0, 12, chunk):
+        rows = slice(first, first + chunk)
+        kept = kept.add(first, Mean(np.float32(value * count)[rows], np.float32(count)[rows]))
+    assert kept.iterations.tolist() == [5, 7, 10, 12] and kept.count.sum(0).tolist() == [100, 150]
+    np.testing.assert_allclose(kept.mean(), [(30 * 12 + 30 * 18 + 40 * 22) / 100, 9])
+    assert kept.until(9).iterations.tolist() == [5, 7]
 
 
 def test_rows_become_columns():

@@ -1,9 +1,11 @@
 """What is in a run's folder is read whole or refused: contradictions, damaged files, foreign files, full disks."""
 
+import itertools
 import json
 import os
 import shutil
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -11,10 +13,18 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
-from msrl_jax.experiment import Result
+from msrl_jax.experiment import Result, checkpoint
 from msrl_jax.experiment.checkpoint import CheckpointError, complete
-from msrl_jax.experiment.folder import RunFolderError, SaveWarning, append_rows, locked, rewind_rows, write_table
-from msrl_jax.experiment.store import ResumeWarning
+from msrl_jax.experiment.folder import (
+    NotSavedError,
+    RunFolderError,
+    SaveWarning,
+    append_rows,
+    locked,
+    rewind_rows,
+    write_table,
+)
+from msrl_jax.experiment.store import ResumeWarning, check_saved
 from tests.support import processes
 from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
@@ -314,8 +324,75 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     assert any("goes on without a new checkpoint" in t for t in texts)
     assert any(f"could not be saved in {path} (" in t and f"it is saved in {result.folder}" in t for t in texts)
     assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
+    assert str(path) in result.save_error and result.summary()["save_error"] == result.save_error
+    assert f"not saved in its folder: {result.save_error}" in str(result) and f"saved in {result.folder}" in str(result)
     assert_same_run(Result.load(result.folder), result)
     shutil.rmtree(result.folder.parent)
+
+
+def test_a_run_that_can_be_saved_nowhere_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+
+    def spoil(tick):
+        if tick.iteration == 1:
+            (tmp_path / "run" / "checkpoints").write_text("")
+
+    with pytest.warns(SaveWarning) as caught:
+        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
+    assert "only the result in memory has it" in str(caught[-1].message)
+    assert result.folder is None and "checkpoints" in result.save_error
+    first, *_, last = str(result).splitlines()
+    assert first.endswith("(finished, NOT SAVED)") and "result.save(FOLDER)" in last
+    with pytest.raises(NotSavedError, match="checkpoints"):
+        check_saved(result)
+    assert_same_run(Result.load(result.save(tmp_path / "again")), result)
+
+
+def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
+    """Its checkpoint counts rows that its folder lacks."""
+    rows = tmp_path / "run" / "metrics.jsonl"
+
+    def spoil(tick):
+        if tick.iteration == 2:
+            rows.unlink()
+            rows.mkdir()
+
+    with pytest.warns(SaveWarning) as caught:
+        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
+    assert f"it is saved in {result.folder}" in str(caught[-1].message)
+    assert "metrics.jsonl" in result.save_error
+    assert_same_run(Result.load(result.folder), result)
+    shutil.rmtree(result.folder.parent)
+
+
+def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
+    """A disk that is full for a while: the state at the end is saved in the folder of the run."""
+    sums, calls = checkpoint._sums, itertools.count(1)
+
+    def failing(path):
+        if next(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return sums(path)
+
+    monkeypatch.setattr(checkpoint, "_sums", failing)
+    with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
+        result = train(
+            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
+        )  # fmt: skip
+    assert result.folder == tmp_path / "run" and not result.save_error
+    assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
+
+
+def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    def failing(tick):
+        raise RuntimeError("of a callback")
+
+    monkeypatch.setattr(checkpoint, "_sums", full)
+    with pytest.raises(RuntimeError, match="of a callback"), pytest.warns(SaveWarning, match="could not be saved: .*No space"):
+        train("ppo", tmp_path / "run", devices=1, iterations=2, callbacks=[failing], chunk=1, eval_episodes=0)
 
 
 FULL = """

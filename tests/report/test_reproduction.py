@@ -9,13 +9,16 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _recipes, cli
 from msrl_jax.experiment.folder import versions
+from msrl_jax.experiment.hooks import Evaluating
 from msrl_jax.report import provenance, reproduction
 from tests.cli.test_config_file import experiment_of
 from tests.support import processes
@@ -92,6 +95,26 @@ def test_the_best_agent_is_that_of_its_best_evaluation(first):
     for leaf, kept in zip(taken, hook.leaves, strict=True):
         for m in range(5):
             assert np.array_equal(leaf[m], kept[m]) == (m in at_end) or leaf[m].size == 1
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monkeypatch):
+    """Else their score would be that of the luckiest evaluation."""
+    keys = []
+    chosen = SimpleNamespace(
+        of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=(),
+    )  # fmt: skip
+    for module in ("msrl_jax.report.best_agents", "msrl_jax.experiment.hooks"):
+        monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
+    monkeypatch.setattr("msrl_jax.report.best_agents.release", lambda env: None)
+    key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
+    experiment = SimpleNamespace(
+        behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key,
+    )  # fmt: skip
+    reproduction.BestAgents().play(experiment, 4)
+    keys += [Evaluating(experiment, 4, None)._key, key]
+    data = np.concatenate([jax.random.key_data(x).reshape(-1, 2) for x in keys])
+    assert len(np.unique(data, axis=0)) == 3 * seeds
 
 
 def test_a_broken_loss_does_not_agree(folder, first, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.algorithms import IQL, PPO, Whole
-from msrl_jax.search.space import Trial, choose, read_axes, rung_steps, survivors
+from msrl_jax.search.space import Trial, choose, ranked, read_axes, rung_steps, survivors
 
 
 def axes_of(**fields):
@@ -96,3 +96,10 @@ def test_networks_with_their_last_layers_are_one_value(whole):
 def test_a_list_with_functions_is_a_list():
     axes, _ = read_axes(IQL, {"network": ["mlp", len], "learning_rate": [1e-3, abs]})
     assert [axis.values.numbers for axis in axes] == [("mlp", len), (1e-3, abs)]
+
+
+def test_trials_that_went_further_rank_before_those_that_were_dropped():
+    """Whatever their returns; then the higher return, nan last, and then the lower number. One was never trained."""
+    found = [(9.0, 0), (1.0, 1), (4.0, 2), (9.0, 0), (math.nan, 1), (3.0, 2), (math.nan, 0), (2.0, 1)]
+    trials = [Trial(i, {}, 0, returns=(x,), rung=rung) for i, (x, rung) in enumerate(found)]
+    assert [trial.rank for trial in ranked([*trials, Trial(8, {}, 0)])] == [6, 4, 1, 7, 5, 2, 8, 3, None]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -426,3 +427,29 @@ def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match="pip install optuna"):
         msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
+
+
+def test_what_a_run_says_of_its_trials():
+    """Three trials of two seeds; a member whose parameters are not finite has no score, and trials know their first member."""
+    params = {"kernel": np.ones((6, 2), np.float32), "count": np.arange(6)}
+    params["kernel"][3, 1] = np.inf
+    means = {"eval_return": np.arange(6.0), "eval_success": np.arange(6.0) / 10}
+    result = SimpleNamespace(
+        evaluation=SimpleNamespace(means=means), members=6, state=SimpleNamespace(params=params), history={"step": [64, 128]},
+        behavior=SimpleNamespace(env=SimpleNamespace(metrics={"success": "last"})),
+    )  # fmt: skip
+    first, second, third = course.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
+    assert (first.number, first.member, first.returns, first.metrics) == (4, 0, (0.0, 1.0), {"success": (0.0, 0.1)})
+    assert second.member == 2 and second.returns[0] == 2.0 and math.isnan(second.returns[1]) and math.isnan(second.mean)
+    assert math.isnan(second.metrics["success"][1])
+    assert (third.member, third.returns) == (4, (4.0, 5.0))
+    assert {(t.steps, t.rung, t.run) for t in (first, second, third)} == {(128, 1, 5)}
+
+
+def test_a_sweep_whose_run_could_not_be_saved_ends(tmp_path, monkeypatch, capsys):
+    """It reads its runs again, so it cannot say that it has finished."""
+    monkeypatch.setattr(course, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
+    words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8", "--method", "grid"]
+    words += ["--unroll-length", "8", "--num-minibatches", "2", "--out", str(tmp_path / "sweep"), "--progress", "none"]
+    code, error = cli.main(words), capsys.readouterr().err
+    assert code == 3 and "No space left on device" in error, error

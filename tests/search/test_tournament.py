@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
-from msrl_jax.experiment import Result, ResumeWarning, RunFolderError
+from msrl_jax.experiment import NotSavedError, Result, ResumeWarning, RunFolderError
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.search import Leaderboard
+from msrl_jax.search.tournament import _copied
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 
@@ -66,10 +69,12 @@ def test_the_board_keeps_what_is_better(tmp_path):
     assert scores(board) == [5.0, 2.0] and board.best.worker == "b"
     assert not offer(board, tmp_path, "e", 4.0, board.best), "it is better than the worst, but not than its parent"
     assert offer(board, tmp_path, "f", 3.0, worst), "its parent is gone, so it takes the place of the worst"
+    assert not offer(board, tmp_path, "tie", 5.0, board.best), "it is as good as its parent"
+    assert not offer(board, tmp_path, "new", 3.0), "it is as good as the worst"
     assert scores(board) == [5.0, 3.0] and (board.best.path / "run").read_text() == "b"
     best = [row["best"] for row in board.rounds]
-    assert best == sorted(best) == [1.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
-    assert [row["accepted"] for row in board.rounds] == [True, True, False, False, True, False, True]
+    assert best == sorted(best) == [1.0, *[5.0] * 8]
+    assert [row["accepted"] for row in board.rounds] == [True, True, False, False, True, False, True, False, False]
 
 
 def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
@@ -80,7 +85,10 @@ def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
     drawn = [board.draw(rng, "ppo").worker for _ in range(4000)]
     for name, share in (("b", 4 / 7), ("c", 2 / 7), ("a", 1 / 7)):
         assert abs(drawn.count(name) / 4000 - share) < 5 * np.sqrt(share * (1 - share) / 4000)
-    assert board.draw(rng, "dqn") is None
+    assert board.draw(rng, "dqn") is None and board.draw(rng, "ppo", below=1) is None
+    done = {"algorithm": "dqn", "step": 1, "finished": True, "parent": None, "worker": "d"}
+    assert board.put(folder_of(tmp_path, "d"), 4.0, **done)
+    assert board.draw(rng, "dqn") is None, "a member that has finished, of a worker with fewer steps, is not trained on"
 
 
 @pytest.mark.slow
@@ -215,6 +223,32 @@ def test_a_damaged_member_is_left_out(board, one_device):
     (entry.path / "entry.json").write_text("{")
     with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
         assert len(board.entries) == 1
+
+
+def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path):
+    (parent,) = board.entries
+    made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, overrides=dict(SMALL))
+    for number in (1, 2):
+        assert _copied(parent, tmp_path / str(number), number, made)
+    states = [Result.load(path, env=RandomWalk()).run_state for path in (parent.path, tmp_path / "1", tmp_path / "2")]
+    of_keys = 0
+    for leaves in zip(*map(jax.tree.leaves, states), strict=True):
+        if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
+            data = [np.unique(jax.random.key_data(x).reshape(-1, 2), axis=0) for x in leaves]
+            of_keys += len(data[0])
+            assert len(np.unique(np.concatenate(data), axis=0)) == sum(map(len, data))
+        else:
+            assert all((np.asarray(x) == np.asarray(leaves[0])).all() for x in leaves)
+    assert of_keys > 0
+
+
+def test_a_round_that_could_not_be_saved_ends_the_worker(tmp_path, monkeypatch):
+    """The board would hold a folder that nobody can read."""
+    failed = SimpleNamespace(save_error="No space left on device")
+    monkeypatch.setattr("msrl_jax.search.tournament.train", lambda **options: failed)
+    with pytest.raises(NotSavedError, match="No space left on device"):
+        msrl.compete(tmp_path / "board", "a2c", RandomWalk(), **ONE)
+    assert not Leaderboard(tmp_path / "board").entries
 
 
 def test_members_that_have_done_all_their_steps_are_drawn_no_more(board, one_device):
