@@ -175,7 +175,7 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
             yield from _outside(part, x[key], what, f"{path}[{key!r}]")
         return
     x = np.asarray(x)
-    low, high = (0, space.n - 1) if isinstance(space, spaces.Discrete) else (space.low, space.high)
+    low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
     if inexact and not np.isfinite(x).all():
         yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations have to be finite"

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms.loops.buffers import check_bounded
 from msrl_jax.envs import GymnasiumEnvironment, host
+from msrl_jax.envs.actions import action_transform
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 from tests.support.slow import slow_unless
@@ -93,6 +95,58 @@ def test_observations_of_several_parts_and_actions_of_several_integers():
         for x, y in zip(ours, jax.tree.leaves((begun, wanted)), strict=True):
             np.testing.assert_array_equal(x, y)
     assert played[2].any()
+
+
+class Elsewhere(gymnasium.Env):
+    """Spaces whose integers start elsewhere; pays 1 if the action is what was shown."""
+
+    observation_space = gymnasium.spaces.Dict({
+        "choice": gymnasium.spaces.Discrete(3, start=10),
+        "several": gymnasium.spaces.MultiDiscrete([2, 3], start=[-1, 5]),
+        "parts": gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(2, start=-1),)),
+    })  # fmt: skip
+    action_space = gymnasium.spaces.Discrete(3, start=10)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.show(), {}
+
+    def show(self):
+        self.shown = int(self.np_random.integers(3)) + 10
+        return {"choice": self.shown, "several": np.array([self.shown % 2 - 1, 7]), "parts": (self.shown % 2 - 1,)}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        reward = float(action == self.shown)
+        return self.show(), reward, False, False, {}
+
+
+def test_integers_that_start_elsewhere_stay_what_they_are_and_are_one_hot_to_networks():
+    env = GymnasiumEnvironment(Elsewhere, num_workers=1)
+    choice = msrl.envs.Discrete(3, start=10)
+    several, parts = msrl.envs.Box([-1, 5], [0, 7], (2,), np.int32), msrl.envs.Tuple((msrl.envs.Discrete(2, start=-1),))
+    assert env.action_space == choice
+    assert env.observation_space == msrl.envs.Dict({"choice": choice, "several": several, "parts": parts})
+    sim, seed = simulators(env)
+    steps, first = sim.reset(seed)
+    assert set(first["choice"]) <= {10, 11, 12} and (first["several"] >= several.low).all()
+    one_hot = np.asarray(msrl.envs.spaces.flatten(choice, first["choice"]))
+    np.testing.assert_array_equal(one_hot, np.eye(3)[first["choice"] - 10])
+    right = np.asarray(action_transform(choice)(one_hot.argmax(-1)))
+    _, (_, reward, *_) = sim(seed, steps, right)
+    assert (reward == 1).all()
+
+
+def test_the_largest_floats_of_gymnasium_are_no_bounds():
+    class Free(Counting):
+        action_space = gymnasium.spaces.Box(np.float32([-3.4028235e38, -1]), np.float32([3.4028235e38, 1]))
+
+    space = GymnasiumEnvironment(Free, num_workers=1).action_space
+    assert space == msrl.envs.Box([-np.inf, -1], [np.inf, 1], (2,))
+    given = np.float32([[0.5, 2.0]])
+    np.testing.assert_array_equal(action_transform(space)(given), [[0.5, 1.0]])
+    with pytest.raises(ValueError, match=r"sac needs finite bounds .*the largest float counts as no bound"):
+        check_bounded("sac", space)
 
 
 def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
