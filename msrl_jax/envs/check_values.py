@@ -15,6 +15,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
 from msrl_jax.envs.goals import goals_of
+from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.privileged import with_privileged
@@ -259,6 +260,7 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
 
 
 def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+    yield from unseen_images(env)
     if not played["ended"].any():
         yield f"no episode of {name} ended in {len(played['ended'])} steps; episodes that never end have no returns to report"
     ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
