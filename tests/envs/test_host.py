@@ -162,6 +162,30 @@ def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
     assert reward.tolist() == [1, 1, 0, 1]
 
 
+def test_every_episode_that_begins_after_a_lost_step_is_another_one():
+    sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000), num_workers=1), 1)
+    steps, first = sim.reset(seed)
+    begun = [first[0, 0]]
+    for lost in (3, 8):
+        steps, (obs, *_, present) = sim(seed, steps + np.uint32(lost), np.ones(1, np.float32))
+        assert not present.any()
+        begun.append(obs[0, 0])
+    assert len(set(begun)) == 3
+
+
+def test_failures_count_in_a_row_alone(monkeypatch):
+    """The environment fails in its third step each time that it is made again, more often than is tolerated in a row."""
+    monkeypatch.setattr(host, "_PAUSE", 0.001)
+    monkeypatch.setattr(host, "_TRIES", 3)
+    sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000, raises_at=3), num_workers=1), 1)
+    steps, _ = sim.reset(seed)
+    answers = []
+    for _ in range(24):
+        steps, (*_, present) = sim(seed, steps, np.ones(1, np.float32))
+        answers.append(bool(present[0]))
+    assert answers.count(False) > 3 < answers.count(True)
+
+
 @pytest.mark.parametrize("fault", ["raises_at", "hangs_at", "dies_at"])
 def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(fault, tmp_path, caplog):
     factory = functools.partial(Counting, 1000, **{fault: 3}, once=str(tmp_path / "failed"))
