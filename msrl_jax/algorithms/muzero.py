@@ -37,6 +37,7 @@ from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
@@ -105,6 +106,7 @@ class MuZero:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for an environment or a game; raises TypeError or ValueError if a space or a size does not fit."""
         action_space, num_envs = check_discrete("MuZero", env.action_space), self.num_envs
+        to_env_action = action_transform(action_space)
         if is_game := envs.has_agents(env):
             venv: Any = vectorize_turns("muzero", env, num_envs)
             played: Any = OneMover(venv, env)
@@ -154,9 +156,9 @@ class MuZero:
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None = None) -> jax.Array:
             if not self.act_simulations:
-                return choose_action(state.params, obs, key, ())[0]
+                return to_env_action(choose_action(state.params, obs, key, ())[0])
             action, policy = searched(state, obs)
-            return action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)
+            return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game))
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
             """What a search without noise finds, which is the same with every key."""
@@ -178,7 +180,7 @@ class MuZero:
 
         @fragment(role="env")
         def env_step(env_state, action):
-            return played.step(env_state, action)
+            return played.step(env_state, to_env_action(action))
 
         pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 

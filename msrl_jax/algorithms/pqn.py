@@ -21,6 +21,7 @@ from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
@@ -84,6 +85,7 @@ class PQN:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         action_space = check_discrete("PQN", env.action_space)
+        to_env_action = action_transform(action_space)
         venv = training_env(env, self)
         network = q_network(make_torso(venv.observation_space, self), action_space)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
@@ -171,7 +173,7 @@ class PQN:
             return PQNState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
         def act(state: PQNState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-            return action_values(state.params, obs).argmax(-1).astype(action_space.dtype)
+            return to_env_action(action_values(state.params, obs).argmax(-1))
 
         return Agent(
             init=init,

@@ -97,8 +97,7 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
         raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; leave such rows out")
     if not bounds:
         return fitted
-    limits = (0, space.n - 1) if isinstance(space, Discrete) else (space.low, space.high)
-    low, high = (np.ravel(bound).astype(np.float64) for bound in limits)
+    low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
     if np.issubdtype(space.dtype, np.floating):
         low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
     outside = (rows < low) | (rows > high)

@@ -18,6 +18,7 @@ from msrl_jax.envs.distributions import log_uniform as log_uniform
 from msrl_jax.envs.distributions import ramp as ramp
 from msrl_jax.envs.distributions import uniform as uniform
 from msrl_jax.envs.goals import GoalEnvironment as GoalEnvironment
+from msrl_jax.envs.images import AsImage as AsImage
 from msrl_jax.envs.mazes import PointMaze as PointMaze
 from msrl_jax.envs.meta import RL2 as RL2
 from msrl_jax.envs.meta import RL3 as RL3

@@ -12,12 +12,12 @@ from msrl_jax.envs.spaces import Box, Discrete, Space, is_integers
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     """Makes the map from actions of a policy `[..., D]` to an environment's `[..., *space.shape]`, or `[...]` to `[...]`.
 
-    Discrete actions pass unchanged. Integers of a `Box`, which a policy counts from 0, are shifted to its lower bounds. A
+    Integers, which a policy counts from 0, are shifted to the start of a `Discrete` space or the lower bounds of a `Box`. A
     component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
     only clipped to their bounds.
     """
     if isinstance(space, Discrete):
-        return lambda action: jnp.asarray(action, space.dtype)
+        return lambda action: jnp.asarray(action + space.start if space.start else action, space.dtype)
     if not isinstance(space, Box):
         return lambda action: action
     if is_integers(space):
@@ -39,8 +39,10 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
     """The inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
 
     These are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is
-    `Discrete`, and `[N, K]` int32 counted from 0 if it is a `Box` of integers.
+    `Discrete`, and `[N, K]` int32 if it is a `Box` of integers, both counted from 0.
     """
+    if isinstance(space, Discrete):
+        return (action.astype(np.int64) - space.start).astype(np.int32)
     if not isinstance(space, Box):
         return action.astype(np.int32)
     if is_integers(space):

@@ -61,6 +61,11 @@ def check_types(env: Any, several: bool = False) -> None:
                 f"{name} has a method action_mask, but its action_space is {space}; only actions of a Discrete space can be "
                 "illegal: use Discrete, or remove action_mask"
             )
+        if space.start:
+            raise TypeError(
+                f"{name} has a method action_mask, and its action_space is {space}; masks count actions from 0: use "
+                f"Discrete({space.n}), and add {space.start} to the action in step"
+            )
         shape, mask = (*lead, space.n), jax.eval_shape(env.action_mask, state)
         _check_flag(mask, shape, f"{name}.action_mask", f"bool{list(shape)}, whether each action of {space} is legal{each}")
     if several and hasattr(env, "global_state"):

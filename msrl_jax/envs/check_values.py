@@ -15,6 +15,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
 from msrl_jax.envs.goals import goals_of
+from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.privileged import with_privileged
@@ -175,7 +176,7 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
             yield from _outside(part, x[key], what, f"{path}[{key!r}]")
         return
     x = np.asarray(x)
-    low, high = (0, space.n - 1) if isinstance(space, spaces.Discrete) else (space.low, space.high)
+    low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
     if inexact and not np.isfinite(x).all():
         yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations have to be finite"
@@ -259,6 +260,7 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
 
 
 def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+    yield from unseen_images(env)
     if not played["ended"].any():
         yield f"no episode of {name} ended in {len(played['ended'])} steps; episodes that never end have no returns to report"
     ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]

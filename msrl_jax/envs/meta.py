@@ -197,10 +197,10 @@ class RL3(EnvironmentWrapper):
         if not isinstance(self.env, RL2):
             raise TypeError(f"RL3 takes an RL2, and was given {env_name(self.env)}; write RL3(RL2(env, ...))")
         inner = self.env.env
-        if not all(isinstance(x, spaces.Discrete) for x in (inner.observation_space, inner.action_space)):
+        if not all(isinstance(x, spaces.Discrete) and x.start == 0 for x in (inner.observation_space, inner.action_space)):
             raise TypeError(
                 f"RL3 counts states and actions, and {env_name(inner)} has observations in {inner.observation_space} and "
-                f"actions in {inner.action_space}; give an environment where both are Discrete, or take RL2 alone"
+                f"actions in {inner.action_space}; give an environment where both are Discrete from 0, or take RL2 alone"
             )
         if not 0 <= self.discount <= 1 or not 0 < self.smoothing < np.inf:
             raise ValueError(

@@ -15,15 +15,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 @dataclass(frozen=True)
 class Discrete:
-    """The integers `0 .. n-1`.
+    """The integers `start .. start+n-1`. Policies and one-hot vectors count them from 0.
 
     Attributes:
       n: number of values, at least 1.
-      dtype: integer dtype of a value.
+      dtype: integer dtype of a value, which holds all of them.
+      start: the first value.
     """
 
     n: int
     dtype: DTypeLike = jnp.int32
+    start: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -31,30 +33,44 @@ class Discrete:
             raise ValueError(f"Discrete(n={self.n}) is empty; n must be at least 1")
         if not jnp.issubdtype(self.dtype, jnp.integer):
             raise ValueError(f"Discrete(dtype={self.dtype}) is no integer dtype; use int32")
+        for value in (self.start, self.high):
+            _check_held(value, self.dtype, f"the value {value} of {self!r}")
 
     def __repr__(self) -> str:
-        return f"Discrete({self.n})"
+        return f"Discrete({self.n}, start={self.start})" if self.start else f"Discrete({self.n})"
 
     @property
     def shape(self) -> tuple[()]:
         """The shape of a value: a scalar."""
         return ()
 
+    @property
+    def low(self) -> int:
+        """The first value."""
+        return self.start
+
+    @property
+    def high(self) -> int:
+        """The last value."""
+        return self.start + self.n - 1
+
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws a value uniformly."""
-        return jax.random.randint(key, (), 0, self.n, self.dtype)
+        return _uniform_integers(key, (), np.asarray(self.low), np.asarray(self.high), self.dtype)
 
     def contains(self, x: ArrayLike) -> jax.Array:
         """Whether `x` is an integer of the space; bool[]."""
         x = jnp.asarray(x)
         if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
             return jnp.asarray(False)
-        return (x >= 0) & (x < self.n)
+        return (x >= self.low) & (x <= self.high)
 
 
 @dataclass(frozen=True, eq=False)
 class Box:
     """Arrays with a lower and an upper bound for every element.
+
+    A bound of floats that is the largest number of the dtype, or of float32, is none: it is stored as infinite.
 
     Attributes:
       low: lower bounds, -inf for none; a number or an array, stored as a NumPy array `[*shape]`.
@@ -72,7 +88,7 @@ class Box:
         dtype, shape = np.dtype(self.dtype), tuple(self.shape)
         bounds = []
         for name, bound in {"low": self.low, "high": self.high}.items():
-            bound = np.asarray(bound, dtype)
+            bound = _bound(np.asarray(bound), dtype, name)
             try:
                 bounds.append(np.broadcast_to(bound, shape))  # a read-only view
             except ValueError:
@@ -102,9 +118,8 @@ class Box:
         An element with two bounds is uniform. An element without bounds is normal. An element with one bound has an
         exponential distance from it.
         """
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            end = np.minimum(self.high.astype(np.int64) + 1, np.iinfo(np.int32).max)
-            return jax.random.randint(key, self.shape, self.low, end).astype(self.dtype)
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            return _uniform_integers(key, self.shape, self.low, self.high, self.dtype)
         uniform_key, normal_key, tail_key = jax.random.split(key, 3)
         has_low, has_high = np.isfinite(self.low), np.isfinite(self.high)
         low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
@@ -142,6 +157,40 @@ def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
     if not jnp.issubdtype(np.dtype(dtype), jnp.integer):
         raise ValueError(f"MultiDiscrete(dtype={np.dtype(dtype)}) is no integer dtype; use int32")
     return Box(0, sizes - 1, sizes.shape, dtype)
+
+
+def _bound(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    """A bound in the dtype of its space; raises ValueError if it is nan, or no value of a dtype of integers or bools."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        if np.isnan(given).any():
+            raise ValueError(f"Box: {name} is nan; use a number, or an infinite one for no bound")
+        most = min(float(jnp.finfo(dtype).max), float(np.finfo(np.float32).max))
+        return np.where(np.abs(given) >= most, np.copysign(np.inf, given), given).astype(dtype)
+    for value in np.unique(given):
+        _check_held(value, dtype, f"Box: {name}={value}")
+    return given.astype(dtype)
+
+
+def _check_held(value: Any, dtype: DTypeLike, what: str) -> None:
+    """Raises ValueError unless a dtype of integers or bools holds a value, also where JAX has no 64-bit numbers."""
+    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
+    least, most = (0, 1) if limits is None else (limits.min, limits.max)
+    if not least <= value <= most or value != int(value):
+        raise ValueError(f"{what} is not one of {dtype}, which has {least} to {most}; use a dtype that holds it")
+
+
+def _uniform_integers(
+    key: jax.Array, shape: tuple[int, ...], low: np.ndarray, high: np.ndarray, dtype: DTypeLike
+) -> jax.Array:
+    """Draws integers, or bools, between two bounds, both included."""
+    word = np.uint64 if jax.dtypes.canonicalize_dtype(dtype).itemsize == 8 else np.uint32
+    first = jnp.asarray(low.astype(word))
+    span = high.astype(word) - low.astype(word)  # modulo the size of a word, as the sum below
+    last = np.iinfo(word).max
+    drawn = jax.random.randint(key, shape, 0, np.minimum(span, last - 1) + word(1), word)
+    if (span == last).any():
+        drawn = jnp.where(span == last, jax.random.bits(key, shape, word), drawn)
+    return (first + drawn).astype(dtype)
 
 
 def _brief(bound: np.ndarray) -> str:
@@ -270,7 +319,7 @@ def flatten(space: Space, x: Any) -> jax.Array:
     It ravels arrays, one-hot encodes integers, and concatenates parts.
     """
     if isinstance(space, Discrete):
-        return jax.nn.one_hot(x, space.n, dtype=jnp.float32)
+        return jax.nn.one_hot(jnp.asarray(x, jnp.int32) - space.start if space.start else x, space.n, dtype=jnp.float32)
     if isinstance(space, Box):
         x = jnp.asarray(x)
         return x.reshape(*x.shape[: x.ndim - len(space.shape)], -1).astype(jnp.float32)

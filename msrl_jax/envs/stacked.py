@@ -97,8 +97,8 @@ def _common(name: str, what: str, table: dict[str, spaces.Space]) -> spaces.Spac
             first = next(a for a in table if _merged(table[a], other, is_action) is None)
             raise ValueError(
                 f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}; only "
-                "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype, can be padded to one space; give "
-                "these agents the same space in the environment"
+                "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype and start, can be padded to one "
+                "space; give these agents the same space in the environment"
             )
         common = merged
     return common
@@ -112,7 +112,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
     if a == b or type(a) is not type(b) or a.dtype != b.dtype:
         return a if a == b else None
     if isinstance(a, spaces.Discrete) and isinstance(b, spaces.Discrete):
-        return a if a.n >= b.n else b
+        return None if a.start != b.start else a if a.n >= b.n else b
     if not isinstance(a, spaces.Box) or not isinstance(b, spaces.Box):
         return None
     are_vectors = len(a.shape) == len(b.shape) == 1
@@ -179,7 +179,7 @@ class StackedAgents:
         """The action of agent `i` in its own space. One that has left may choose anything, so a number is cut to its range."""
         own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(own, spaces.Discrete):
-            return jnp.minimum(action, own.n - 1).astype(own.dtype)
+            return jnp.minimum(action, own.high).astype(own.dtype)
         return action if own == self.action_space else action[: own.shape[0]]
 
     def _stack_observations(self, obs: Any, method: str) -> PyTree:

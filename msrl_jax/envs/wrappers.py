@@ -13,7 +13,20 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents, of_env
+from msrl_jax.envs.base import (
+    Environment,
+    PyTree,
+    Stepped,
+    TimeStep,
+    VectorEnvironment,
+    WithoutStatistics,
+    Wrapper,
+    env_name,
+    has_agents,
+    is_on_host,
+    of_env,
+)
+from msrl_jax.fragments.metrics import Mean
 
 
 class EnvironmentWrapper(Wrapper):
@@ -44,8 +57,68 @@ class EnvironmentWrapper(Wrapper):
         return self.env.step(key, state, action)
 
 
+class ObservationWrapper(EnvironmentWrapper):
+    """What wrappers share that map each observation to another one, by `observe`; they wrap simulators on the host, too."""
+
+    def observe(self, obs: PyTree) -> PyTree:
+        """Maps observations `[..., *observation_shape]`."""
+        raise NotImplementedError
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Starts an episode."""
+        state, obs = self.env.reset(key)
+        return state, self.observe(obs)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
+        """Advances the episode."""
+        state, obs, reward, terminated, truncated = self.env.step(key, state, action)
+        return state, self.observe(obs), reward, terminated, truncated
+
+    @property
+    def vectorize(self) -> Callable[[int], "ObservedVector"]:
+        """Makes copies of simulators on the host; AttributeError for other environments."""
+        if not is_on_host(self.env):
+            raise AttributeError(f"{self.name} has no vectorize of its own")
+        return lambda num_envs: ObservedVector(self.env.vectorize(num_envs), self)
+
+    @property
+    def film(self) -> Callable[..., Any]:
+        """Plays an episode of a simulator that draws itself; AttributeError if it does not."""
+        film = self.env.film
+        return lambda act, *options: film(lambda obs: act(self.observe(obs)), *options)
+
+
 @dataclass(frozen=True)
-class FlattenObservation(EnvironmentWrapper):
+class ObservedVector(WithoutStatistics, Wrapper):
+    """Copies of simulators on the host, in an `ObservationWrapper`.
+
+    Attributes:
+      env: the copies.
+      by: the wrapper.
+    """
+
+    env: VectorEnvironment
+    by: ObservationWrapper
+    num_envs = of_env("num_envs")
+    observation_space = property(lambda self: self.by.observation_space)
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Starts all environments."""
+        state, obs = self.env.reset(key)
+        return state, self.by.observe(obs)
+
+    def step(self, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Advances all environments."""
+        state, t = self.env.step(state, action)
+        return state, t._replace(obs=self.by.observe(t.obs), final_obs=self.by.observe(t.final_obs))
+
+    def pop_episodes(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
+        """Returns the metrics of the environments."""
+        return self.env.pop_episodes(state)
+
+
+@dataclass(frozen=True)
+class FlattenObservation(ObservationWrapper):
     """Makes every observation one float32 vector `[D]`.
 
     It ravels arrays, one-hot encodes integers of a `Discrete` space, and concatenates the parts of a `Tuple` or `Dict` space
@@ -62,15 +135,9 @@ class FlattenObservation(EnvironmentWrapper):
         """A `Box` of shape `[D]`."""
         return spaces.flat_space(self.env.observation_space)
 
-    def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
-        """Starts an episode."""
-        state, obs = self.env.reset(key)
-        return state, spaces.flatten(self.env.observation_space, obs)
-
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
-        """Advances the episode."""
-        state, obs, reward, terminated, truncated = self.env.step(key, state, action)
-        return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated
+    def observe(self, obs: PyTree) -> jax.Array:
+        """Flattens observations. `[..., D]`"""
+        return spaces.flatten(self.env.observation_space, obs)
 
 
 class TimeLimitState(NamedTuple):

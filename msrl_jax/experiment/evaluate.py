@@ -291,17 +291,29 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             known = None if several else metrics.answered(t)
             return e.running if known is None else e.running & known
 
+        def without_lost(e: _Episodes, t: Any) -> _Episodes:
+            """Begins again where simulators have lost an episode, truncated without an answer, as it is none in training."""
+            lost = e.running & t.truncated & ~t.terminated & ~t.present
+            keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)  # noqa: E731
+            carry = jax.tree.map(keep, behavior.initial_carry(episodes), e.carry)
+            zeros = [jax.tree.map(lambda x: keep(jnp.zeros_like(x), x), x) for x in (e.returns, e.lengths, e.metrics)]
+            return e._replace(carry=carry, **dict(zip(("returns", "lengths", "metrics"), zeros, strict=True)))
+
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
             # The return of several agents is the sum of theirs, as in training.
             reward = t.reward.sum(-1) if several else t.reward
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
+            answers = not several and t.present is not None  # some steps may have no answer
+            taken = e.running & t.present if answers else e.running
+            ended = t.ended & (t.present | t.terminated) if answers else t.ended
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
-            return _Episodes(
+            after = _Episodes(
                 e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
-                e.lengths + e.running, e.running & ~t.ended, metrics.add(env, e.metrics, t.metrics, counted(e, t)),
+                e.lengths + taken, e.running & ~ended, metrics.add(env, e.metrics, t.metrics, counted(e, t)),
             )  # fmt: skip
+            return without_lost(after, t) if answers else after
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(

@@ -156,7 +156,7 @@ def match(
                 drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
                 action = jnp.where(g.step < random_moves, drawn, action)
             if hasattr(game.action_space, "n"):  # an index out of range would be taken for the nearest one
-                outside |= g.running & ((action < 0) | (action >= game.action_space.n)).any(-1)
+                outside |= g.running & ((action < game.action_space.low) | (action > game.action_space.high)).any(-1)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
@@ -257,7 +257,8 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         mask = mask_of(obs)
         mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
-        return jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
+        drawn = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
+        return drawn + game.action_space.start
 
     return Player(choose, game=env_name(game))
 

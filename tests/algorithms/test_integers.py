@@ -1,5 +1,6 @@
 """Actions of several integers: they learn, one integer trains as a choice does, and all that a choice can do, they can."""
 
+import dataclasses
 import functools
 import json
 
@@ -82,6 +83,63 @@ def test_one_integer_trains_as_a_choice(algo):
     jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
     now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
     jax.tree.map(np.testing.assert_array_equal, *now)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """A walk whose actions start elsewhere, and a part of whose observations is a choice that does, too."""
+
+    first: int
+    env = RandomWalk()
+
+    @property
+    def observation_space(self):
+        return envs.Dict({"walk": self.env.observation_space, "time": envs.Discrete(6, start=self.first)})
+
+    @property
+    def action_space(self):
+        return envs.Discrete(3, start=self.first)
+
+    def reset(self, key):
+        state, obs = self.env.reset(key)
+        return state, {"walk": obs, "time": state.time + self.first}
+
+    def step(self, key, state, action):
+        state, obs, *outcome = self.env.step(key, state, action - self.first)
+        return state, {"walk": obs, "time": state.time + self.first}, *outcome
+
+
+REPLAYING = {"num_envs": 8, "unroll_length": 2, "batch_size": 16, "learning_starts": 16, "num_updates": 1, "hidden_sizes": (8,)}
+
+PLANNING = {
+    "learning_starts": 64, "num_simulations": 2, "latent_size": 4, "act_simulations": 2, "model_steps": 1, "n_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("algo", "config"),
+    [
+        ("dqn", REPLAYING),
+        pytest.param("muzero", REPLAYING | PLANNING, marks=pytest.mark.long),
+        *(pytest.param(algo, config, marks=pytest.mark.slow) for algo, config in
+          {"ppo": PROXIMAL, "pqn": PROXIMAL, "es": CONFIGS["es"], "sac": REPLAYING}.items()),
+    ],
+)  # fmt: skip
+def test_choices_that_start_elsewhere_train_as_those_from_0(algo, config):
+    """Bit for bit; only what the agent does is shifted."""
+    states, chosen = [], []
+    for first in (0, 10):
+        env = Elsewhere(first)
+        agent = make_counted(algo, env, **config)
+        state = jax.jit(agent.init)(jax.random.key(3))
+        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
+        state = jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=4)[0])(state)
+        states.append(state.inner.params)
+        obs = {"walk": jnp.linspace(-1, 1, 24).reshape(8, 3), "time": jnp.arange(8) % 6 + first}
+        chosen.append(jax.jit(agent.act)(state, obs, None))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    np.testing.assert_array_equal(chosen[0] + 10, chosen[1])
+    assert {*np.unique(chosen[0])} <= {0, 1, 2}
 
 
 @pytest.mark.long

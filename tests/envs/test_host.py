@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms.loops.buffers import check_bounded
 from msrl_jax.envs import GymnasiumEnvironment, host
+from msrl_jax.envs.actions import action_transform
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 from tests.support.slow import slow_unless
@@ -95,6 +97,58 @@ def test_observations_of_several_parts_and_actions_of_several_integers():
     assert played[2].any()
 
 
+class Elsewhere(gymnasium.Env):
+    """Spaces whose integers start elsewhere; pays 1 if the action is what was shown."""
+
+    observation_space = gymnasium.spaces.Dict({
+        "choice": gymnasium.spaces.Discrete(3, start=10),
+        "several": gymnasium.spaces.MultiDiscrete([2, 3], start=[-1, 5]),
+        "parts": gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(2, start=-1),)),
+    })  # fmt: skip
+    action_space = gymnasium.spaces.Discrete(3, start=10)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.show(), {}
+
+    def show(self):
+        self.shown = int(self.np_random.integers(3)) + 10
+        return {"choice": self.shown, "several": np.array([self.shown % 2 - 1, 7]), "parts": (self.shown % 2 - 1,)}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        reward = float(action == self.shown)
+        return self.show(), reward, False, False, {}
+
+
+def test_integers_that_start_elsewhere_stay_what_they_are_and_are_one_hot_to_networks():
+    env = GymnasiumEnvironment(Elsewhere, num_workers=1)
+    choice = msrl.envs.Discrete(3, start=10)
+    several, parts = msrl.envs.Box([-1, 5], [0, 7], (2,), np.int32), msrl.envs.Tuple((msrl.envs.Discrete(2, start=-1),))
+    assert env.action_space == choice
+    assert env.observation_space == msrl.envs.Dict({"choice": choice, "several": several, "parts": parts})
+    sim, seed = simulators(env)
+    steps, first = sim.reset(seed)
+    assert set(first["choice"]) <= {10, 11, 12} and (first["several"] >= several.low).all()
+    one_hot = np.asarray(msrl.envs.spaces.flatten(choice, first["choice"]))
+    np.testing.assert_array_equal(one_hot, np.eye(3)[first["choice"] - 10])
+    right = np.asarray(action_transform(choice)(one_hot.argmax(-1)))
+    _, (_, reward, *_) = sim(seed, steps, right)
+    assert (reward == 1).all()
+
+
+def test_the_largest_floats_of_gymnasium_are_no_bounds():
+    class Free(Counting):
+        action_space = gymnasium.spaces.Box(np.float32([-3.4028235e38, -1]), np.float32([3.4028235e38, 1]))
+
+    space = GymnasiumEnvironment(Free, num_workers=1).action_space
+    assert space == msrl.envs.Box([-np.inf, -1], [np.inf, 1], (2,))
+    given = np.float32([[0.5, 2.0]])
+    np.testing.assert_array_equal(action_transform(space)(given), [[0.5, 1.0]])
+    with pytest.raises(ValueError, match=r"sac needs finite bounds .*the largest float counts as no bound"):
+        check_bounded("sac", space)
+
+
 def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
     sim, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
     steps, _ = sim.reset(seed)
@@ -106,6 +160,30 @@ def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
     assert (truncated & ~present).tolist() == [False, False, True, False] and not terminated.any()
     assert steps.tolist() == [4, 4, 2, 4] and obs[:, 1].tolist() == [4, 4, 1, 4]
     assert reward.tolist() == [1, 1, 0, 1]
+
+
+def test_every_episode_that_begins_after_a_lost_step_is_another_one():
+    sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000), num_workers=1), 1)
+    steps, first = sim.reset(seed)
+    begun = [first[0, 0]]
+    for lost in (3, 8):
+        steps, (obs, *_, present) = sim(seed, steps + np.uint32(lost), np.ones(1, np.float32))
+        assert not present.any()
+        begun.append(obs[0, 0])
+    assert len(set(begun)) == 3
+
+
+def test_failures_count_in_a_row_alone(monkeypatch):
+    """The environment fails in its third step each time that it is made again, more often than is tolerated in a row."""
+    monkeypatch.setattr(host, "_PAUSE", 0.001)
+    monkeypatch.setattr(host, "_TRIES", 3)
+    sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000, raises_at=3), num_workers=1), 1)
+    steps, _ = sim.reset(seed)
+    answers = []
+    for _ in range(24):
+        steps, (*_, present) = sim(seed, steps, np.ones(1, np.float32))
+        answers.append(bool(present[0]))
+    assert answers.count(False) > 3 < answers.count(True)
 
 
 @pytest.mark.parametrize("fault", ["raises_at", "hangs_at", "dies_at"])

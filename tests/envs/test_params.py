@@ -53,6 +53,14 @@ class Weighing:
         return jnp.stack([jnp.asarray(True), jnp.asarray(self.weight) > 0])
 
 
+class Loaded(Weighing):
+    """Pays less for what is dead."""
+
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, obs, reward - self.dead, *ends
+
+
 def played(env, num_envs=E, steps=T, key=0):
     """The first observations, all time steps with action 0, and the last state."""
     venv = envs.vectorize(env, num_envs)
@@ -100,6 +108,14 @@ def test_parameters_are_drawn_at_each_reset_and_kept_for_the_episode():
     assert abs(np.log10(weight).mean()) < 0.15 and abs(np.log10(weight).var() - 16 / 12) < 0.15
     assert set(steps) == {2.0, 3.0, 4.0} and min(np.unique(steps, return_counts=True)[1]) > 0.25 * len(steps)
     assert set(map(tuple, grid)) == {(1.0, 2.0), (3.0, 4.0)} and abs((grid[:, 0] == 1).mean() - 0.5) < 0.1
+
+
+def test_parameters_are_drawn_independently_of_each_other():
+    given = {"weight": envs.uniform(0, 1), "dead": envs.uniform(0, 1), "steps": envs.uniform(1, 1000)}
+    env = envs.RandomizeParams(Loaded(), given)
+    drawn = jax.vmap(lambda key: env.reset(key)[0].params)(jax.random.split(jax.random.key(0), 1000))
+    between = np.corrcoef([np.asarray(drawn[name], float) for name in given])
+    assert np.abs(between - np.eye(3)).max() < 5 / np.sqrt(1000)
 
 
 def test_a_function_draws_what_it_likes():

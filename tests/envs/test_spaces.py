@@ -7,6 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.envs import spaces
+from msrl_jax.envs.actions import action_transform, policy_actions
 
 KEYS = jax.random.split(jax.random.key(0), 2000)
 
@@ -29,14 +30,51 @@ def test_box_samples_each_element_within_its_own_bounds():
 
 
 def test_box_samples_the_widest_bounds_without_overflow():
-    limit = np.finfo(np.float32).max
+    limit = 0.99 * np.finfo(np.float32).max
     x = np.asarray(samples(envs.Box(-limit, limit, ())))
     assert np.all(np.isfinite(x)) and x.max() > limit / 2
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", np.finfo(np.float32).max), ("float16", 65504), ("float32", 1e300)])
+def test_the_largest_float_is_no_bound(dtype, largest):
+    assert envs.Box(-largest, largest, (2,), dtype) == envs.Box(-np.inf, np.inf, (2,), dtype)
+    one_sided = envs.Box([-largest, 0], [1, largest], (2,), dtype)
+    assert one_sided == envs.Box([-np.inf, 0], [1, np.inf], (2,), dtype)
 
 
 def test_integer_boxes_include_both_bounds():
     x = samples(envs.Box(250, 255, (2,), jnp.uint8))
     assert x.dtype == jnp.uint8 and set(np.unique(x)) == {250, 251, 252, 253, 254, 255}
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int32", "uint32"])
+def test_all_values_of_integers_and_bools_are_equally_likely(dtype):
+    least, most = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    x = samples(envs.Box(least, most, (40,), dtype))
+    assert x.dtype == dtype
+    x = (np.asarray(x).astype(np.float64) - least) / (most - least)
+    assert x.min() < 0.01 and x.max() > 0.99
+    sixteenths = np.bincount(np.minimum((16 * x).astype(int).ravel(), 15), minlength=16) / x.size
+    want = [0.5, *[0] * 14, 0.5] if dtype == "bool" else np.full(16, 1 / 16)
+    np.testing.assert_allclose(sixteenths, want, atol=5 * np.sqrt(0.25 / x.size))
+
+
+@pytest.mark.parametrize("space", [envs.Discrete(256, np.uint8), envs.Discrete(128, np.int8), envs.Discrete(5, start=-2)])
+def test_discrete_samples_all_that_its_dtype_holds(space):
+    x = np.asarray(jax.vmap(lambda key: jax.vmap(space.sample)(jax.random.split(key, 10)))(KEYS))
+    assert x.dtype == space.dtype and set(np.unique(x)) == set(range(space.start, space.start + space.n))
+
+
+def test_integers_that_start_elsewhere_are_counted_from_their_start():
+    space = envs.Discrete(3, start=10)
+    assert space != envs.Discrete(3) and repr(space) == "Discrete(3, start=10)"
+    assert [bool(space.contains(x)) for x in (9, 10, 12, 13)] == [False, True, True, False]
+    nested = envs.Dict({"a": space, "b": envs.Tuple((envs.Discrete(2, np.int8, start=-128),))})
+    flat = spaces.flatten(nested, {"a": jnp.array([10, 12]), "b": (jnp.array([-127, -128], jnp.int8),)})
+    assert flat.tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 1, 0]] and spaces.flat_space(nested).shape == (5,)
+    counted = jnp.array([0, 2])
+    assert action_transform(space)(counted).tolist() == [10, 12]
+    assert policy_actions(space, np.array([10, 12])).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +128,14 @@ def test_spaces_print_briefly():
     [
         (lambda: envs.Discrete(0), "n must be at least 1"),
         (lambda: envs.Discrete(2, jnp.float32), "is no integer dtype"),
+        (lambda: envs.Discrete(200, jnp.int8), r"the value 199 of Discrete\(200\) is not one of int8, which has -128 to 127"),
+        (lambda: envs.Discrete(3, jnp.int8, start=126), r"the value 128 of Discrete\(3, start=126\) is not one of int8"),
+        (lambda: envs.MultiDiscrete([2, 300], jnp.uint8), "Box: high=299 is not one of uint8, which has 0 to 255"),
+        (lambda: envs.Box(np.array([-1, 0]), 5, (2,), jnp.uint8), "Box: low=-1 is not one of uint8"),
+        (lambda: envs.Box(0, np.inf, (2,), jnp.int32), "Box: high=inf is not one of int32"),
+        (lambda: envs.Box(0, 1.5, (2,), jnp.int32), "Box: high=1.5 is not one of int32"),
+        (lambda: envs.Box(0, 2, (2,), bool), "Box: high=2 is not one of bool, which has 0 to 1"),
+        (lambda: envs.Box(np.nan, 2, (2,)), "Box: low is nan"),
         (lambda: envs.Box(0, [1, 1, 1], (2,)), r"high of shape \(3,\) does not broadcast to shape=\(2,\)"),
         (lambda: envs.Box([0, 2], 1, (2,)), r"low=2.0 is above high=1.0 at index \(1,\)"),
     ],

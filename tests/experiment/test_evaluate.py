@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.envs import Box, Discrete, TimeStep
+from msrl_jax.envs.base import WithoutStatistics
 from msrl_jax.experiment.evaluate import Behavior, Evaluation, make_evaluator
 from msrl_jax.fragments.counters import to_int
 from tests.support.training_envs import Lottery
@@ -42,6 +44,47 @@ def test_a_truncation_ends_an_episode(tiny):
     evaluation = make_evaluator(Behavior(agent, env), 16, max_steps=30)(agent.init(jax.random.key(0)), jax.random.key(1))
     assert set(evaluation.lengths.tolist()) == {3, 7} and evaluation.finished.all()
     np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
+
+
+class Answering(WithoutStatistics):
+    """Copies of which the odd ones lose their first episode, and the even ones answer late; seven or two is paid then."""
+
+    name, axes = "Answering", None
+    observation_space, action_space = Box(-1, 1, (2,)), Discrete(2)
+    metrics = {"total": "sum", "level": "mean"}  # noqa: RUF012
+
+    def __init__(self, num_envs=1):
+        self.num_envs = num_envs
+
+    def vectorize(self, num_envs):
+        return Answering(num_envs)
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.zeros((self.num_envs, 2))
+
+    def step(self, state, action):
+        rows = [  # reward, terminated, truncated, present and metric of even and odd copies
+            ([1, 1], [0, 0], [0, 0], [1, 1], [1, 1]),
+            ([1, 0], [0, 0], [0, 1], [1, 0], [1, np.nan]),
+            ([0, 1], [0, 0], [0, 0], [0, 1], [np.nan, 2]),
+            ([5, 1], [1, 1], [0, 0], [1, 1], [4, 3]),
+        ]
+        of_copies = lambda row: jnp.array(row)[jnp.arange(self.num_envs) % 2]  # noqa: E731
+        reward, *flags, metric = (jax.vmap(of_copies)(jnp.array(x, float))[state % 4] for x in zip(*rows, strict=True))
+        terminated, truncated, present = (x.astype(bool) for x in flags)
+        obs = jnp.zeros((self.num_envs, 2))
+        return state + 1, TimeStep(obs, reward, terminated, truncated, obs, present, jnp.stack([metric] * 2, 1))
+
+    def pop_episodes(self, state):
+        return state, {}
+
+
+def test_steps_without_an_answer_and_lost_episodes_do_not_count(tiny):
+    env = Answering()
+    agent = algorithms.get("ppo")(**tiny).build(env)
+    played = make_evaluator(Behavior(agent, env), 4)(jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1))
+    assert played.returns.tolist() == [7, 2, 7, 2] and played.lengths.tolist() == [3, 2, 3, 2] and played.finished.all()
+    assert played.metrics["total"].tolist() == [6, 5, 6, 5] and played.metrics["level"].tolist() == [2, 2.5, 2, 2.5]
 
 
 @pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])

@@ -3,14 +3,15 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import envs
+from msrl_jax import algorithms, envs
 from msrl_jax.cli import main
 from msrl_jax.envs.registry import _factories
-from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.evaluate import Behavior, Evaluation, make_evaluator
 from msrl_jax.experiment.store import read_evaluation
 from tests.support.leaving import Leaving
 
@@ -50,6 +51,29 @@ def test_returns_of_agents_and_teams_are_those_of_their_rewards(played):
     again = played.evaluate(3)
     np.testing.assert_array_equal(again.agent_returns, np.tile(agents, (3, 1)))
     assert again.mean_length == LIMIT
+
+
+class Lasting:
+    """Two agents who are paid 1 and 2 in every step of an episode of one to six steps."""
+
+    agents = ("one", "two")
+    observation_space, action_space = envs.Box(0, 9, (2,)), envs.Discrete(2)
+
+    def reset(self, key):
+        return jax.random.randint(key, (), 1, 7), jnp.zeros((2, 2))
+
+    def step(self, key, state, action):
+        over = state <= 1
+        return state - 1, jnp.zeros((2, 2)), jnp.array([1.0, 2.0]), jnp.stack([over, over]), jnp.asarray(False)
+
+
+def test_returns_of_agents_stop_at_the_end_of_each_episode():
+    env = Lasting()
+    agent = algorithms.get("ippo")(num_envs=4, unroll_length=4, num_minibatches=1, hidden_sizes=(4,)).build(env)
+    found = make_evaluator(Behavior(agent, env), 32)(jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1))
+    assert len(set(found.lengths.tolist())) > 3
+    np.testing.assert_array_equal(found.agent_returns, found.lengths[:, None] * [1, 2])
+    np.testing.assert_array_equal(found.returns, found.lengths * 3)
 
 
 def test_histories_and_summaries_have_the_returns_of_teams(played):

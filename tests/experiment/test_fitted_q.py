@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import msrl_jax as msrl
 from msrl_jax.data import Dataset
@@ -71,6 +72,45 @@ def test_a_value_is_that_of_dynamic_programming():
     assert found.value == pytest.approx(value_by_hand([0] * STATES), abs=0.03) and found.values.shape == (8,)
     low, high = found.interval
     assert low <= found.value <= high and f"({low:.4g} to {high:.4g})" in str(found)
+
+
+def rows_from(*starts, rewards=None):
+    """Episodes of single steps from these states, with action 0."""
+    hot, rows = np.eye(STATES, dtype=np.float32), []
+    for start in starts:
+        for state in range(start, STATES - 1):
+            rows.append((state, 0, *after(state, 0)))
+    state, action, reached, reward, over = (np.array(x) for x in zip(*rows, strict=True))
+    reward = reward if rewards is None else reward + np.array(rewards)
+    return Dataset(hot[state], action, reward, over, np.zeros(len(rows), bool), hot[reached])
+
+
+def test_each_fit_values_the_first_observations_of_its_own_episodes():
+    """An episode from state 0 is worth 0.64 and one from state 2 is worth 1: fits that drew more of the latter are higher."""
+    starts = np.array([0, 2] * 4)
+    found = fitted_q(Ring(), acting([0] * STATES), rows_from(*starts), SMALL, seed=1)
+    drawn = np.random.default_rng(1).integers(len(starts), size=(8, len(starts)))
+    worth = np.where(starts[drawn] == 0, DISCOUNT**2, 1.0).mean(1)
+    assert worth.std() > 0.04
+    np.testing.assert_allclose(found.values, worth, atol=0.03)
+    # The deviation of bootstrapped values is the standard error of the estimate.
+    half = stats.t.ppf(0.975, 7) * found.values.std(ddof=1)
+    np.testing.assert_allclose(found.interval, found.values.mean() + np.array([-half, half]))
+
+
+@pytest.mark.filterwarnings("ignore:.*still changed")
+def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
+    """The drawn episodes differ in length, so that those of most fits are filled up, with row 0."""
+    starts, settings = (0, 2, 1, 0), dataclasses.replace(SMALL, num_updates=20)
+    plain, other = (
+        fitted_q(Ring(), acting([0] * STATES), rows_from(*starts, rewards=[extra, *[0] * 8]), settings, seed=0)
+        for extra in (0.0, 0.3)
+    )
+    drawn = np.random.default_rng(0).integers(len(starts), size=(8, len(starts)))
+    has_first = (drawn == 0).any(1)
+    counts = np.array([3, 1, 2, 3])[drawn].sum(1)
+    assert has_first.any() and (~has_first & (counts < counts.max())).any()
+    np.testing.assert_array_equal((plain.values != other.values), has_first)
 
 
 @pytest.fixture(scope="module")

@@ -221,8 +221,8 @@ def check_bounded(name: str, space: Space) -> Box:
         raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ValueError(
-            f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
-            f"finite low and high, or use ppo (of several agents, ippo)"
+            f"{name} needs finite bounds of every component of an action, but the space is {space} (the largest float counts "
+            "as no bound); give its action_space finite low and high, or use ppo (of several agents, ippo)"
         )
     return space
 

@@ -336,7 +336,7 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
     if kind in _CONVOLUTIONS and (len(shape) != 3 or min(shape[:2]) < 3):
         raise ValueError(
             f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
-            "use network='mlp'"
+            "use network='mlp', or wrap the environment in msrl_jax.envs.AsImage"
         )
     if kind == "simba" and len(set(sizes)) > 1:
         raise ValueError(f"hidden_sizes={sizes}: the blocks of network='simba' have one width; use {sizes[:1] * len(sizes)}")

@@ -164,9 +164,7 @@ def converted(space: Any, what: str) -> spaces.Space:
         case gymnasium_spaces.Discrete():
             if max(abs(int(space.start)), int(space.start + space.n)) > np.iinfo(np.int32).max:
                 raise TypeError(f"{what} is {space}, whose numbers exceed int32; wrap the environment")
-            if space.start == 0:
-                return spaces.Discrete(int(space.n))
-            return spaces.Box(space.start, space.start + space.n - 1, (), np.int32)
+            return spaces.Discrete(int(space.n), start=int(space.start))
         case gymnasium_spaces.Box():
             dtype: Any = space.dtype
             bounds = (space.low, space.high)
@@ -174,9 +172,7 @@ def converted(space: Any, what: str) -> spaces.Space:
                 dtype = np.dtype(f"{dtype.kind}4")
             if dtype.kind in "iu":
                 bounds = (np.clip(bound, np.iinfo(dtype).min, np.iinfo(dtype).max) for bound in bounds)
-            with np.errstate(over="ignore"):  # to infinity
-                low, high = (np.asarray(bound).astype(dtype) for bound in bounds)
-            return spaces.Box(low, high, space.shape, dtype)
+            return spaces.Box(*bounds, space.shape, dtype)
         case gymnasium_spaces.MultiDiscrete():
             return spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.int32)
         case gymnasium_spaces.MultiBinary():

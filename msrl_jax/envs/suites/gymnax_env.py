@@ -159,10 +159,7 @@ def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
     if isinstance(space, gymnax_spaces.Discrete):
         return spaces.Discrete(space.n, x.dtype)
     if isinstance(space, gymnax_spaces.Box):
-        limit = np.finfo(np.float32).max if jnp.issubdtype(space.dtype, jnp.floating) else np.inf
-        low, high = (np.asarray(bound) for bound in (space.low, space.high))
-        low, high = np.where(low <= -limit, -np.inf, low), np.where(high >= limit, np.inf, high)
-        return spaces.Box(low, high, x.shape, x.dtype)
+        return spaces.Box(space.low, space.high, x.shape, x.dtype)
     if isinstance(space, gymnax_spaces.Tuple):
         return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):

@@ -1,0 +1,120 @@
+"""Observations that are images in another layout than networks convolve: which ones are, and a wrapper that mends them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, env_name
+from msrl_jax.envs.wrappers import ObservationWrapper
+
+_LARGE = 36  # from this height and width on, networks convolve images as the first DQN did, and divide uint8 by 255
+
+
+def unseen_images(env: Any) -> Iterator[str]:
+    """What to know of each image in the observations of an environment that networks do not see as one."""
+    for path, space in _parts(env.observation_space):
+        if isinstance(space, spaces.Box) and _is_unseen(space, is_whole=not path):
+            what = f"the part {path} of the observations" if path else "the observations"
+            yield (
+                f"{what} of {env_name(env)} seem to be images, {space.dtype}{list(space.shape)}, but networks convolve (and "
+                "scale) observations [H, W, C] alone; wrap the environment in msrl_jax.envs.AsImage, or give network= a module "
+                "of your own"
+            )
+
+
+def _is_unseen(space: spaces.Box, is_whole: bool) -> bool:
+    """Whether an array seems to be an image that networks flatten, or whose channels come first."""
+    shape = space.shape
+    if not (np.isfinite(space.low.astype(np.float64)).all() and np.isfinite(space.high.astype(np.float64)).all()):
+        return False  # pixels have bounds
+    if len(shape) == 3 and shape[0] < min(shape[1:]):
+        return shape[1] == shape[2] or min(shape[1:]) >= _LARGE
+    is_large = sum(size >= _LARGE for size in shape) >= 2
+    return is_large and (len(shape) in (2, 4) or (len(shape) == 3 and not is_whole and space.dtype == np.uint8))
+
+
+def _parts(space: Any, path: str = "") -> Iterator[tuple[str, spaces.Space]]:
+    """The spaces of the arrays of a space, and their paths in it."""
+    if not isinstance(space, spaces.Tuple | spaces.Dict):
+        yield path, space
+        return
+    for key, part in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+        yield from _parts(part, f"{path}[{key!r}]")
+
+
+@dataclass(frozen=True)
+class AsImage(ObservationWrapper):
+    """Makes one image `[H, W, C]` of every observation, as networks convolve them.
+
+    Images `[H, W]`, `[C, H, W]`, and frames `[N, H, W, C]` and `[N, C, H, W]` get their channels last, those of the first frame
+    first; channels come before height and width where they are fewer than the width. Of several parts, images are joined along
+    their channels, in the order of sorted names, and every number of the other parts becomes a channel with this number
+    everywhere; integers of a `Discrete` space are one-hot. The image is uint8 if all parts are images of uint8. Else it is
+    float32, and parts of uint8 are divided by 255.
+
+    Attributes:
+      env: the environment, in JAX or on the host; all images in an observation have the same height and width.
+    """
+
+    env: Environment
+
+    def __post_init__(self):
+        images: list[Any] = [space for _, space in _parts(self.env.observation_space) if _is_image(space)]
+        sizes = {_channels_last(x.shape, x.low).shape[:2] for x in images}
+        if len(sizes) != 1:
+            raise ValueError(
+                "AsImage makes one image of arrays of two to four dimensions with one height and width, and "
+                f"{env_name(self.env)} has observations in {self.env.observation_space}; leave out there what does not fit"
+            )
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """A `Box` of shape `[H, W, C]`, uint8 or float32."""
+        parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for _, part in _parts(self.env.observation_space)]
+        low, high = (_joined([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
+        return spaces.Box(low, high, low.shape, low.dtype)
+
+    def observe(self, obs: PyTree) -> jax.Array:
+        """The image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
+        parts = _values(self.env.observation_space, obs)
+        return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for part, x in parts], jnp)
+
+
+def _is_image(space: Any) -> bool:
+    return isinstance(space, spaces.Box) and 2 <= len(space.shape) <= 4
+
+
+def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
+    """Joins images, and vectors of the parts that are none, by NumPy or by jax.numpy."""
+    found = [_channels_last(part.shape, x) if _is_image(part) else x[..., None, None, :] for part, x in parts]
+    if any(x.dtype != np.uint8 for x in found):
+        found = [x.astype(np.float32) / (255 if x.dtype == np.uint8 else 1) for x in found]
+    size = next(x.shape[-3:-1] for (part, _), x in zip(parts, found, strict=True) if _is_image(part))
+    return numpy.concatenate([numpy.broadcast_to(x, (*x.shape[:-3], *size, x.shape[-1])) for x in found], axis=-1)
+
+
+def _values(space: Any, obs: Any) -> Iterator[tuple[Any, Any]]:
+    """The spaces and the arrays of an observation."""
+    if not isinstance(space, spaces.Tuple | spaces.Dict):
+        yield space, obs
+        return
+    for key, part in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+        yield from _values(part, obs[key])
+
+
+def _channels_last(shape: tuple[int, ...], x: Any) -> Any:
+    """Images of a shape, arrays `[..., *shape]` of NumPy or JAX, as `[..., H, W, C]`."""
+    if len(shape) == 2:
+        return x[..., None]
+    before, axes = range(x.ndim - len(shape)), list(range(x.ndim - len(shape), x.ndim))
+    if shape[-3] < shape[-1]:
+        axes = [*axes[:-3], axes[-2], axes[-1], axes[-3]]
+    if len(shape) == 4:
+        axes = [axes[1], axes[2], axes[0], axes[3]]
+    x = x.transpose(*before, *axes)
+    return x.reshape(*x.shape[: len(before) + 2], -1)
