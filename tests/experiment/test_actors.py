@@ -2,11 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
-import multiprocessing
 import os
-import queue
 import re
 import signal
 import socket
@@ -15,8 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,11 +19,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli.program import main
-from msrl_jax.experiment import pool, replay_arrivals, wire
+from msrl_jax.experiment import keys, replay_arrivals, wire
 from msrl_jax.experiment.arrivals import FILE, Arrivals, read
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.parts import parts_of
-from msrl_jax.experiment.run import Ending
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 from tests.support.slow import slow_unless
@@ -224,7 +218,13 @@ def learner_in_a_thread(address, folder=None, algo="impala", **options):
 
 def reached(address):
     with contextlib.suppress(wire.WireError):
-        return wire.connect(wire.address_of(address), b"msrl-jax")
+        return wire.connect(wire.address_of(address), keys.contexts()[1])
+
+
+def let_in(listener):
+    """The channel of a learner of our own to the next actor."""
+    connection, _ = listener.accept()
+    return wire.Channel(keys.contexts()[0].wrap_socket(connection, server_side=True))
 
 
 def said(address, *messages):
@@ -258,11 +258,11 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     ready = {"fingerprint": parts_of(experiment).halves.fingerprint}
     token = {"run": "another", "unroll": 0, "life": 0, "version": 0}
     stale = said(address, hello, ready, None, token)
-    assert stale == {"refused": "its token is not one of this run; start the actor again"}
-    monkeypatch.setenv(wire.SECRET, "another secret")
-    with pytest.raises(PermissionError, match="or does not have the same secret"):
-        msrl.experiment.act(address)
-    monkeypatch.delenv(wire.SECRET)
+    assert stale == {"refused": "what it sent is no unroll of this run: its token is of another one; start the actor again"}
+    with monkeypatch.context() as patch:
+        patch.setenv(keys.VARIABLE, str(tmp_path / "another key.pem"))
+        with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*another key\.pem, which all have"):
+            msrl.experiment.act(address)
     assert msrl.experiment.act(address) >= 2
     thread.join(60)
     assert found[0].status == "finished" and found[0].history["step"][-1] == 2 * STEPS
@@ -289,7 +289,6 @@ def test_several_learners_share_an_actor(address):
         ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
         ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
-        ({"actors_at": "0.0.0.0:7000"}, "set the variable MSRL_JAX_SECRET to the same text"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
         ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
@@ -297,8 +296,7 @@ def test_several_learners_share_an_actor(address):
         ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
     ],
 )  # fmt: skip
-def test_bad_settings_are_refused_before_anything_compiles(given, error, monkeypatch):
-    monkeypatch.delenv(wire.SECRET, raising=False)
+def test_bad_settings_are_refused_before_anything_compiles(given, error):
     with pytest.raises(ValueError, match=error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
 
@@ -374,12 +372,11 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
 
     acting = threading.Thread(target=act, daemon=True)
     acting.start()
-    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+    with listener, contextlib.closing(let_in(listener)) as channel:
         channel.receive(2**20)
         channel.send({"refused": "it is too late"})
         text = f"acting for {other} ended with an error: the learner refused this actor: it is too late"
         wait_for(lambda: text in said, lambda: str(said))
-    wire.stop_listening(listener)
     assert acting.is_alive()
     thread, found = learner_in_a_thread(address)
     for each in (thread, acting):
@@ -402,11 +399,10 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     listener = wire.listen(wire.address_of(other))
     acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(other, wait=60)), daemon=True)
     acting.start()
-    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+    with listener, contextlib.closing(let_in(listener)) as channel:
         channel.receive()
         channel.send(about)
         channel.send({"over": True})
-    wire.stop_listening(listener)
     acting.join(60)
     assert acted == [0]
 
@@ -451,59 +447,3 @@ def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
     (tmp_path / FILE).write_text("5\n")
     with pytest.raises(ValueError, match=r"is damaged \(a line is no entry of a record\)"):
         read(tmp_path / FILE)
-
-
-def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
-    """A suspended one: parameters that fill its buffers are on their way, and the thread that sends them waits."""
-    monkeypatch.setattr(pool, "_LINGER", 0.2)
-    near, far = multiprocessing.Pipe()
-    channel = wire.Channel(near)
-
-    def send():
-        with contextlib.suppress(wire.WireError):
-            channel.send({}, [np.zeros(2**21)])
-
-    stuck = threading.Thread(target=send, daemon=True)
-    full = SimpleNamespace(channel=channel, answers=queue.SimpleQueue())
-    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={0: full}, _entering=set(), _threads=[stuck])
-    of_pool._tell = pool.Pool._tell
-    of_pool._dismiss = functools.partial(pool.Pool._dismiss, of_pool)
-    stuck.start()
-    time.sleep(0.2)
-    ending = threading.Thread(target=pool.Pool.end, args=(of_pool, SimpleNamespace(ending=Ending("finished"))), daemon=True)
-    ending.start()
-    ending.join(10)
-    assert not ending.is_alive() and stuck.is_alive()
-    channel.close()
-    far.close()
-
-
-def test_who_connects_and_says_nothing_is_left(address, monkeypatch):
-    monkeypatch.setattr(wire, "PATIENCE", 0.2)
-    listener = wire.listen(wire.address_of(address))
-    with socket.create_connection(wire.address_of(address)), pytest.raises(wire.WireError):
-        wire.accepted(listener.accept(), b"s")
-    wire.stop_listening(listener)
-
-
-def test_messages_that_are_none(address):
-    """What is too large, or no message, ends the connection, and nothing else."""
-    listener = wire.listen(wire.address_of(address))
-    ends = []
-    thread = threading.Thread(target=lambda: ends.append(wire.accepted(listener.accept(), b"s")), daemon=True)
-    thread.start()
-    near = wire.connect(wire.address_of(address), b"s")
-    thread.join(10)
-    (far,) = ends
-    near.send({"a": 1}, [np.arange(3, dtype=np.int16)])
-    header, payload = far.receive(100)
-    assert header == {"a": 1}
-    np.testing.assert_array_equal(wire.arrays_of(payload, [jax.ShapeDtypeStruct((3,), np.int16)])[0], [0, 1, 2])
-    with pytest.raises(wire.WireError, match="6 bytes of arrays in place of 8"):
-        wire.arrays_of(payload, [jax.ShapeDtypeStruct((4,), np.int16)])
-    near.send({}, [np.zeros(2**21, np.uint8)])
-    with pytest.raises(wire.WireError):
-        far.receive(100)
-    near.close()
-    far.close()
-    wire.stop_listening(listener)
