@@ -266,16 +266,23 @@ def test_an_actor_tells_nothing_to_a_learner_without_its_key(other_key, monkeypa
 
 
 def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
-    """A suspended one: parameters that fill its buffers are on their way, and what sends them waits."""
+    """A suspended one: parameters that fill its buffers are on their way, and what serves it waits."""
     monkeypatch.setattr(pool, "_LINGER", 0.2)
 
     async def end(peer):
-        sending = asyncio.create_task(peer.send({}, [np.zeros(2**23)]))
+        async def serve():
+            await peer.send({}, [np.zeros(2**23)])
+            await peer.receive()
+
+        serving = asyncio.create_task(serve())
         await asyncio.sleep(0.1)
-        full, start = SimpleNamespace(_serving={sending: peer}, _actors={}), time.monotonic()
+        full, start = SimpleNamespace(_serving={serving: peer}, _actors={}), time.monotonic()
         await pool.Pool._dismiss(full, {"over": True})  # type: ignore[arg-type]
-        assert not sending.done()
-        return time.monotonic() - start
+        ended, waits = time.monotonic() - start, not serving.done()
+        peer.cut()
+        with contextlib.suppress(wire.WireError):
+            await serving
+        return ended if waits else "gone"
 
     with learner(end) as (address, ends), contextlib.closing(wire.connect(address, keys.contexts()[1])):
         assert 0.1 < wait_for(ends)[0] < 10
