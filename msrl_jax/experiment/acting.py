@@ -1,6 +1,7 @@
 """The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
 
 import contextlib
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax import _compiling
-from msrl_jax.experiment import wire
+from msrl_jax.experiment import keys, wire
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.hooks import seconds
 from msrl_jax.experiment.parts import Packing, Parts, parts_of, patched
@@ -129,19 +130,19 @@ def act(
     limit = seconds("wait", wait)
     if not addresses:
         raise ValueError("an actor needs the address of its learner; give HOST:PORT, such as 127.0.0.1:7000")
-    reached = [(where, wire.secret_for(where[0], "address")) for where in (wire.address_of(a, "address") for a in addresses)]
+    reached, (_, context) = [wire.address_of(address, "address") for address in addresses], keys.contexts()
     outcomes: list[int | Exception] = []
 
-    def act_at(where: tuple[str, int], secret: bytes) -> None:
+    def act_at(where: tuple[str, int]) -> None:
         try:
-            outcomes.append(_act(where, secret, experiment, limit, say))
+            outcomes.append(_act(where, context, experiment, limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(reached) > 1:  # the others may go on for days
                 say(f"acting for {':'.join(map(str, where))} ended with an error: {error}")
 
     with _compiling.on_disk():
-        threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in reached]
+        threads = [threading.Thread(target=act_at, args=(where,), daemon=True) for where in reached]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -151,12 +152,14 @@ def act(
     return sum(x for x in outcomes if isinstance(x, int))
 
 
-def _act(where: tuple[str, int], secret: bytes, experiment: Experiment | None, limit: float, say: Callable[[str], Any]) -> int:
+def _act(
+    where: tuple[str, int], context: ssl.SSLContext, experiment: Experiment | None, limit: float, say: Callable[[str], Any]
+) -> int:
     address, actor = ":".join(map(str, where)), _Actor(experiment)
     since, attempts = time.monotonic(), 0
     while True:
         try:
-            with contextlib.closing(wire.connect(where, secret)) as channel:
+            with contextlib.closing(wire.connect(where, context)) as channel:
                 say(f"acting for {address}")
                 attempts = 0
                 actor.act_for(channel)

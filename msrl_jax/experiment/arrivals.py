@@ -5,19 +5,23 @@ A line is one of these, in the order in which things happened:
     {"run": TOKEN, "begins": ITERATION, "codec": NAME, ...}     a learner begins, the first one or one that goes on
     {"joins": TICKET}                                           an actor joins
     {"ticket": T, "unroll": N, "life": L, "version": V, ...}    an unroll arrives: the N-th of the actor with ticket T
+    {"refuses": TICKET, "because": REASON}                      an actor sent what is no unroll of the run
+    {"gap": LINES}                                              so many lines could not be written
 
 A learner that begins notes `total_steps` and `guard`, too, which may be others when a run goes on, and change its programs.
 `life` is the number of the learner whose parameters acted, and `version` the iterations that it had done. A line has `used`,
-the number of the iteration that learns from it, or `dropped`, the reason why none does.
+the number of the iteration that learns from it, or the reason why none does: `dropped` if it is late, `refused` if it is bad.
 """
 
-import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import os
 import secrets
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -34,6 +38,7 @@ from msrl_jax.experiment.spec import Experiment, difference
 from msrl_jax.experiment.store import read_description
 
 FILE = "arrivals.jsonl"
+_KEPT = 100_000  # most lines that wait in memory until they can be written
 
 
 class Arrivals:
@@ -45,9 +50,13 @@ class Arrivals:
         self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
         self.run = next((line["run"] for line in lines), secrets.token_hex(8))
         self.tickets = sum("joins" in line for line in lines)
-        self.dropped = sum("dropped" in line for line in lines)
+        self.dropped = self.refused = 0
+        self._count(*lines)
         self._lines: list[dict[str, Any]] | None = lines
         self._taken: dict[int, int] = {}  # the last unroll of each actor that was taken
+        self._kept: list[bytes] = []  # lines that are not in the file yet
+        self._gap, self._whole = 0, 0  # lines that are lost; bytes of whole lines in the file
+        self._again, self._lock = 0.0, threading.Lock()  # when to try again to write
 
     @property
     def life(self) -> int:
@@ -62,8 +71,7 @@ class Arrivals:
                 self._taken[line["ticket"]] = line["unroll"]
         self._lines = None
         if self._file is not None and self._file.exists():
-            with contextlib.suppress(OSError):  # the next line does not go on with one that was cut off
-                os.truncate(self._file, self._file.read_bytes().rfind(b"\n") + 1)
+            self._whole = self._file.read_bytes().rfind(b"\n") + 1  # the next line does not go on with one that was cut off
         self._write({"run": self.run, "begins": iteration, **about})
 
     def join(self) -> int:
@@ -72,8 +80,18 @@ class Arrivals:
         self._write({"joins": self.tickets - 1})
         return self.tickets - 1
 
-    def take(self, ticket: int, unroll: int, life: int, version: int, iteration: int, bound: int) -> str | None:
-        """Notes an unroll that arrived at an iteration; the reason why it is dropped, if it is."""
+    def has_published(self, life: int, version: int, newest: int) -> bool:
+        """Whether a learner published parameters after so many iterations, the newest of this one being known."""
+        return 0 <= life <= self.life and self.lives[life] <= version and (life < self.life or version <= newest)
+
+    def refuse(self, ticket: int, reason: str) -> None:
+        """Notes that an actor sent what is no unroll of the run."""
+        self._write({"refuses": ticket, "because": reason})
+
+    def take(
+        self, ticket: int, unroll: int, life: int, version: int, iteration: int, bound: int, flaw: str | None = None
+    ) -> str | None:
+        """Notes an unroll that arrived at an iteration; the reason why nothing is learned from it, such as its flaw."""
         reason, age = None, iteration - version
         if unroll <= self._taken.get(ticket, -1):
             reason = "it came twice"
@@ -82,21 +100,59 @@ class Arrivals:
         elif age > bound:
             reason = f"its parameters are {age} iterations old, and the bound is {bound}"
         self._taken[ticket] = max(unroll, self._taken.get(ticket, -1))
-        self.dropped += reason is not None
         outcome = {"used": iteration} if reason is None else {"dropped": reason}
+        if reason is None and flaw is not None:
+            reason, outcome = flaw, {"refused": flaw}
         self._write({"ticket": ticket, "unroll": unroll, "life": life, "version": version, **outcome})
         return reason
 
+    def close(self) -> None:
+        """Tries for a last time to write what could not be written."""
+        with self._lock:
+            if self._kept and (error := self._flush()) is not None:
+                self._warn_of_gap(error)
+
+    def _count(self, *lines: dict[str, Any]) -> None:
+        self.dropped += sum("dropped" in line for line in lines)
+        self.refused += sum("refused" in line or "refuses" in line for line in lines)
+
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is None:
-            return
+        with self._lock:
+            self._count(line)
+            if self._file is None:
+                return
+            waits = self._kept or self._gap
+            self._kept.append(json.dumps(line).encode() + b"\n")
+            if waits and time.monotonic() < self._again:
+                return
+            error, self._again = self._flush(), time.monotonic() + 1.0
+            if error is not None and not waits:
+                warnings.warn(f"arrivals wait in memory until they can be written: {error}", SaveWarning, stacklevel=4)
+            if error is not None and len(self._kept) > _KEPT:
+                if not self._gap:
+                    self._warn_of_gap(error)
+                self._gap, self._kept = self._gap + len(self._kept), []
+
+    def _warn_of_gap(self, error: OSError) -> None:
+        text = f"lines of {self._file} are lost, and the run cannot be replayed: {error}"
+        warnings.warn(text, SaveWarning, stacklevel=4)
+
+    def _flush(self) -> OSError | None:
+        """Writes the lines that wait, all or none of them; the error, if that failed."""
+        assert self._file is not None
+        gap = [json.dumps({"gap": self._gap}).encode() + b"\n"] if self._gap else []
+        text = b"".join(gap + self._kept)
         try:
-            with self._file.open("ab", buffering=0) as file:  # at once: a learner that is killed has written whole lines
-                file.write(json.dumps(line).encode() + b"\n")
+            with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+                start = min(os.fstat(file.fileno()).st_size, self._whole)
+                file.truncate(start)  # of a line that was written in part
+                file.seek(start)
+                if file.write(text) != len(text):  # at once: a learner that is killed has written whole lines
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file = None
-            text = f"arrivals are not recorded any more, and the run cannot be replayed: {error}"
-            warnings.warn(text, SaveWarning, stacklevel=3)
+            return error
+        self._gap, self._kept, self._whole = 0, [], start + len(text)
+        return None
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -129,6 +185,8 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
     # A learner that was killed as it began may be in one of both alone.
     if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
+    if any("gap" in line for line in lines):
+        raise RunFolderError(f"{folder / FILE} has a gap, of lines that could not be written, so the run cannot be replayed")
     experiment = Experiment.from_json(description) if experiment is None else experiment
     if differs := difference(description, experiment.to_json()):
         name, saved, given = differs

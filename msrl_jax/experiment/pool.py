@@ -1,25 +1,29 @@
 """The learner's side of a run whose actors are other processes, which join and leave while it goes on."""
 
+import asyncio
 import contextlib
 import queue
+import resource
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.experiment import wire
+from msrl_jax.experiment import keys, wire
 from msrl_jax.experiment.arrivals import Arrivals
 from msrl_jax.experiment.folder import to_json, versions
 from msrl_jax.experiment.hooks import StopRequests
 from msrl_jax.experiment.parts import Packing, Parts, Sender, parts_of
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.wire import Channel, WireError
+from msrl_jax.experiment.wire import Peer, WireError
 from msrl_jax.fragments.passes.checks import check_devices
 from msrl_jax.fragments.placement import Device
 from msrl_jax.policies import SingleLearnerCoarse
@@ -28,10 +32,18 @@ USUAL = "SingleLearnerCoarse:staleness=8"  # the policy of a run with actors for
 _QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that the host does its work
 _POLL = 0.2  # seconds between two looks whether the run has to stop
 _LINGER = 5.0  # seconds in which actors hear that the run is over
+_UNPROVED = 64  # connections at a time that have not proved that they have the key
+_PENALTY = 1.0  # seconds in which another one does not take the place of one that could not prove it
+_FLAWED = 10  # unrolls in a row with nan or infinities after which an actor is refused
+_FILES = 2**16  # most files that the process wants to have open
+_SAVING = 256  # most files that are kept for saving
 
 
 class Refusal(Exception):
     """Why an actor cannot act for this run, in one sentence."""
+
+    def __init__(self, text: str):
+        super().__init__("".join(c if c.isprintable() else " " for c in text))  # parts of it are the actor's words
 
 
 class Published(NamedTuple):
@@ -46,9 +58,10 @@ class Actor:
     """An actor that is there."""
 
     ticket: int
-    channel: Channel
+    peer: Peer
     sender: Sender
-    answers: queue.SimpleQueue[Published | None] = field(default_factory=queue.SimpleQueue)  # None: the run is over
+    answers: asyncio.Queue[Published | None] = field(default_factory=asyncio.Queue)  # None: the run is over
+    flawed: int = 0  # its last unrolls that had nan or infinities
 
 
 class Unroll(NamedTuple):
@@ -59,6 +72,7 @@ class Unroll(NamedTuple):
     life: int
     version: int
     arrays: list[np.ndarray]
+    flaw: str | None  # why nothing is learned from it
 
 
 def check_policy(policy: Any) -> SingleLearnerCoarse:
@@ -84,7 +98,7 @@ def opened(
 class Pool:
     """Actors at work for a run: it listens for them, takes their unrolls in the order of arrival, and sends them parameters.
 
-    A hook of the run. An actor waits for its answer, so at most one unroll of each waits here.
+    A hook of the run. An actor waits for its answer, so at most one unroll of each waits here. One thread talks to all actors.
     """
 
     def __init__(self, address: str, parts: Parts, policy: SingleLearnerCoarse, folder: Path | None, say: Callable[[str], Any]):
@@ -92,17 +106,18 @@ class Pool:
         self.packing = Packing.of(policy.parameter_codec, parts.halves.published_kinds)
         self._about = parts.experiment.to_json()
         self._address = wire.address_of(address)
-        self._secret = wire.secret_for(self._address[0])
+        self._context, _ = keys.contexts()
         self._arrived: queue.SimpleQueue[Unroll] = queue.SimpleQueue()
         self._held: Unroll | None = None
         self._actors: dict[int, Actor] = {}
-        self._entering: set[Channel] = set()  # of actors that compile
-        self._lock, self._is_closed, self._is_over = threading.Lock(), False, False
-        self._threads: list[threading.Thread] = []
+        self._serving: dict[asyncio.Task[None], Peer | None] = {}  # None: it has not proved that it has the key
+        self._strangers, self._is_over = 0, False
         self._since, self.iteration = time.perf_counter(), 0
-        self._newest: Published | None = None
+        self._newest = Published(0, [])
         self._listener = wire.listen(self._address)
         self._record = Arrivals(folder)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._thread = threading.Thread(target=self._work, daemon=True)
 
     def open(self, run: Run) -> None:
         """Lets actors in, once the folder is that of a run: a record alone would keep the next learner out of it."""
@@ -110,54 +125,45 @@ class Pool:
         computes = {"total_steps": run.experiment.total_steps, "guard": run.experiment.guard}
         self._record.begin(run.iteration, codec=self.packing.name, **computes)
         self.publish(jax.tree.leaves(run.run_state))
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._loop = self._runner.get_loop()
+        self._listening = self._loop.create_task(self._listen())
+        self._thread.start()
 
     def after(self, run: Run) -> None:
         """Adds what is known of the actors to the row of a chunk."""
         now = time.perf_counter()
         steps = len(jax.tree.leaves(run.metrics)[0]) * run.experiment.steps_per_iteration
-        run.rows[-1] |= {"actors": len(self._actors), "dropped_unrolls": self._record.dropped}
+        counts = {"dropped_unrolls": self._record.dropped, "refused_unrolls": self._record.refused}
+        run.rows[-1] |= {"actors": len(self._actors)} | counts
         run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # with the time in which the learner waited for actors
 
     def end(self, run: Run) -> None:
         """Tells actors that the run is over, and of the error that ended it; if it may go on, they wait."""
         status, reason = run.ending
-        if status == "interrupted" and run.path is not None:
+        if (status == "interrupted" and run.path is not None) or not self._thread.is_alive():
             return
         errors = {"unfinished": reason, "diverged": "something in it was nan or infinite"}
         errors["interrupted"] = f"it was interrupted ({reason}), and has no folder from which it could go on"
         over = {"over": True} | ({"error": errors[status]} if status in errors else {})
-        with self._lock:
-            self._is_over = True
-            actors, entering = list(self._actors.values()), list(self._entering)
-        for channel in entering:  # of which each reads it when it has compiled
-            self._tell(channel, over)
-        telling = [threading.Thread(target=self._dismiss, args=(actor, over), daemon=True) for actor in actors]
-        for thread in telling:  # a suspended actor does not read, and would hold up the learner
-            thread.start()
-        deadline = time.monotonic() + _LINGER
-        for thread in [*telling, *self._threads]:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        asyncio.run_coroutine_threadsafe(self._dismiss(over), self._loop).result()
+
+    async def _dismiss(self, over: dict[str, Any]) -> None:
+        """Tells all actors something, and waits until they are gone; a suspended actor does not hold up the learner."""
+        self._is_over = True
+        proved = {task: peer for task, peer in self._serving.items() if peer is not None}
+        telling = [asyncio.create_task(peer.send(over)) for peer in proved.values()]
+        for actor in self._actors.values():
+            actor.answers.put_nowait(None)
+        if proved:
+            await asyncio.wait([*telling, *proved], timeout=_LINGER)
 
     def close(self) -> None:
         """Ends all connections."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        wire.stop_listening(self._listener)
-        with self._lock:
-            for actor in self._actors.values():
-                actor.answers.put(None)
-                actor.channel.close()
-
-    def _dismiss(self, actor: Actor, over: dict[str, Any]) -> None:
-        self._tell(actor.channel, over)
-        actor.answers.put(None)
-
-    @staticmethod
-    def _tell(channel: Channel, over: dict[str, Any]) -> None:
-        with contextlib.suppress(WireError):
-            channel.send(over)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._listening.cancel)
+            self._thread.join()
+        self._listener.close()
+        self._record.close()
 
     def ready(self, seconds: float) -> bool:
         """Whether there is an unroll to learn from within some seconds."""
@@ -181,7 +187,7 @@ class Pool:
             except queue.Empty:
                 return None
             of = (unroll.actor.ticket, unroll.number, unroll.life, unroll.version)
-            if self._record.take(*of, self.iteration, self._bound) is None:
+            if self._record.take(*of, self.iteration, self._bound, unroll.flaw) is None:
                 return unroll
             self.answer(unroll.actor)
 
@@ -192,36 +198,61 @@ class Pool:
 
     def answer(self, actor: Actor) -> None:
         """Sends an actor the newest parameters."""
-        actor.answers.put(self._newest)
+        self._loop.call_soon_threadsafe(actor.answers.put_nowait, self._newest)
 
-    def _accept(self) -> None:
-        while not self._is_closed:
+    def _work(self) -> None:
+        """What the thread does that talks to actors."""
+        with self._runner, contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._listening)
+
+    async def _listen(self) -> None:
+        """Lets connections in; of those that have not proved that they have the key, only so many at a time."""
+        places, loop, most = asyncio.Semaphore(_UNPROVED), asyncio.get_running_loop(), _files()
+        self._listener.setblocking(False)
+        while True:
+            await places.acquire()
             try:
-                connection = self._listener.accept()
-            except OSError:  # such as too many open files
-                time.sleep(_POLL)
+                connection, _ = await loop.sock_accept(self._listener)
+                if connection.fileno() >= most:  # the system gives the smallest number that is free
+                    connection.close()
+                    raise OSError("too many files are open")
+            except OSError:
+                places.release()
+                await asyncio.sleep(_POLL)
                 continue
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-            thread.start()
+            task = loop.create_task(self._serve(connection, places))
+            self._serving[task] = None
+            task.add_done_callback(self._serving.pop)
 
-    def _serve(self, connection: Any) -> None:
+    async def _serve(self, connection: socket.socket, places: asyncio.Semaphore) -> None:
         try:
-            with contextlib.closing(wire.accepted(connection, self._secret)) as channel:
-                try:
-                    with self._let_in(channel) as actor:
-                        self._exchange(actor)
-                except Refusal as refusal:
-                    self._say(f"an actor was refused: {refusal}")
-                    channel.send({"refused": str(refusal)})
-        except PermissionError as error:
-            self._say(f"an actor was refused: {error}")
+            peer = await wire.accepted(connection, self._context)
+        except (PermissionError, WireError) as error:
+            self._strangers += 1
+            if not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
+                self._say(f"an actor was refused, of {self._strangers} that did not prove that they have the key: {error}")
+            await asyncio.sleep(_PENALTY)
+            return
+        finally:
+            places.release()
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = peer
+        try:
+            async with self._let_in(peer) as actor:
+                await self._exchange(actor)
+        except Refusal as refusal:
+            self._say(f"an actor was refused: {refusal}")
+            with contextlib.suppress(WireError):
+                await peer.send({"refused": str(refusal)})
         except WireError:
             pass  # it is gone
+        finally:
+            peer.cut()
 
-    def _met(self, channel: Channel) -> int | None:
+    async def _met(self, peer: Peer) -> int | None:
         """Tells an actor what the run computes, and hears that it computes the same; its ticket if it was here before."""
-        hello, _ = channel.receive()
+        hello, _ = await peer.receive()
         theirs, mine = hello.get("versions"), versions()
         if not isinstance(theirs, dict):
             raise Refusal("it does not say its versions; start it with msrl-jax act")
@@ -231,53 +262,88 @@ class Pool:
         ticket = hello.get("ticket")
         if ticket is not None and (hello.get("run") != self._record.run or ticket not in range(self._record.tickets)):
             raise Refusal("its ticket is of another run; start the actor again")
-        channel.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self.packing.name})
-        ready, _ = channel.receive()
+        await peer.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self.packing.name})
+        ready, _ = await peer.receive()
         if "cannot" in ready:
             raise Refusal(f"it cannot build the experiment: {ready['cannot']}")
         if ready.get("fingerprint") != self.parts.halves.fingerprint:
             raise Refusal("its programs are not those of the learner; give both the same code, environments and settings")
         return ticket
 
-    @contextlib.contextmanager
-    def _let_in(self, channel: Channel) -> Iterator[Actor]:
-        self._entering.add(channel)
-        try:
-            ticket = self._met(channel)
-        finally:
-            self._entering.discard(channel)
-        with self._lock:
-            if self._is_closed or self._is_over:
-                raise WireError("the run is over")
-            actor = Actor(self._record.join() if ticket is None else ticket, channel, Sender(self.packing))
-            before = self._actors.pop(actor.ticket, None)
-            self._actors[actor.ticket] = actor
+    @contextlib.asynccontextmanager
+    async def _let_in(self, peer: Peer) -> AsyncIterator[Actor]:
+        ticket = await self._met(peer)
+        if self._is_over:
+            raise WireError("the run is over")
+        actor = Actor(self._record.join() if ticket is None else ticket, peer, Sender(self.packing))
+        before, self._actors[actor.ticket] = self._actors.get(actor.ticket), actor
         if before is not None:
-            before.channel.close()
+            before.peer.cut()
         try:
-            channel.send({"ticket": actor.ticket})
+            await peer.send({"ticket": actor.ticket})
             self.answer(actor)
             yield actor
         finally:
-            with self._lock:
-                if self._actors.get(actor.ticket) is actor:
-                    del self._actors[actor.ticket]
+            if self._actors.get(actor.ticket) is actor:  # else it has come back by another connection
+                del self._actors[actor.ticket]
 
-    def _exchange(self, actor: Actor) -> None:
+    async def _exchange(self, actor: Actor) -> None:
         """Sends parameters and receives unrolls, by turns, until one of both ends."""
         kinds = self.parts.halves.sent_kinds
-        while (newest := actor.answers.get()) is not None:
+        while (newest := await actor.answers.get()) is not None:
             changed, arrays = actor.sender.message(newest.packed)
-            actor.channel.send({"version": newest.version, "life": self._record.life, "changed": changed}, arrays)
-            header, payload = actor.channel.receive(wire.size_of(kinds))
+            await actor.peer.send({"version": newest.version, "life": self._record.life, "changed": changed}, arrays)
+            header, payload = await actor.peer.receive(wire.size_of(kinds))
             try:
-                of = int(header["unroll"]), int(header["life"]), int(header["version"])
-                if header["run"] != self._record.run or not 0 <= of[1] <= self._record.life:
-                    raise Refusal("its token is not one of this run; start the actor again")
-                unroll = Unroll(actor, *of, wire.arrays_of(payload, kinds))
-            except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
-                raise Refusal(f"what it sent is no unroll of this run ({error}); start the actor again") from None
-            self._arrived.put(unroll)
+                number, life, version = (_count(header[name]) for name in ("unroll", "life", "version"))
+                if header["run"] != self._record.run:
+                    raise ValueError("its token is of another one")
+                if not self._record.has_published(life, version, newest.version):
+                    raise ValueError(f"there were no parameters of iteration {version} of learner {life}")
+                found = wire.arrays_of(payload, kinds)
+            except (KeyError, ValueError, WireError) as error:
+                self._record.refuse(actor.ticket, str(error))
+                raise Refusal(f"what it sent is no unroll of this run: {error}; start the actor again") from None
+            flaw = self._flaw(found)
+            actor.flawed = 0 if flaw is None else actor.flawed + 1
+            if flaw is not None and actor.flawed in (1, _FLAWED):
+                self._say(f"nothing is learned from an unroll of the actor with ticket {actor.ticket}: {flaw}")
+            self._arrived.put(Unroll(actor, number, life, version, found, flaw))
+            if actor.flawed == _FLAWED:
+                raise Refusal(f"{flaw}, as in {_FLAWED} unrolls in a row; look for the cause in its environments")
+
+    def _flaw(self, found: Sequence[np.ndarray]) -> str | None:
+        """What is nan or infinite in an unroll, if only its actor is to blame."""
+        halves = self.parts.halves
+        learned = [v not in halves.schedule.metrics for v in halves.sent]
+        if self.parts.experiment.guard == "ignore" or not (bad := _not_finite(found, learned)):
+            return None
+        if _not_finite(self._newest.packed, [True] * len(self._newest.packed)):
+            return None  # the learner's parameters are not finite either, and it is about to find out
+        return f"{halves.sent[bad[0]].label} has nan or infinities"
+
+
+def _count(x: Any) -> int:
+    """A count of a message; raises ValueError if it is none."""
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{x!r} is no count")
+    return x
+
+
+def _not_finite(arrays: Sequence[np.ndarray], chosen: Sequence[bool]) -> list[int]:
+    """The positions of chosen arrays of floats in which not all numbers are finite."""
+    pairs = enumerate(zip(arrays, chosen, strict=True))
+    floats = [(i, x) for i, (x, is_chosen) in pairs if is_chosen and jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [i for i, x in floats if not np.isfinite(x).all()]
+
+
+def _files() -> int:
+    """The file number from which on those are kept that saving needs, once the process may open what the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return soft - min(soft * 2 // 5, _SAVING)
 
 
 class Waiting:

@@ -1,26 +1,27 @@
-"""Messages between the learner of a run and its actors: a line of JSON and the bytes of arrays, over TCP; nothing is unpickled.
+"""Messages between the learner of a run and its actors over TLS: a header of JSON and the bytes of arrays. None is unpickled.
 
-The connections are those of `multiprocessing.connection`, of which only `send_bytes` and `recv_bytes` are used. Both ends prove
-by HMAC that they know the same secret. Nothing is encrypted.
+A message is the lengths of both, the header, and the arrays. The learner serves many actors in one thread, and has a `Peer` for
+each; an actor has a `Channel`. Both ends prove that they have the key of `keys`.
 """
 
+import asyncio
 import contextlib
 import json
 import math
-import multiprocessing
-import os
+import select
 import socket
+import ssl
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import numpy as np
 
-SECRET = "MSRL_JAX_SECRET"  # the variable with the secret of a pool
-PATIENCE = 20.0  # seconds for the other end to prove that it knows the secret
+from msrl_jax.experiment import keys
+
+PATIENCE = 10.0  # seconds for the other end to prove that it has the key
 _HEADER = 2**20  # largest header, in bytes
+_LENGTHS = struct.Struct("!IQ")
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds until the first probe, between probes; probes
 
 
@@ -36,56 +37,65 @@ def address_of(text: str, argument: str = "actors_at") -> tuple[str, int]:
     return host, int(port)
 
 
-def secret_for(host: str, argument: str = "actors_at") -> bytes:
-    """The secret of a pool; the machine itself needs none."""
-    if given := os.environ.get(SECRET):
-        return given.encode()
-    if host == "localhost" or host.startswith("127."):
-        return b"msrl-jax"
-    raise ValueError(
-        f"{argument}: {host!r} can be reached from other machines; set the variable {SECRET} to the same text for the learner "
-        "and its actors, or use 127.0.0.1"
-    )
+class Peer:
+    """An actor, as the learner sees it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    async def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Sends a message."""
+        with _lost():
+            self._writer.write(_message(header, arrays))
+            await self._writer.drain()
+
+    async def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
+        """Receives a message with at most `payload` bytes of arrays: its header, and these bytes."""
+        with _lost():
+            lengths = _lengths(await self._reader.readexactly(_LENGTHS.size), payload)
+            header, arrays = [await self._reader.readexactly(length) for length in lengths]
+            return _header(header), memoryview(arrays)
+
+    def cut(self) -> None:
+        """Ends the connection, also for a task that waits for a message."""
+        self._writer.transport.abort()
 
 
 class Channel:
-    """One end of a connection."""
+    """The learner, as an actor sees it."""
 
-    def __init__(self, connection: Connection):
-        self._connection, self._sending = connection, threading.Lock()
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last part of a message waits up to 40 ms
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a machine that is gone is noticed
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    def __init__(self, connection: ssl.SSLSocket):
+        self._connection = connection
 
-    def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> int:
-        """Sends a message; the number of its bytes."""
-        message = b"\n".join([json.dumps(header).encode(), b"".join(x.tobytes() for x in arrays)])
-        with _lost(), self._sending:
-            self._connection.send_bytes(message)
-        return len(message)
+    def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Sends a message."""
+        with _lost():
+            self._connection.sendall(_message(header, arrays))
 
     def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
         """Receives a message with at most `payload` bytes of arrays: its header, and these bytes."""
         with _lost():
-            message = self._connection.recv_bytes(_HEADER + payload)
-            end = message.index(b"\n")
-            header = json.loads(message[:end])
-        if not isinstance(header, dict):
-            raise WireError("a message has no header")
-        return header, memoryview(message)[end + 1 :]
+            lengths = _lengths(self._read(_LENGTHS.size), payload)
+            header, arrays = [self._read(length) for length in lengths]
+            return _header(header), arrays
 
-    def has_message(self, seconds: float = 0.0) -> bool:
-        """Whether a message, or the end of the connection, comes within some seconds."""
+    def _read(self, length: int) -> memoryview:
+        found, start = memoryview(bytearray(length)), 0
+        while start < length:
+            if not (count := self._connection.recv_into(found[start:])):
+                raise EOFError("the other end is gone")
+            start += count
+        return found
+
+    def has_message(self) -> bool:
+        """Whether a message, or the end of the connection, has come."""
         with _lost():
-            return self._connection.poll(seconds)
+            coming = select.poll()
+            coming.register(self._connection, select.POLLIN)
+            return bool(self._connection.pending() or coming.poll(0))
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that waits for a message."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        """Ends the connection."""
         self._connection.close()
 
 
@@ -93,9 +103,28 @@ class Channel:
 def _lost() -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, TypeError, ValueError, RecursionError) as error:
-        # TypeError: another thread has just closed it. The last two: what came is no message.
+    except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two: what came is no message
         raise WireError(str(error) or type(error).__name__) from error
+
+
+def _message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    text = json.dumps(header).encode()
+    parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in arrays]
+    return b"".join([_LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts])
+
+
+def _lengths(found: bytes | memoryview, payload: int) -> tuple[int, int]:
+    header, arrays = _LENGTHS.unpack(found)
+    if header > _HEADER or arrays > payload:
+        raise WireError(f"a message has {header} and {arrays} bytes, and at most {_HEADER} and {payload} were expected")
+    return header, arrays
+
+
+def _header(text: bytes | memoryview) -> dict[str, Any]:
+    header = json.loads(bytes(text))
+    if not isinstance(header, dict):
+        raise WireError("a message has no header")
+    return header
 
 
 def size_of(kinds: Sequence[Any]) -> int:
@@ -115,10 +144,10 @@ def arrays_of(payload: memoryview, kinds: Sequence[Any]) -> list[np.ndarray]:
     return found
 
 
-def listen(address: tuple[str, int]) -> Listener:
+def listen(address: tuple[str, int]) -> socket.socket:
     """Listens for actors."""
     try:
-        return Listener(address, "AF_INET", backlog=128)
+        return socket.create_server(address, backlog=128)
     except OSError as error:
         where = ":".join(map(str, address))
         raise ValueError(
@@ -127,44 +156,49 @@ def listen(address: tuple[str, int]) -> Listener:
         ) from error
 
 
-def stop_listening(listener: Listener) -> None:
-    """Ends a listener, also for a thread that waits in its `accept`."""
-    host, port = listener.address  # type: ignore[misc]
-    with contextlib.suppress(OSError):  # which a connection wakes
-        Client(("127.0.0.1" if host == "0.0.0.0" else str(host), int(port)), "AF_INET").close()
-    listener.close()
+async def accepted(connection: socket.socket, context: ssl.SSLContext) -> Peer:
+    """The actor that has connected, once both ends have proved that they have the key; see `connect`."""
+    reader = asyncio.StreamReader(2**20)
+    protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
+    with _proving(), _lost():
+        _keep_alive(connection)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, connection, ssl=context, ssl_handshake_timeout=PATIENCE
+        )
+    return Peer(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
-def accepted(connection: Connection, secret: bytes) -> Channel:
-    """The channel to an actor that has connected, once both ends have proved that they know the secret; see `connect`."""
-    return _proved(connection, secret, deliver_challenge, answer_challenge)
-
-
-def connect(address: tuple[str, int], secret: bytes) -> Channel:
-    """The channel to a learner; raises WireError if nobody listens, PermissionError if it does not have this secret."""
+def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
+    """The channel to a learner; raises WireError if nobody listens, PermissionError if it does not have this key."""
     with _lost():
-        connection = Client(address, "AF_INET")
-    return _proved(connection, secret, answer_challenge, deliver_challenge)
-
-
-def _proved(connection: Connection, secret: bytes, *steps: Any) -> Channel:
+        connection = socket.create_connection(address, PATIENCE)
     try:
-        _give_up_after(connection, PATIENCE)  # else whoever connects and says nothing has a thread and a file for ever
-        for step in steps:
-            if step is answer_challenge and not connection.poll(PATIENCE):
-                raise WireError("no challenge came")
-            step(connection, secret)
-        _give_up_after(connection, 0)
-    except (multiprocessing.AuthenticationError, AssertionError) as error:
+        with _proving(), _lost():
+            _keep_alive(connection)
+            connection = context.wrap_socket(connection)
+            connection.settimeout(None)
+    except BaseException:
         connection.close()
-        raise PermissionError(f"the other end is none of this package, or does not have the same secret ({SECRET})") from error
-    except (OSError, EOFError) as error:
-        connection.close()
-        raise WireError(str(error) or type(error).__name__) from error
+        raise
     return Channel(connection)
 
 
-def _give_up_after(connection: Connection, seconds: float) -> None:
-    """Limits the time in which a part of a message has to come; 0 is no limit."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+@contextlib.contextmanager
+def _proving() -> Iterator[None]:
+    try:
+        yield
+    except WireError as error:
+        if isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError):
+            raise PermissionError(
+                f"the other end is none of this package, or has another key; the key of this one is {keys.file()}, which all "
+                "have to share"
+            ) from error
+        raise
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last part of a message waits up to 40 ms
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a machine that is gone is noticed
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

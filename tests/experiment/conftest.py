@@ -71,3 +71,11 @@ def copy(stopped, tmp_path):
     """A copy of that run, to be changed."""
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def key_of_actors(tmp_path_factory):
+    """The user's own key is none of the tests' business; processes that they start have the same one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSRL_JAX_ACTORS_KEY", str(tmp_path_factory.mktemp("key") / "actors.pem"))
+        yield

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
-import multiprocessing
 import os
-import queue
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,8 +13,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,11 +20,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli.program import main
-from msrl_jax.experiment import pool, replay_arrivals, wire
+from msrl_jax.experiment import arrivals, keys, pool, replay_arrivals, wire
 from msrl_jax.experiment.arrivals import FILE, Arrivals, read
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.parts import parts_of
-from msrl_jax.experiment.run import Ending
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 from tests.support.slow import slow_unless
@@ -56,9 +51,11 @@ def environment():
     return os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
 
 
-def start(log, *argv):
+def start(log, *argv, limit=None):
+    """Starts a process, which may open at most `limit` files."""
     with Path(log).open("a") as file:
         command = [sys.executable, "-m", "msrl_jax", *map(str, argv)]
+        command = ["prlimit", f"--nofile={limit}", *command] if limit else command
         return processes.start(command, stdout=subprocess.DEVNULL, stderr=file, env=environment())
 
 
@@ -81,12 +78,11 @@ class Live:
     def __init__(self, folder, address):
         self.folder, self.run, self.address, self.actors, self.before = folder, folder / "run", address, [], []
 
-    def learn(self, *options):
+    def learn(self, *options, limit=None):
         log = self.folder / "learner.log"
         given = ["--algo", "impala", "--num-envs", 4, "--unroll-length", 16, "--hidden-sizes", 8, "--seed", 3]
         common = ["--out", self.run, "--resume", "--eval-episodes", 0, "--checkpoint-every", "1s", "--progress", "none"]
-        learner = start(log, "train", "--actors-at", self.address, *given, *common, *options)
-        return learner
+        return start(log, "train", "--actors-at", self.address, *given, *common, *options, limit=limit)
 
     def act(self, count=1):
         for _ in range(count):
@@ -224,7 +220,13 @@ def learner_in_a_thread(address, folder=None, algo="impala", **options):
 
 def reached(address):
     with contextlib.suppress(wire.WireError):
-        return wire.connect(wire.address_of(address), b"msrl-jax")
+        return wire.connect(wire.address_of(address), keys.contexts()[1])
+
+
+def let_in(listener):
+    """The channel of a learner of our own to the next actor."""
+    connection, _ = listener.accept()
+    return wire.Channel(keys.contexts()[0].wrap_socket(connection, server_side=True))
 
 
 def said(address, *messages):
@@ -240,9 +242,21 @@ def said(address, *messages):
     return answers[-1]
 
 
+def enter(address, ready, ticket=None, run=None):
+    """The channel of an actor that is let in, the token of its first unroll, and its ticket."""
+    channel = wait_for(lambda: reached(address), "nobody listens")
+    channel.send({"versions": versions(), "ticket": ticket, "run": run})
+    run = channel.receive()[0]["run"]
+    channel.send(ready)
+    ticket = channel.receive()[0]["ticket"]
+    parameters, _ = channel.receive(2**20)
+    return channel, {"run": run, "unroll": 0, "life": parameters["life"], "version": parameters["version"]}, ticket
+
+
 def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
-    """Of no version and of another one, with a ticket of another run, with other programs, and one that sends no unroll; then a
-    good one. No other learner listens there."""
+    """Of no version and of another one, with a ticket of another run or that was never given, with other programs, and those
+    that send no unroll of the run, or nan; then a good one. No other learner listens there."""
+    monkeypatch.setattr(pool, "_LINGER", 0.2)
     thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
     assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
     with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
@@ -250,25 +264,119 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     hello = {"versions": versions(), "ticket": None, "run": None}
     old = said(address, hello | {"versions": versions() | {"msrl-jax": "0.1.0"}})
     assert re.fullmatch(r"it has msrl-jax 0.1.0, and the learner has [\w.]+; install the same", old["refused"])
-    stale = said(address, hello | {"ticket": 0, "run": "another"})
-    assert stale == {"refused": "its ticket is of another run; start the actor again"}
-    other = said(address, hello, {"fingerprint": "another"})
+    stale = {"refused": "its ticket is of another run; start the actor again"}
+    assert said(address, hello | {"ticket": 0, "run": "another"}) == stale
+    run = said(address, hello)["run"]
+    assert said(address, hello | {"ticket": 0, "run": run}) == stale  # nobody has one yet
+    other = said(address, hello, {"fingerprint": "another\n\x1b[2J"})
     assert other["refused"].startswith("its programs are not those of the learner; give both the same code")
+    forged = said(address, hello, {"cannot": "\x1b[2J\nforged"})
+    assert forged == {"refused": "it cannot build the experiment:  [2J forged"}
+
     experiment = msrl.Experiment(algorithm=msrl.algorithms.IMPALA(**TINY), total_steps=2 * STEPS)
-    ready = {"fingerprint": parts_of(experiment).halves.fingerprint}
-    token = {"run": "another", "unroll": 0, "life": 0, "version": 0}
-    stale = said(address, hello, ready, None, token)
-    assert stale == {"refused": "its token is not one of this run; start the actor again"}
-    monkeypatch.setenv(wire.SECRET, "another secret")
-    with pytest.raises(PermissionError, match="or does not have the same secret"):
-        msrl.experiment.act(address)
-    monkeypatch.delenv(wire.SECRET)
+    parts = parts_of(experiment).halves
+    ready, kinds = {"fingerprint": parts.fingerprint}, parts.sent_kinds
+    faults = {
+        "its token is of another one": {"run": "another"}, "True is no count": {"unroll": True}, "'life'": {"life": None},
+        "there were no parameters of iteration 7 of learner 0": {"version": 7},  # of the future
+        "there were no parameters of iteration 0 of learner 1": {"life": 1}, "-1 is no count": {"version": -1},
+    }  # fmt: skip
+    for text, fault in faults.items():
+        channel, token, _ = enter(address, ready)
+        channel.send({name: x for name, x in (token | fault).items() if x is not None})
+        answer = {"refused": f"what it sent is no unroll of this run: {text}; start the actor again"}
+        assert channel.receive(2**20)[0] == answer
+        channel.close()
+    assert said(address, hello | {"ticket": len(faults), "run": run}) == stale  # the next one that will be given
+
+    channel, token, ticket = enter(address, ready)
+    bad = [np.full(x.shape, np.nan, x.dtype) if x.dtype == np.float32 else np.zeros(x.shape, x.dtype) for x in kinds]
+    for number in range(pool._FLAWED):
+        channel.send(token | {"unroll": number}, bad)
+        answer, _ = channel.receive(2**20)
+        assert number == pool._FLAWED - 1 or (answer["version"] == 0 and "refused" not in answer)
+    assert re.fullmatch(r".*obs has nan or infinities, as in 10 unrolls in a row; look for the cause .*", answer["refused"])
+    channel.close()
+
+    gone, _, ticket = enter(address, ready)  # it comes back before its old connection has ended
+    back, _, same = enter(address, ready, ticket, run)
+    with pytest.raises(wire.WireError):
+        gone.receive()
+    gone.close()
+    assert same == ticket
     assert msrl.experiment.act(address) >= 2
     thread.join(60)
-    assert found[0].status == "finished" and found[0].history["step"][-1] == 2 * STEPS
-    assert [line["used"] for line in read(tmp_path / "run" / FILE) if "used" in line] == [0, 1]
-    errors = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
-    assert len(errors) == 6
+    back.close()
+    history = found[0].history
+    assert found[0].status == "finished" and history["step"][-1] == 2 * STEPS
+    assert history["actors"][-1] == 2 and history["refused_unrolls"][-1] == len(faults) + pool._FLAWED
+    lines = read(tmp_path / "run" / FILE)
+    assert [line["used"] for line in lines if "used" in line] == [0, 1]
+    assert sum("refused" in line for line in lines) == pool._FLAWED and sum("refuses" in line for line in lines) == len(faults)
+    assert_same_state(replay_arrivals(tmp_path / "run"), found[0].state)
+    said_of = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
+    assert len(said_of) == 7 + len(faults) + 1
+
+
+def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_path, monkeypatch):
+    """Meanwhile an actor with another key is refused, and one with the right key acts to the end."""
+    monkeypatch.setattr(pool, "_UNPROVED", 8)
+    monkeypatch.setattr(pool, "_PENALTY", 0.1)
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)
+    thread, found = learner_in_a_thread(address, tmp_path / "run", total_steps=4 * STEPS)
+    wait_for(lambda: reached(address), "nobody listens").close()
+    files = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        before = files()
+        flood = [stack.enter_context(socket.create_connection(wire.address_of(address))) for _ in range(100)]
+        time.sleep(0.3)
+        assert files() - before - len(flood) <= 8 + 4  # with what the run itself may open
+        with monkeypatch.context() as patch:
+            patch.setenv(keys.VARIABLE, str(tmp_path / "another key.pem"))
+            with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*another key\.pem, which all"):
+                msrl.experiment.act(address)
+        assert msrl.experiment.act(address, wait=60) >= 4
+    thread.join(60)
+    assert found[0].status == "finished"
+
+
+@pytest.mark.long
+def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
+    """A learner that may open 160 files, and 300 connections without the key that come again when they are ended."""
+    live = Live(tmp_path, address)
+    learner = live.learn("--total-steps", 10**9, limit=160)
+    live.act()
+    live.wait_for_rows(1)
+    saved = lambda: max((int(p.parent.name) for p in live.run.glob("checkpoints/*/run.json")), default=0)  # noqa: E731
+    flood, most, first, end = [], 0, saved(), time.monotonic() + 15
+    with contextlib.ExitStack() as stack:
+        while time.monotonic() < end or saved() == first:
+            for connection in flood:
+                with contextlib.suppress(OSError):
+                    connection.send(b"\x16")
+            with contextlib.suppress(OSError):
+                while len(flood) < 300:
+                    flood.append(stack.enter_context(socket.create_connection(wire.address_of(address), 0.1)))
+            most = max(most, len(os.listdir(f"/proc/{learner.pid}/fd")))
+            flood = [x for x in flood if not ended(x)]
+            assert learner.poll() is None, live.logs()
+            assert time.monotonic() < end + START, live.logs()
+    assert 64 < most <= 160 - 32 and saved() > first
+    learner.send_signal(signal.SIGTERM)
+    assert learner.wait(START) == 143, live.logs()
+    assert saved() == live.rows()[-1]["iteration"]
+    assert not any("gap" in line for line in live.lines()) and "cannot be written" not in live.logs()
+
+
+def ended(connection):
+    """Whether the other end has ended a connection."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 @pytest.mark.long
@@ -289,7 +397,6 @@ def test_several_learners_share_an_actor(address):
         ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
         ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
-        ({"actors_at": "0.0.0.0:7000"}, "set the variable MSRL_JAX_SECRET to the same text"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
         ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
@@ -297,8 +404,7 @@ def test_several_learners_share_an_actor(address):
         ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
     ],
 )  # fmt: skip
-def test_bad_settings_are_refused_before_anything_compiles(given, error, monkeypatch):
-    monkeypatch.delenv(wire.SECRET, raising=False)
+def test_bad_settings_are_refused_before_anything_compiles(given, error):
     with pytest.raises(ValueError, match=error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
 
@@ -314,6 +420,9 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
         (folder / FILE).write_text("".join(cut))
         with pytest.raises(ValueError, match=r"does not have all that arrived .* is not there"):
             replay_arrivals(folder)
+    (folder / FILE).write_text("".join([*whole, '{"gap": 2}\n']))
+    with pytest.raises(ValueError, match="has a gap, of lines that could not be written, so the run cannot be replayed"):
+        replay_arrivals(folder)
     (folder / FILE).write_text("".join(whole))
     with pytest.raises(ValueError, match="and the experiment 1; give its own"):
         replay_arrivals(folder, dataclasses.replace(found[0].experiment, seed=1))
@@ -374,12 +483,11 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
 
     acting = threading.Thread(target=act, daemon=True)
     acting.start()
-    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+    with listener, contextlib.closing(let_in(listener)) as channel:
         channel.receive(2**20)
         channel.send({"refused": "it is too late"})
         text = f"acting for {other} ended with an error: the learner refused this actor: it is too late"
         wait_for(lambda: text in said, lambda: str(said))
-    wire.stop_listening(listener)
     assert acting.is_alive()
     thread, found = learner_in_a_thread(address)
     for each in (thread, acting):
@@ -402,11 +510,10 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     listener = wire.listen(wire.address_of(other))
     acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(other, wait=60)), daemon=True)
     acting.start()
-    with contextlib.closing(wire.accepted(listener.accept(), b"msrl-jax")) as channel:
+    with listener, contextlib.closing(let_in(listener)) as channel:
         channel.receive()
         channel.send(about)
         channel.send({"over": True})
-    wire.stop_listening(listener)
     acting.join(60)
     assert acted == [0]
 
@@ -453,57 +560,48 @@ def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
         read(tmp_path / FILE)
 
 
-def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
-    """A suspended one: parameters that fill its buffers are on their way, and the thread that sends them waits."""
-    monkeypatch.setattr(pool, "_LINGER", 0.2)
-    near, far = multiprocessing.Pipe()
-    channel = wire.Channel(near)
+def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
+    """No file may be opened for a while, and then no more than a part of a line be written; the lines come later."""
+    record, file = Arrivals(tmp_path), tmp_path / FILE
+    record.begin(0)
+    record.join()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*Too many open files"):
+            record.take(0, 0, 0, 0, 0, 1)
+        record.take(0, 1, 0, 1, 1, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(read(file)) == 2
+    record._again = 0.0  # a second later
+    record.take(0, 2, 0, 2, 2, 1)
+    assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2]
 
-    def send():
-        with contextlib.suppress(wire.WireError):
-            channel.send({}, [np.zeros(2**21)])
-
-    stuck = threading.Thread(target=send, daemon=True)
-    full = SimpleNamespace(channel=channel, answers=queue.SimpleQueue())
-    of_pool: Any = SimpleNamespace(_lock=threading.Lock(), _actors={0: full}, _entering=set(), _threads=[stuck])
-    of_pool._tell = pool.Pool._tell
-    of_pool._dismiss = functools.partial(pool.Pool._dismiss, of_pool)
-    stuck.start()
-    time.sleep(0.2)
-    ending = threading.Thread(target=pool.Pool.end, args=(of_pool, SimpleNamespace(ending=Ending("finished"))), daemon=True)
-    ending.start()
-    ending.join(10)
-    assert not ending.is_alive() and stuck.is_alive()
-    channel.close()
-    far.close()
-
-
-def test_who_connects_and_says_nothing_is_left(address, monkeypatch):
-    monkeypatch.setattr(wire, "PATIENCE", 0.2)
-    listener = wire.listen(wire.address_of(address))
-    with socket.create_connection(wire.address_of(address)), pytest.raises(wire.WireError):
-        wire.accepted(listener.accept(), b"s")
-    wire.stop_listening(listener)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*No space left"):
+            record.take(0, 3, 0, 3, 3, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    record.close()
+    assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2, 3]
 
 
-def test_messages_that_are_none(address):
-    """What is too large, or no message, ends the connection, and nothing else."""
-    listener = wire.listen(wire.address_of(address))
-    ends = []
-    thread = threading.Thread(target=lambda: ends.append(wire.accepted(listener.accept(), b"s")), daemon=True)
-    thread.start()
-    near = wire.connect(wire.address_of(address), b"s")
-    thread.join(10)
-    (far,) = ends
-    near.send({"a": 1}, [np.arange(3, dtype=np.int16)])
-    header, payload = far.receive(100)
-    assert header == {"a": 1}
-    np.testing.assert_array_equal(wire.arrays_of(payload, [jax.ShapeDtypeStruct((3,), np.int16)])[0], [0, 1, 2])
-    with pytest.raises(wire.WireError, match="6 bytes of arrays in place of 8"):
-        wire.arrays_of(payload, [jax.ShapeDtypeStruct((4,), np.int16)])
-    near.send({}, [np.zeros(2**21, np.uint8)])
-    with pytest.raises(wire.WireError):
-        far.receive(100)
-    near.close()
-    far.close()
-    wire.stop_listening(listener)
+def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrivals, "_KEPT", 1)
+    record = Arrivals(tmp_path)
+    record.begin(0)
+    (tmp_path / FILE).rename(tmp_path / "moved")
+    (tmp_path / FILE).mkdir()  # nothing can be written there
+    with pytest.warns(msrl.experiment.SaveWarning, match="arrivals wait in memory until they can be written"):
+        record.join()
+    record._again = 0.0  # a second later
+    with pytest.warns(msrl.experiment.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
+        record.join()
+    record.join()
+    (tmp_path / FILE).rmdir()
+    (tmp_path / "moved").rename(tmp_path / FILE)
+    record.close()
+    assert read(tmp_path / FILE)[1:] == [{"gap": 2}, {"joins": 2}]

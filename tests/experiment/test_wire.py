@@ -1,0 +1,325 @@
+"""What is on the way between a learner and its actors: who gets in, who does not, what is cut off, and the key of both."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.experiment import keys, pool, wire
+
+
+@pytest.fixture
+def other_key(tmp_path, monkeypatch):
+    """What TLS needs with a key of somebody else."""
+    with monkeypatch.context() as patch:
+        patch.setenv(keys.VARIABLE, str(tmp_path / "other.pem"))
+        return keys.contexts()
+
+
+@contextlib.contextmanager
+def learner(serve=None):
+    """The address of a learner of which each peer is served by a coroutine, and what became of each connection."""
+    ends, (context, _), ready = [], keys.contexts(), threading.Event()
+
+    async def accepted(connection):
+        try:
+            peer = await wire.accepted(connection, context)
+            try:
+                ends.append(await serve(peer) if serve else "let in")
+            finally:
+                peer.cut()
+        except (PermissionError, wire.WireError) as error:
+            ends.append(type(error))
+
+    async def listen():
+        nonlocal task
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        listener.setblocking(False)
+        ready.set()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(accepted((await loop.sock_accept(listener))[0]))
+
+    def run():
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(listen())
+
+    task, thread = None, threading.Thread(target=run)
+    with wire.listen(("127.0.0.1", 0)) as listener:
+        thread.start()
+        assert ready.wait(10)
+        yield listener.getsockname(), ends
+        task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join(10)
+
+
+def wait_for(ends, count=1):
+    deadline = time.monotonic() + 20
+    while len(ends) < count:
+        assert time.monotonic() < deadline, ends
+        time.sleep(0.01)
+    return ends
+
+
+def is_cut(connection):
+    """Whether the other end ends a connection, whatever it says before."""
+    connection.settimeout(20)
+    try:
+        while connection.recv(2**16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+# The key
+
+
+def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read(tmp_path, monkeypatch):
+    """Threads here, each of which has found no file."""
+    monkeypatch.setenv(keys.VARIABLE, str(tmp_path / "new" / "actors.pem"))
+    together = threading.Barrier(4)
+    exists = type(tmp_path).exists
+    monkeypatch.setattr(type(tmp_path), "exists", lambda path: together.wait(10) < 0 or exists(path))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(keys.contexts())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["actors.pem"] and len(found) == 4
+    assert (tmp_path / "new" / "actors.pem").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    certificates = [context.get_ca_certs(binary_form=True) for pair in found for context in pair]
+    assert certificates == certificates[:1] * 8
+
+
+def test_the_key_is_in_the_users_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv(keys.VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert keys.file() == tmp_path / ".config" / "msrl-jax" / "actors.pem"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
+    assert str(keys.file()) == "/settings/msrl-jax/actors.pem"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620])
+def test_a_key_that_others_may_use_is_refused_with_the_remedy(mode, tmp_path, monkeypatch, other_key):
+    path = tmp_path / "other.pem"
+    monkeypatch.setenv(keys.VARIABLE, str(path))
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=rf"others may use the key {path}; keep them out with: chmod 600 {path}"):
+        msrl.experiment.act("127.0.0.1:7000")
+    path.chmod(0o400)
+    keys.contexts()
+
+
+def test_a_key_of_another_user_a_damaged_one_and_the_former_secret_are_refused(tmp_path, monkeypatch, other_key):
+    path = tmp_path / "other.pem"
+    monkeypatch.setenv(keys.VARIABLE, str(path))
+    with monkeypatch.context() as patch:
+        if os.geteuid():
+            patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        else:
+            os.chown(path, 12345, -1)
+        with pytest.raises(ValueError, match=f"{path} belongs to another user; name a file of your own in {keys.VARIABLE}"):
+            keys.contexts()
+    if not os.geteuid():
+        os.chown(path, 0, -1)
+    path.write_text("no key")
+    with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner makes another"):
+        keys.contexts()
+    monkeypatch.setenv("MSRL_JAX_SECRET", "s")
+    with pytest.raises(ValueError, match="MSRL_JAX_SECRET has no effect any more: learner and actors share the key in"):
+        keys.contexts()
+
+
+def test_without_the_package_that_makes_keys_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setenv(keys.VARIABLE, str(tmp_path / "key.pem"))
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ImportError, match=r"with: pip install 'msrl-jax\[actors\]', or copy .*key\.pem from a machine"):
+        keys.contexts()
+    assert not any(tmp_path.iterdir())
+
+
+# Who gets in
+
+
+def test_messages_cross_both_ways():
+    arrays = [np.arange(3, dtype=np.int16), np.zeros((0, 2), np.float32), np.float32(2.5).reshape(()), np.eye(2, dtype=bool)]
+    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+    async def echo(peer):
+        header, payload = await peer.receive(wire.size_of(kinds))
+        await peer.send({"heard": header}, wire.arrays_of(payload, kinds))
+        with pytest.raises(wire.WireError):
+            await peer.receive()
+        return "done"
+
+    with learner(echo) as (address, ends):
+        with contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+            assert not channel.has_message()
+            channel.send({"a": 1}, arrays)
+            header, payload = channel.receive(wire.size_of(kinds))
+        assert header == {"heard": {"a": 1}} and wait_for(ends) == ["done"]
+    for x, y in zip(wire.arrays_of(payload, kinds), arrays, strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(wire.WireError, match="14 bytes of arrays in place of 2"):
+        wire.arrays_of(payload, [jax.ShapeDtypeStruct((1,), np.int16)])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire._LENGTHS.pack(2**20 + 1, 0), wire._LENGTHS.pack(2, 101) + b"{}", wire._LENGTHS.pack(2, 2**63) + b"{}",
+        wire._LENGTHS.pack(3, 0) + b"[1]", wire._LENGTHS.pack(4, 0) + b"\xff\xfe{}", wire._LENGTHS.pack(9**5, 0) + b"[" * 9**5,
+    ],
+    ids=["header", "arrays", "huge", "list", "no text", "deep"],
+)  # fmt: skip
+def test_a_message_that_is_too_large_or_none_ends_its_connection(message):
+    async def receive(peer):
+        await peer.receive(100)
+
+    with learner(receive) as (address, ends):
+        with contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+            channel._connection.sendall(message)
+            assert is_cut(channel._connection)
+        assert wait_for(ends) == [wire.WireError]
+
+
+def test_who_has_no_key_or_another_one_is_not_let_in(tmp_path, other_key):
+    """By plain TCP, by TLS without a certificate, and with one of another user."""
+    stranger, impostor = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+    for context in (stranger, impostor):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    impostor.load_cert_chain(tmp_path / "other.pem")
+    with learner() as (address, ends):
+        with socket.create_connection(address) as plain:
+            plain.sendall(b'{"versions": {}}\n' * 100)
+            assert is_cut(plain)
+        for context in (stranger, impostor):
+            with socket.create_connection(address) as connection, contextlib.suppress(OSError):
+                wrapped = context.wrap_socket(connection)
+                wrapped.sendall(wire._LENGTHS.pack(2, 0) + b"{}")
+                assert is_cut(wrapped)
+                wrapped.close()
+        with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*, which all have to share"):
+            wire.connect(address, other_key[1])
+        assert "let in" not in wait_for(ends, 4)
+        wire.connect(address, keys.contexts()[1]).close()
+        assert wait_for(ends, 5)[-1] == "let in"
+
+
+def test_the_proof_as_a_whole_has_a_deadline(monkeypatch):
+    """Silence, and a byte now and then of what could be a long proof."""
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)
+    hello = b"\x16\x03\x01\x20\x00" + bytes(1000)
+    with learner() as (address, ends), socket.create_connection(address) as silent, socket.create_connection(address) as slow:
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            for i in range(400):
+                slow.sendall(hello[i : i + 1])
+                time.sleep(0.05)
+        assert time.monotonic() - start < 10 and is_cut(silent)
+        assert wait_for(ends, 2) == [wire.WireError] * 2
+
+
+def test_an_actor_tells_nothing_to_a_learner_without_its_key(other_key, monkeypatch):
+    """One with another key, one that speaks no TLS, and one that says nothing."""
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)
+    heard = []
+
+    def answer(listener, wrap, text):
+        connection, _ = listener.accept()
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            if wrap:
+                connection = wrap(connection, server_side=True)
+            connection.sendall(text)
+            connection.settimeout(10)
+            heard.append(connection.recv(2**16) if wrap else b"")
+            connection.close()
+
+    cases = [(other_key[0].wrap_socket, b"", PermissionError), (None, b"HTTP/1.0 200 OK\r\n\r\n", PermissionError)]
+    for wrap, text, error in cases:
+        with wire.listen(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=answer, args=(listener, wrap, text))
+            thread.start()
+            with pytest.raises(error):
+                msrl.experiment.act(":".join(map(str, listener.getsockname())))
+            thread.join(10)
+    with wire.listen(("127.0.0.1", 0)) as listener, pytest.raises(wire.WireError):
+        wire.connect(listener.getsockname(), keys.contexts()[1])
+    assert not any(heard)
+
+
+def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
+    """A suspended one: parameters that fill its buffers are on their way, and what serves it waits."""
+    monkeypatch.setattr(pool, "_LINGER", 0.2)
+
+    async def end(peer):
+        async def serve():
+            await peer.send({}, [np.zeros(2**23)])
+            await peer.receive()
+
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(0.1)
+        full, start = SimpleNamespace(_serving={serving: peer}, _actors={}), time.monotonic()
+        await pool.Pool._dismiss(full, {"over": True})  # type: ignore[arg-type]
+        ended, waits = time.monotonic() - start, not serving.done()
+        peer.cut()
+        with contextlib.suppress(wire.WireError):
+            await serving
+        return ended if waits else "gone"
+
+    with learner(end) as (address, ends), contextlib.closing(wire.connect(address, keys.contexts()[1])):
+        assert 0.1 < wait_for(ends)[0] < 10
+
+
+@pytest.mark.parametrize("to_actor", [False, True])
+def test_who_changes_a_byte_on_the_way_cuts_the_connection(to_actor):
+    """Somebody between both passes the proof on, and a message, and then changes a byte of the next one."""
+    changes = threading.Event()
+
+    def passes_on(source, target, is_changed):
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(2**16)):
+                data[-1] ^= is_changed and changes.is_set()
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    async def echo(peer):
+        while True:
+            await peer.send((await peer.receive())[0])
+
+    with learner(echo) as (address, ends), wire.listen(("127.0.0.1", 0)) as between, socket.create_connection(address) as far:
+        found = []
+        connecting = threading.Thread(target=lambda: found.append(wire.connect(between.getsockname(), keys.contexts()[1])))
+        connecting.start()
+        near, _ = between.accept()
+        pairs = [(near, far, not to_actor), (far, near, to_actor)]
+        for pair in pairs:
+            threading.Thread(target=passes_on, args=pair, daemon=True).start()
+        connecting.join(20)
+        with contextlib.closing(found[0]) as channel:
+            channel.send({"a": 1})
+            assert channel.receive()[0] == {"a": 1}
+            changes.set()
+            channel.send({"a": 2})
+            with pytest.raises(wire.WireError):
+                channel.receive()
+        assert wait_for(ends) == [wire.WireError]
+        near.close()
