@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import replacing, writing
+from msrl_jax._checks import parse_json, replacing, writing
 from msrl_jax.data import Dataset
 from msrl_jax.experiment.history import Row, scalars
 
@@ -202,7 +202,7 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(lines[:count], 1):
         try:
-            row = {name: _from_json(value) for name, value in json.loads(line).items()}
+            row = {name: _from_json(value) for name, value in parse_json(line).items()}
             if not all(isinstance(row.get(name), int | float) for name in _COUNTS) or not all(map(_is_number, row.values())):
                 raise ValueError
             if rows and any(row[name] <= rows[-1][name] for name in _COUNTS):
@@ -234,7 +234,7 @@ def read_json(path: Path, *fields: str) -> dict[str, Any]:
     if not path.exists():
         raise RunFolderError(f"{path.parent} holds no run: {path.name} is missing")
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except (ValueError, OSError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); restore the file, or start a new run") from None
     lacking = [name for name in fields if not isinstance(content, dict) or name not in content]
