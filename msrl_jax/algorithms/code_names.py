@@ -27,8 +27,12 @@ def texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         parts = split_specs(value)
         yield from dict.fromkeys([value, *parts, *itertools.chain.from_iterable(part.split() for part in parts)])
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from texts(each)
+            yield from texts(f"{key}={each}")  # of a team
+    elif isinstance(value, list | tuple):
+        for each in value:
             yield from texts(each)
 
 

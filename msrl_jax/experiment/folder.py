@@ -36,6 +36,7 @@ from msrl_jax.experiment.history import Row, scalars
 CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
+_WRITTEN = (REPEAT, TABLE, SUMMARY, EVALUATION, LOCK)
 _COUNTS = ("step", "iteration")  # what every row has
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
@@ -125,6 +126,8 @@ def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
+    if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
+        raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK

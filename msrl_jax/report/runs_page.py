@@ -177,9 +177,9 @@ def _each(found: Mapping[str, Outcome]) -> str:
     for name, run in found.items():
         parts.append(f"<h3>{escape(name)}</h3><pre>{escape(str(run))}</pre>")
         parts.append("" if run.folder is None else _film(run.folder))
-        if run.folder is not None and (file := run.folder / REPEAT).exists():
+        if run.folder is not None and (file := run.folder / REPEAT).is_file():
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
-            parts.append(f"<details><summary>{REPEAT}</summary><pre>{escape(file.read_text('utf-8'))}</pre></details>")
+            parts.append(f"<details><summary>{REPEAT}</summary><pre>{escape(file.read_text('utf-8', 'replace'))}</pre></details>")
     return "\n".join(parts)
 
 
