@@ -9,6 +9,8 @@ from msrl_jax._naming import reference
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.experiment.folder import to_json
 
+MOST_SEEDS = 2**20  # of one program
+
 
 def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a config as plain data; a module or another object as what `reference` says of it."""

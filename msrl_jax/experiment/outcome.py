@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from msrl_jax._checks import whole
 from msrl_jax.experiment import store
 from msrl_jax.experiment.evaluate import Evaluation
-from msrl_jax.experiment.facts import each_member
+from msrl_jax.experiment.facts import MOST_SEEDS, each_member
 from msrl_jax.experiment.folder import CONFIG, RunFolderError
 from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.run import Status
@@ -51,6 +52,8 @@ class Outcome:
         """
         found = cls(**store.told(path))
         try:
+            about = found.description
+            whole("members", about["seeds"] * max(map(len, (about["settings"] or {}).values()), default=1), most=MOST_SEEDS)
             describe(found)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             fact = f"{path / CONFIG} does not say what a run was ({type(error).__name__}: {error})"

@@ -27,7 +27,7 @@ from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_so
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.facts import difference, each_member, plain_fields
+from msrl_jax.experiment.facts import MOST_SEEDS, difference, each_member, plain_fields
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.pbt import PBT, evolve, read
@@ -35,8 +35,6 @@ from msrl_jax.experiment.trust import algorithm_of, code_of_run
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-
-_MOST_SEEDS = 2**20  # of one program
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
@@ -92,7 +90,7 @@ class Experiment:
             kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
         object.__setattr__(self, "env_params", self.env_params or None)
-        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=_MOST_SEEDS))
+        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
         check_settings(self.algorithm, self.settings, self.seeds)
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
@@ -335,8 +333,9 @@ class Experiment:
             elif fields.get("data") is not None:  # the rest of the config is checked without a data set
                 fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
             return cls(
-                algorithm=algorithms.get(algorithm_of(given))(**fields), env=given["env_spec"] if env is None else env, seed=given["seed"],
-                seeds=given["seeds"], env_params=was if env_params is None else env_params, total_steps=given["total_steps"],
+                algorithm=algorithms.get(algorithm_of(given))(**fields), env=given["env_spec"] if env is None else env,
+                seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
+                env_params=was if env_params is None else env_params,
                 settings={name: tuple(values) for name, values in (given["settings"] or {}).items()},
                 pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
             )  # fmt: skip

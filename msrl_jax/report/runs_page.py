@@ -179,7 +179,8 @@ def _each(found: Mapping[str, Outcome]) -> str:
         parts.append("" if run.folder is None else _film(run.folder))
         if run.folder is not None and (file := run.folder / REPEAT).is_file():
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
-            parts.append(f"<details><summary>{REPEAT}</summary><pre>{escape(file.read_text('utf-8', 'replace'))}</pre></details>")
+            text = escape(file.read_text("utf-8", "replace"))
+            parts.append(f"<details><summary>{REPEAT}</summary><pre>{text}</pre></details>")
     return "\n".join(parts)
 
 

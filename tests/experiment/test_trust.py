@@ -1,10 +1,11 @@
-"""What a folder, a file or a learner names is imported and called only with the user's word, and only if it is of the right kind."""
+"""What a folder, a file or a learner names is imported only on the user's word, and called only if it is of the right kind."""
 
 import json
-import os
 import shutil
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 import msrl_jax as msrl
@@ -14,7 +15,7 @@ from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
-from msrl_jax.experiment import Experiment, Result, acting, checkpoint
+from msrl_jax.experiment import Experiment, Result, acting, checkpoint, nonfinite
 from msrl_jax.experiment.arrivals import replay_arrivals
 from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import RunFolderError
@@ -99,6 +100,19 @@ def test_a_page_and_a_plot_need_no_environment(sent, capsys):
     assert "run names code to run, policy='evil:Policy'" in one_line(["report", sent(**ours()), "--plans"], capsys)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seeds": 2**60}, {"seeds": 2**19, "settings": {"discount": [0.9] * 9}}, {"settings": {"a": 3}}, {"devices": 3},
+        {"pbt": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_what_a_page_cannot_tell_is_damage_in_one_line(changes, sent, capsys):
+    sent(**changes)
+    assert "run/config.json does not say what a run was" in one_line(["report", "run"], capsys)
+
+
 def ours():
     return {"env_spec": "CartPole-v1:max_steps_in_episode=30", "algorithm": "ppo", "class": "msrl_jax.algorithms.ppo:PPO"}
 
@@ -114,7 +128,8 @@ FILES = [
     ("train", 'optimizer = "evil:opt"'), ("train", 'learning_rate = "evil:opt"'), ("train", 'network = "evil:opt"'),
     ("train", 'algo = "recurrent_ppo"\ncore = "evil:opt"'), ("train", 'algo = "teams"\nteams = ["a=ippo", "b=evil.py"]'),
     ("train", 'algo = "teams"\nteams = "a=ippo b=evil.py:Evil"'), ("sweep", 'network = "auto,evil:opt"'),
-    ("sweep", 'optimizer = ["adam", "evil:opt"]'), ("explain", 'policy = "evil:P"'), ("explain", 'beside = ["GPUOnly", "evil:P"]'),
+    ("sweep", 'optimizer = ["adam", "evil:opt"]'), ("explain", 'policy = "evil:P"'),
+    ("explain", 'beside = ["GPUOnly", "evil:P"]'),
     ("bench", 'env = ["CartPole-v1", "evil:Env"]'), ("bench", 'algo = ["ppo", "evil.py"]'), ("profile", 'algo = "evil:Evil"'),
     ("compete", 'leaderboard = "board"\nenv = "evil:Env"'), ("check-env", 'env = "evil:Env"'),
     ("copy", 'algorithm = "evil.py"\nfile = "b.py"'), ("reproduce", 'names = ["ppo-cartpole"]\npolicy = "evil:P"'),
@@ -147,7 +162,8 @@ def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
 
 @pytest.mark.parametrize("trust", [["--trust"], []])
 def test_with_trust_the_kind_is_checked_before_a_call(trust, sent, tmp_path, capsys):
-    (tmp_path / "kinds.py").write_text("import pathlib\nfrom os import system\n" + EVIL.split("\n", 3)[3] + "Thing = type('T', (), {})")
+    code = f"import pathlib\nfrom os import system\n{EVIL.splitlines()[-1]}\nclass Thing: pass\n"
+    (tmp_path / "kinds.py").write_text(code)
     for path, message in {
         "os:system": "is of Python's standard library", "kinds:system": "is of Python's standard library",
         "kinds:opt": "annotate what it returns: def opt(...) -> ...", "kinds:Thing": "is not an environment",
@@ -213,22 +229,34 @@ def test_other_readers_of_a_folder_run_nothing(sent):
     (run / "arrivals.jsonl").write_text(json.dumps({"run": "a"}) + "\n" + json.dumps({"begins": 0}) + "\n")
     with pytest.raises(TrustError, match="names code to run, env='evil:Env'"):
         replay_arrivals(run)
-    import numpy as np
-
-    about = {"run": json.loads((run / "config.json").read_text()) | {"data": None}, "origin": {}, "record": None, "operands": []}
-    np.savez(run / "non_finite.npz", about=json.dumps(about))
-    with pytest.raises((TrustError, ValueError)):
+    told = json.loads((run / "config.json").read_text()) | {"data": None}
+    about = {"run": told, "origin": {}, "record": None, "operands": []}
+    np.savez(run / "non_finite.npz", **{nonfinite._ABOUT: json.dumps(about)})
+    with pytest.raises(TrustError, match=r"non_finite\.npz names code to run"):
         msrl.replay_step(run / "non_finite.npz")
+
+
+def test_a_sweep_that_somebody_sent_runs_nothing(sent):
+    run = sent(**{"class": "evil.py:Evil"}, algorithm="evil")
+    sweep = json.loads((run / "config.json").read_text())
+    (run / "sweep.json").write_text(json.dumps({"sweep": sweep}))
+    trial = {"number": 0, "program": 0, "values": {}, "returns": [1.0], "run": 0, "member": 0, "steps": 1, "rung": 0}
+    (run / "table.json").write_text(json.dumps({"status": "finished", "stop_reason": "", "runs": ["."], "trials": [trial]}))
+    found = msrl.SweepResult.load(run)
+    for look in (found.command, found.run):
+        with pytest.raises(TrustError, match=r"names code to run, algo='evil\.py:Evil'"):
+            look(0)
+
+
+@pytest.mark.parametrize("sign", ["-", "1+", "a."])
+def test_a_text_of_many_signs_is_refused_in_one_line(sign, sent, capsys):
+    sent(env_spec=f"CartPole-v1:gravity={sign * 100_000}1")
+    assert "cannot read" in one_line(["evaluate", "run"], capsys)
 
 
 def test_an_own_experiment_takes_nothing_from_its_folder(sent, stopped):
     experiment = Result.load(stopped).experiment
     run = sent(env_spec="evil:Env", policy="evil:P")
-    done = msrl.train(experiment, resume=run, policy="GPUOnly", devices=msrl_devices(), callbacks=[lambda tick: True], progress=False)
+    here = {"policy": "GPUOnly", "devices": jax.devices()[:1], "progress": False, "eval_episodes": 0}
+    done = msrl.train(experiment, resume=run, callbacks=[lambda tick: True], **here)
     assert done.experiment.env == experiment.env
-
-
-def msrl_devices():
-    import jax
-
-    return jax.devices()[:1]
