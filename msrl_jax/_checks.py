@@ -2,12 +2,12 @@
 
 import contextlib
 import difflib
-import importlib
+import itertools
+import json
 import math
 import numbers
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -78,6 +78,23 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+_DEEPEST = 100  # levels of brackets in JSON
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON that somebody else may have written; raises ValueError for whatever is wrong, too many brackets included."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it has too many brackets within each other") from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        if not (level := list(itertools.chain.from_iterable(inner))):
+            return value
+    raise ValueError("it has too many brackets within each other")
+
+
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
     """Adds an entry of a kind, and returns it; raises ValueError if another entry has the name."""
     if table.setdefault(name, value) is not value:
@@ -95,29 +112,6 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     if found is None:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
     return table[found]
-
-
-def imported(kind: str, path: str, what: str) -> Any:
-    """The object that `MODULE:NAME` names; modules are looked for in the working directory too."""
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
-    here = os.getcwd()
-    sys.path.insert(0, here)  # a console script has its own folder there
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:NAME of {what}") from None
-    finally:
-        sys.path.remove(here)
-
-
-def reference(value: Any) -> str | dict[str, str]:
-    """What a file says of an object: MODULE:NAME, if `imported` finds it by that; else how it looks, under "object"."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:
-        return f"{module}:{name}"
-    return {"object": " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).split())}
 
 
 def name_of(value: Any) -> str:

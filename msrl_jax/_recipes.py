@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import replacing, suggestion
+from msrl_jax._checks import parse_json, replacing, suggestion
 
 FOLDER = Path(__file__).parent / "recipes"
 _ANEW = " (msrl-jax reproduce, with --update)"
@@ -124,7 +124,7 @@ class Record:
     def read(cls, path: Path) -> "Record":
         """Reads a record; raises RecordError if it is damaged, or of another version of this package."""
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = parse_json(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it anew{_ANEW}") from None
         if not isinstance(content, dict) or content.pop("sum", None) != _sum(content):

@@ -66,7 +66,7 @@ def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
     text = text.strip()
     try:
         return _built(what, ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body, calls)
-    except (SyntaxError, _NotLiteral):
+    except (SyntaxError, RecursionError, MemoryError, _NotLiteral):  # the third is how Python refuses thousands of signs
         if re.fullmatch(r"\d\w*", text):
             return text
         raise ValueError(wrong) from None

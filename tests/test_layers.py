@@ -16,7 +16,7 @@ FLOORS = [
     {"envs"},
     {"fragments"},
     {"codecs"},
-    {"_recipes", "_spec", "_suites", "_terminal", "_toml"},
+    {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
     {"_checks", "_compat", "_compiling", "_lazy", "_simulate"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""

@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, type] = {}
 OF_RUNS = {
     "algo", "actors_at", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes",
     "eval_every", "checkpoint_every", "keep_checkpoints", "time_limit", "guard", "record", "env_params", "pbt", "rank_by",
-    "callbacks", "progress",
+    "callbacks", "progress", "trust",
 }  # fmt: skip
 """The arguments of `msrl.train`, which no field can have the name of."""
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _checks, envs
-from msrl_jax._checks import reference as reference
+from msrl_jax import _checks, _naming, envs
 from msrl_jax._checks import suggestion as suggestion
+from msrl_jax._naming import reference as reference
 from msrl_jax._spec import parse_spec as parse_spec
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
@@ -38,7 +38,8 @@ def get(algorithm: str | type) -> type:
       TypeError: if it is neither.
       ValueError: on an unknown name; the message suggests the nearest one. On a file that has no such config, or cannot be run.
     """
-    if isinstance(algorithm, type) and hasattr(algorithm, "build") and hasattr(algorithm, "many_agents"):
+    if _is_config(algorithm):
+        assert isinstance(algorithm, type)
         if "many_agents" not in vars(algorithm):
             base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
             raise TypeError(
@@ -51,8 +52,12 @@ def get(algorithm: str | type) -> type:
     if files.is_file(algorithm):
         return files.load(algorithm)
     if ":" in algorithm:
-        return get(_checks.imported("algorithm", algorithm, "a class made with algorithms.config"))
+        return get(_naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
     return _checks.find("algorithm", ALGORITHMS, algorithm)
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
 
 
 def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:

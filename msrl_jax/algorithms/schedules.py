@@ -12,6 +12,7 @@ A text may end with `,warmup=SHARE`: over that share of the run, the number rise
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _checks
+from msrl_jax import _checks, _naming
 from msrl_jax._spec import read_values
 from msrl_jax.algorithms.optimizers import KL
 
@@ -63,10 +64,13 @@ def is_ramp(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] in _KINDS
 
 
-def is_path(text: str) -> bool:
-    """Whether a text may be the MODULE:NAME of a schedule."""
-    module, _, name = text.partition(":")
-    return module.replace(".", "").isidentifier() and name.replace(".", "").isidentifier()
+def _takes_one(value: Any) -> bool:
+    """Whether a value is a function of one argument."""
+    try:
+        inspect.signature(value).bind(0)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, type)
 
 
 def is_adaptive(value: Any) -> bool:
@@ -81,7 +85,7 @@ def read(given: Any) -> Schedule:
         return given
     name, _, text = given.partition(":")
     if name not in _KINDS:
-        return _checks.imported("schedule", given, "a function of the progress")
+        return _naming.imported("schedule", given, "a function of the progress", _takes_one)
     listed, named = _numbers(text, _FORM, 2, ("warmup",))
     made = Ramp(name, *listed, **named)
     if not 0 <= made.warmup < 1:
@@ -119,7 +123,7 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
     kind, _, text = given.partition(":")
     if kind not in _KINDS:
         near = _checks.suggestion(kind, _KINDS) if text else ""
-        return None if is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+        return None if _naming.is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
         wrong = _wrong_value(name, read(given)(_GRID), bounds)
     except ValueError as error:

@@ -125,6 +125,11 @@ def _split(text: Any) -> tuple[str, str]:
     return team.strip(), rest.strip()
 
 
+def named_by(text: str) -> tuple[str, dict[str, Any]]:
+    """The name of the algorithm in the text of a team, and its fields; raises ValueError if it cannot be read."""
+    return parse_spec(_without_agents(*_split(text))[0], prefixes=True)
+
+
 def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     """Reads a team from a text or a config; raises ValueError if it cannot be one."""
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # it is also in names of metrics

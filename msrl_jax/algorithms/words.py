@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax import _checks
+from msrl_jax import _checks, _naming
 from msrl_jax._spec import read_values
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
@@ -30,6 +30,7 @@ from msrl_jax.envs import Environment, MultiAgentEnvironment
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
 _PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
 _OWN = "an optax.GradientTransformation"
+_MADE = f"{_OWN}, or a function without arguments that returns one"
 _ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
 
 
@@ -158,7 +159,7 @@ def _optimizer_remedy(optimizer: Any) -> str | None:
     """What to use in place of a value that is no optimizer of a config; None if it may be one."""
     if not isinstance(optimizer, str):
         fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needed(optimizer))
-        return None if fits else f"{_OWN}, or a function without arguments that returns one"
+        return None if fits else _MADE
     name, _, text = optimizer.partition(":")
     if name not in NAMED and (":" not in optimizer or "=" in text):
         return f"one of {', '.join(NAMED)}{_checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
@@ -203,6 +204,11 @@ def _needed(function: Callable[..., Any]) -> bool:
     return False
 
 
+def _is_optimizer(value: Any) -> bool:
+    is_made = _naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needed(value)
+    return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+
+
 def _named_optimizer(text: str) -> Named:
     name, _, parameters = text.partition(":")
     return Named(name, tuple(read_values(parameters, wrong=parameters).items()))
@@ -210,7 +216,7 @@ def _named_optimizer(text: str) -> Named:
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:
     """A transformation of one's own, which says in words what does not fit when it is first traced."""
-    what: Any = _checks.imported("optimizer", given, _OWN) if isinstance(given, str) else given
+    what: Any = _naming.imported("optimizer", given, _MADE, _is_optimizer) if isinstance(given, str) else given
     name = f"optimizer={_checks.name_of(given)}"
     if callable(what) and not _needed(what):
         what = what()

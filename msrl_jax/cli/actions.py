@@ -64,7 +64,7 @@ def _show(args: Any, data: Any, text: object) -> None:
 
 def _options(args: Any, *others: str) -> dict[str, Any]:
     """The options that are arguments of the function of the same name."""
-    left_out = ("config", "given", "json", "cpu_devices", *others)
+    left_out = ("config", "given", "json", "cpu_devices", "trust", *others)
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in left_out}
     return {name: False if (name, value) == ("progress", "none") else value for name, value in options.items()}
 
@@ -112,7 +112,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         if args.video_every is not None:
             loggers.append(experiment.Filming(whole("video_every", args.video_every)))
-        result = experiment.train(**options, out=out, callbacks=loggers, **config)
+        result = experiment.train(**options, out=out, callbacks=loggers, trust=args.trust, **config)
     if first:
         print(result)
     if first and args.json:
@@ -123,7 +123,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 def _act(args: Act, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import act
 
-    unrolls = act(*args.addresses, wait=args.wait, say=functools.partial(print, file=sys.stderr, flush=True))
+    unrolls = act(*args.addresses, wait=args.wait, trust=args.trust, say=functools.partial(print, file=sys.stderr, flush=True))
     if args.json:
         _print_json({"unrolls": unrolls})
     return 0
@@ -191,7 +191,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import Evaluation, FittedQ, OffPolicyEstimate, Result
     from msrl_jax.experiment.history import in_words
 
-    result = Result.load(args.run, checkpoint=args.checkpoint)
+    result = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust)
     if args.discount is not None and args.data is None:
         raise ValueError("--discount is that of an estimate from data; give --data, or leave it out")
     settings = FittedQ() if args.discount is None else FittedQ(discount=args.discount)
@@ -216,7 +216,7 @@ def _record(args: Record, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import Result
 
     options = _options(args, "run", "steps", "out")
-    dataset = data.record(Result.load(args.run), args.steps, args.out, **options)
+    dataset = data.record(Result.load(args.run, trust=args.trust), args.steps, args.out, **options)
     print(dataset)
     if args.json:
         _print_json(dataset.describe() | {"file": args.out})
@@ -226,7 +226,7 @@ def _record(args: Record, config: dict[str, Any]) -> int:
 def _replay(args: Replay, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import replay_step
 
-    failure = replay_step(args.file)
+    failure = replay_step(args.file, trust=args.trust)
     if failure is None:
         print("all results of this step are finite here")
         return DIVERGED
@@ -300,7 +300,7 @@ def _video(args: Video, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import Result
 
     options = _options(args, "run", "out", "checkpoint")
-    made = Result.load(args.run, checkpoint=args.checkpoint).video(args.out, **options)
+    made = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust).video(args.out, **options)
     about = {"file": str(args.out), "returns": list(made.returns), "lengths": [len(x) - 1 for x in made.episodes]}
     _show(args, about, f"{made}\n{args.out}")
     return 0
@@ -310,7 +310,7 @@ def _export(args: Export, config: dict[str, Any]) -> int:
     from msrl_jax.experiment import Result
 
     options = _options(args, "run", "file", "checkpoint")
-    file = Result.load(args.run, checkpoint=args.checkpoint).export(args.file, **options)
+    file = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust).export(args.file, **options)
     _show(args, {"file": str(file)}, file)
     return 0
 
@@ -318,7 +318,7 @@ def _export(args: Export, config: dict[str, Any]) -> int:
 def _report(args: Report, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
-    page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title, plans=args.plans)
+    page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title, plans=args.plans, trust=args.trust)
     _show(args, {"page": str(page)}, page)
     return 0
 
@@ -358,7 +358,7 @@ def _profile(args: Profile, config: dict[str, Any]) -> int:
     if args.run is None:
         made = report.profile(args.algo, args.env, policy=args.policy, env_params=args.env_params, **options, **config)
     else:
-        made = report.profile(Result.load(args.run), **options)
+        made = report.profile(Result.load(args.run, trust=args.trust), trust=args.trust, **options)
         made.save(args.run / profiles.OF_RUN)
     if args.out is not None:
         made.save(args.out)

@@ -28,6 +28,9 @@ class Command:
 
     cpu_devices: int | None = option(None, "compute on this many virtual CPU devices.")
     json: bool = option(False, "print the outcome as one line of JSON, the last on stdout.")
+    trust: bool = option(
+        False, "run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms."
+    )  # fmt: skip
 
 
 @command

@@ -13,6 +13,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from msrl_jax import _recipes, _toml
+from msrl_jax._naming import check_trust
 from msrl_jax.cli import flags
 from msrl_jax.cli.flags import UsageError
 
@@ -55,6 +56,7 @@ class ConfigFile:
         if not self.values:
             return [], {}
         given = flags.given_fields(argv)
+        self._check_trust({f.name for f in dataclasses.fields(base)}, given, trust="--trust" in argv)
         hints, algo = typing.get_type_hints(base, include_extras=True), list[str]()
         if "algo" in hints and "algo" in self.values and "algo" not in given:
             # It decides which other keys there are.
@@ -63,8 +65,9 @@ class ConfigFile:
         kinds: dict[str, Any] = {f.name: f.type for f in (*options, *fields)}
         words, defaults = list[str](), dict[str, Any]()
         for key, value in self.values.items():
-            if key in ("config", "print_config", "recipe"):
-                raise UsageError(f"{self.at(key)}: {key} belongs on the command line; a file cannot name another one")
+            if key in ("config", "print_config", "recipe", "trust"):
+                why = "a file cannot trust itself" if key == "trust" else "a file cannot name another one"
+                raise UsageError(f"{self.at(key)}: {key} belongs on the command line; {why}")
             if key not in kinds and isinstance(value, dict):
                 _scalar(key, None, value, self.at(key))
             if key not in kinds:
@@ -81,6 +84,17 @@ class ConfigFile:
             else:
                 words += _words(key, kinds[key], value, self.at(key))
         return words, defaults
+
+
+    def _check_trust(self, options: Collection[str], given: Collection[str], *, trust: bool) -> None:
+        """Raises TrustError if the file names code to run in what is not given elsewhere, unless it is trusted."""
+        values = {key: x for key, x in self.values.items() if key not in given}
+        if trust or not any(":" in text or ".py" in text for text in map(str, values.values())):
+            return
+        from msrl_jax.experiment.trust import KINDS, code_of  # which imports JAX
+
+        values = {key: x for key, x in values.items() if key in KINDS or key not in options}
+        check_trust(f"the file {self.name}", code_of(values), trust)
 
 
 def taken(command: str, argv: Sequence[str]) -> tuple[list[str], ConfigFile, bool]:
@@ -206,7 +220,7 @@ def text(name: str, base: type, argv: Sequence[str], args: Any) -> str:
     head = f"msrl-jax {name} --config FILE is this command line. Keys in comments have their defaults; flags win over the file."
     parts = [_toml.comment(head)]
     for field in (*options, *fields):
-        if field.name == "recipe":  # whose settings are in the file
+        if field.name in ("recipe", "trust"):  # the settings of the one are in the file, and no file trusts itself
             continue
         value = getattr(args if field in options else args.config, field.name)
         is_given = field.name in given or _is_positional(field.type)

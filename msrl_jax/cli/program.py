@@ -8,7 +8,6 @@ Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:lea
 import contextlib
 import errno
 import importlib.metadata
-import json
 import os
 import sys
 import traceback
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
+from msrl_jax._naming import check_trust
 from msrl_jax.cli import config_file, flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
@@ -44,12 +44,15 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
     """Adds the algorithm of a run that goes on, because it decides which other flags there are."""
     if command != "train" or "--resume" not in argv or flags.values_of(argv, "--algo"):
         return argv
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        about = json.loads((Path(flags.values_of(argv, "--out")[0]) / "config.json").read_text())
-        from msrl_jax.algorithms import files
+    from msrl_jax.experiment import store
+    from msrl_jax.experiment.trust import algorithm_of, code_of
 
-        return [*argv, "--algo", files.saved(about)]
-    return argv
+    path = Path(next(iter(flags.values_of(argv, "--out")), ""))
+    if not (path / "config.json").exists():
+        return argv
+    algo = algorithm_of(store.read_description(path))
+    check_trust(f"the run in {path}", code_of({"algo": algo}), "--trust" in argv)
+    return [*argv, "--algo", algo]
 
 
 def _is_of_disk(error: BaseException) -> bool:

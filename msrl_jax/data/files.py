@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import writing
+from msrl_jax._checks import parse_json, writing
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes, named
 from msrl_jax.replay import Transition
 
@@ -130,7 +130,7 @@ def read_parts(folder: Path) -> Dataset:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
         parts.append(arrays)
     try:
-        about = json.loads((folder / "about.json").read_text())
+        about = parse_json((folder / "about.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'about.json'} is missing or damaged ({error}); write {{}} to it") from error
     return from_lanes({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, about)
@@ -149,7 +149,7 @@ def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _read_npz(path: Path) -> Dataset:
     try:
         arrays, names = _npz(path)
-        about = json.loads(str(arrays.pop(ABOUT, "{}")))
+        about = parse_json(str(arrays.pop(ABOUT, "{}")))
     except _DAMAGED as error:
         raise ValueError(f"{path} is no npz file of numbers, or it is damaged ({error}); write it again") from error
     return _dataset(path, arrays, about, names)
@@ -203,7 +203,7 @@ def _read_parquet(path: Path) -> Dataset:
         table = parquet.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
-    said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
+    said = parse_json((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
     for name in table.column_names:
         if fields_of([name]).keys() <= {*FIELDS, *OPTIONAL}:

@@ -1,12 +1,10 @@
 """Environments by name: `make`, `register`, `names`."""
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from msrl_jax import _checks, _suites
+from msrl_jax import _checks, _naming, _suites
 from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
 from msrl_jax.envs.base import Environment
@@ -41,8 +39,9 @@ def make(name: str, **params: Any) -> Environment:
     Args:
       name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`), or one of a suite behind its prefix
         (`"brax:halfcheetah"`, `"jaxmarl:MPE_simple_spread_v3"`), or a class or function behind its module
-        (`"my_module:MyEnv"`), which is also looked for in the working directory; `names` lists all but the last. Parameters
-        may follow: `"CartPole-v1:max_steps_in_episode=100"`.
+        (`"my_module:MyEnv"`), which is also looked for in the working directory; `names` lists all but the last. A class has
+        `reset` and `step`, and the annotation of a function says that it returns one. Parameters may follow:
+        `"CartPole-v1:max_steps_in_episode=100"`.
       **params: arguments of the registered factory, class or function; of a gymnax environment, fields of its `EnvParams`
         (`max_steps_in_episode=100`) and arguments of its constructor; of a suite, see its adapter's `make`.
 
@@ -51,8 +50,8 @@ def make(name: str, **params: Any) -> Environment:
 
     Raises:
       TypeError: if the name is no text.
-      ImportError: if a suite is needed and not installed, or a module is not found; the message says what to do.
-      ValueError: if there is no environment with that name, or it has no such parameter.
+      ImportError: if a suite is needed and not installed; the message says how to install it.
+      ValueError: if there is no environment with that name, if what a module has by it is none, or it has no such parameter.
     """
     if not isinstance(name, str):
         raise TypeError(f"the name of the environment is {name!r}; write one such as 'CartPole-v1', envs.names() lists all")
@@ -76,29 +75,29 @@ def make(name: str, **params: Any) -> Environment:
     return gymnax_env.make(name, **params)
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is that of a class or function of a module, which `make` imports."""
+    if name in _factories:
+        return False
+    name = parse_spec(name, prefixes=True)[0]
+    return ":" in name and name not in _factories and _suites.suite_of(name) is None
+
+
 def _from_module(name: str, params: dict[str, Any]) -> Environment:
     """Makes an environment by a class or a function of a module, `MODULE:NAME`."""
     module, _, attribute = name.partition(":")
     if module in names():
         raise ValueError(f"cannot read {attribute!r} in {name!r}; parameters are written {module}:key=value,key=value")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ImportError(
-            f"environment {name!r}: there is no suite or module {module!r}{suggestion(module, _suites.SUITES)}; modules are "
-            f"looked for in {here} and where Python looks"
-        ) from None
-    finally:
-        sys.path.remove(here)
-    known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-    factory = getattr(found, attribute, None)
-    if not callable(factory):
-        raise ValueError(f"module {module!r} has no class or function {attribute!r}{suggestion(attribute, known)}")
-    return cast(Environment, factory(**params))
+    near = suggestion(module, _suites.SUITES)
+    what = f"an environment: a class with reset and step, or a function that returns one{near and f', or name a suite{near}'}"
+    return cast(Environment, _naming.imported("environment", name, what, _is_made)(**params))
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a call makes an environment, which has two functions or, if the host simulates it, makes copies of itself."""
+    return _naming.makes(value, lambda kind: all(callable(getattr(kind, f, None)) for f in ("reset", "step")) or (
+        callable(getattr(kind, "vectorize", None)) and hasattr(kind, "on_host")
+    ))
 
 
 def names() -> list[str]:

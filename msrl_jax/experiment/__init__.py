@@ -1,5 +1,6 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
+from msrl_jax._naming import TrustError as TrustError
 from msrl_jax.experiment.acting import act as act
 from msrl_jax.experiment.arrivals import replay_arrivals as replay_arrivals
 from msrl_jax.experiment.callbacks import Callback as Callback

@@ -35,8 +35,8 @@ class _Over(Exception):
 class _Actor:
     """An actor, with what it keeps while its learner is away."""
 
-    def __init__(self, experiment: Experiment | None):
-        self.experiment, self.parts = experiment, None
+    def __init__(self, experiment: Experiment | None, trust: bool):
+        self.experiment, self.trust, self.parts = experiment, trust, None
         self.run: str | None = None
         self.about: Any = None  # what the parts are made of
         self.ticket: int | None = None
@@ -72,7 +72,8 @@ class _Actor:
         self.run = about["run"]
         try:
             if self.parts is None or about["experiment"] != self.about:  # of another run
-                self.parts = parts_of(self.experiment or Experiment.from_json(about["experiment"]))
+                said = about["experiment"]
+                self.parts = parts_of(self.experiment or Experiment.from_json(said, where="the learner", trust=self.trust))
                 self.about = about["experiment"]
             _ = self.parts.act
             packing = Packing.of(about["codec"], self.parts.halves.published_kinds)
@@ -106,6 +107,7 @@ def act(
     *addresses: str,
     experiment: Experiment | None = None,
     wait: float | str = "10m",
+    trust: bool = False,
     say: Callable[[str], Any] = lambda line: None,
 ) -> int:
     """Acts for the learner of a run, which was started with `actors_at`, until the run is over; or for several, side by side.
@@ -117,6 +119,7 @@ def act(
       *addresses: the learner's, `HOST:PORT`; those of several learners, each of which has a run and a policy of its own.
       experiment: what the run computes; needed if the learner's environment or a part of its config is an object.
       wait: how long it waits for the learner each time, in seconds or as text such as `"10m"`.
+      trust: whether the code that a learner names may run here: modules (`my_module:MyEnv`) and files of algorithms.
       say: called with lines about what happens.
 
     Returns:
@@ -124,6 +127,7 @@ def act(
 
     Raises:
       ValueError: if a learner refuses it, with the reason.
+      TrustError: a ValueError, if a learner names code to run, and is not trusted.
       RuntimeError: if a run ended with an error.
       ConnectionError: if a learner does not come back in time. Of several learners, it acts for the others to their end first.
     """
@@ -135,7 +139,7 @@ def act(
 
     def act_at(where: tuple[str, int]) -> None:
         try:
-            outcomes.append(_act(where, context, experiment, limit, say))
+            outcomes.append(_act(where, context, _Actor(experiment, trust), limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(reached) > 1:  # the others may go on for days
@@ -152,10 +156,8 @@ def act(
     return sum(x for x in outcomes if isinstance(x, int))
 
 
-def _act(
-    where: tuple[str, int], context: ssl.SSLContext, experiment: Experiment | None, limit: float, say: Callable[[str], Any]
-) -> int:
-    address, actor = ":".join(map(str, where)), _Actor(experiment)
+def _act(where: tuple[str, int], context: ssl.SSLContext, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
+    address = ":".join(map(str, where))
     since, attempts = time.monotonic(), 0
     while True:
         try:

@@ -12,12 +12,14 @@ import numpy as np
 
 from msrl_jax import algorithms, data
 from msrl_jax._checks import check_seed, is_several, whole
+from msrl_jax.algorithms import code_names
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
 from msrl_jax.experiment import folder, processes, store
+from msrl_jax.experiment.facts import difference
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.pbt import GivenPBT, read
-from msrl_jax.experiment.spec import Experiment, Settings, check_settings, difference
+from msrl_jax.experiment.spec import Experiment, Settings, check_settings
 
 
 def make_experiment(*given: Any, **arguments: Any) -> Experiment:
@@ -107,7 +109,9 @@ def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
         yield store.open_run(path) if goes_on else None
 
 
-def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None) -> Experiment:
+def as_asked(
+    given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None, *, trust: bool
+) -> Experiment:
     """The experiment that the arguments and the folder say."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
@@ -117,7 +121,7 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: store.Save
     elif saved is None:
         experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
     else:
-        experiment = _resumed(saved, given, overrides)
+        experiment = _resumed(saved, given, overrides, trust)
     if saved is not None and (differs := difference(saved.description, experiment.to_json())):
         raise _differs(saved, *differs)
     every = experiment.pbt.every if experiment.pbt else 0
@@ -136,17 +140,17 @@ def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: store.Save
     return experiment
 
 
-def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
+def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any], trust: bool) -> Experiment:
     """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
     named = algorithms.get(algo) if isinstance(algo, str | type) else None
     asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
     dataset = _find_dataset(saved, asked.get("data"))
-    env_object = None if env is None or isinstance(env, str) else env
-    objects = {name: asked[name] for name, held in was["config"].items() if isinstance(held, Mapping) and name in asked}
-    again = {"env": env_object, "env_params": given["env_params"], "data": dataset} | objects
-    before = Experiment.from_json(was, **again, where=where)
+    nameless = {name for name, held in was["config"].items() if isinstance(held, Mapping)}
+    objects = {name: asked[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in asked}
+    again = {"env": env, "env_params": given["env_params"], "data": dataset} | objects
+    before = Experiment.from_json(was, **again, where=where, trust=trust)
     known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
     overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._checks import parse_json
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning, read_rows
 from msrl_jax.experiment.parts import Packing, Parts, parts_of
@@ -158,7 +159,7 @@ class Arrivals:
 def read(file: Path) -> list[dict[str, Any]]:
     """The lines of a record; none if there is no file."""
     try:
-        lines = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
+        lines = [parse_json(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
         if not all(isinstance(line, dict) for line in lines) or (lines and "run" not in lines[0]):
             raise ValueError("a line is no entry of a record")
         return lines
@@ -166,12 +167,13 @@ def read(file: Path) -> list[dict[str, Any]]:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
 
 
-def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) -> Any:
+def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
     """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
 
     Args:
       folder: the folder of the run.
       experiment: what the run computes; needed if its folder does not hold that, because something was given as an object.
+      trust: whether the code that the folder names may run, as in `Result.load`.
 
     Returns:
       The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
@@ -187,7 +189,8 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None) ->
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
     if any("gap" in line for line in lines):
         raise RunFolderError(f"{folder / FILE} has a gap, of lines that could not be written, so the run cannot be replayed")
-    experiment = Experiment.from_json(description) if experiment is None else experiment
+    if experiment is None:
+        experiment = Experiment.from_json(description, where=f"the run in {folder}", trust=trust)
     if differs := difference(description, experiment.to_json()):
         name, saved, given = differs
         raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._checks import parse_json
 from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_json, write_json
 from msrl_jax.fragments.runtime.crossing import key_impl
 
@@ -224,7 +225,7 @@ def best(found: Sequence[Checkpoint]) -> Checkpoint | None:
 def _read_seal(path: Path) -> dict[str, Any]:
     """The content of a checkpoint's seal; raises CheckpointError if it is damaged."""
     try:
-        seal = json.loads((path / SEAL).read_text())
+        seal = parse_json((path / SEAL).read_text())
         sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fact = f"{SEAL} cannot be read ({type(error).__name__}: {error})"

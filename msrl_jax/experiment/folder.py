@@ -29,13 +29,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import replacing, writing
+from msrl_jax._checks import parse_json, replacing, writing
 from msrl_jax.data import Dataset
 from msrl_jax.experiment.history import Row, scalars
 
 CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
+_WRITTEN = (REPEAT, TABLE, SUMMARY, EVALUATION, LOCK)
 _COUNTS = ("step", "iteration")  # what every row has
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
@@ -129,6 +130,8 @@ def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
+    if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
+        raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK
@@ -206,7 +209,7 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(lines[:count], 1):
         try:
-            row = {name: _from_json(value) for name, value in json.loads(line).items()}
+            row = {name: _from_json(value) for name, value in parse_json(line).items()}
             if not all(isinstance(row.get(name), int | float) for name in _COUNTS) or not all(map(_is_number, row.values())):
                 raise ValueError
             if rows and any(row[name] <= rows[-1][name] for name in _COUNTS):
@@ -238,7 +241,7 @@ def read_json(path: Path, *fields: str) -> dict[str, Any]:
     if not path.exists():
         raise RunFolderError(f"{path.parent} holds no run: {path.name} is missing")
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except (ValueError, OSError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); restore the file, or start a new run") from None
     lacking = [name for name in fields if not isinstance(content, dict) or name not in content]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._checks import replacing
+from msrl_jax._checks import parse_json, replacing
 from msrl_jax._compat import aval
 from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
@@ -268,7 +268,7 @@ def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
 
 def replay_step(
     path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
-    **objects: Any,
+    trust: bool = False, **objects: Any,
 ) -> Failure | None:
     """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
 
@@ -277,6 +277,7 @@ def replay_step(
       env: the environment, if the run was given an environment object.
       env_params: what its parameters are drawn from, if that is a function.
       data: the data, if the run learned from data.
+      trust: whether the code that the file names may run, as in `Result.load`.
       **objects: fields of the config that were objects without a name: `network=`, `optimizer=`.
 
     Returns:
@@ -292,7 +293,7 @@ def replay_step(
     if run["data"] is not None and source is None:
         raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
     again = {"env": env, "env_params": env_params, "data": source} | objects
-    experiment = Experiment.from_json(run, **again, where=f"the run of {path}")
+    experiment = Experiment.from_json(run, **again, where=f"the run of {path}", trust=trust)
     if about["record"] is not None:
         experiment = experiment.record(about["record"])
     closed = trace(experiment.agent.iteration, jax.eval_shape(experiment.initial_state)).jaxpr
@@ -314,7 +315,7 @@ def replay_step(
 def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            about = json.loads(str(file[_ABOUT]))
+            about = parse_json(str(file[_ABOUT]))
             arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; name the {FILE} in the folder of a run") from None

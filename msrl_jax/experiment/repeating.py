@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msrl_jax import _toml, policies
-from msrl_jax._checks import reference
+from msrl_jax._naming import reference
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms import words
 from msrl_jax.experiment.spec import Experiment

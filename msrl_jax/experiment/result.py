@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -21,11 +21,10 @@ from msrl_jax.experiment import export, store
 from msrl_jax.experiment.agents import UNRANKED, map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.experiment.fitted_q import FittedQ, OffPolicyEstimate, fitted_q
-from msrl_jax.experiment.history import last_mean
+from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.pbt import acting_part
-from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.summary import card, describe, plot_history, plot_lineage, saved, summarize
+from msrl_jax.experiment.summary import plot_history, plot_lineage, saved
 from msrl_jax.experiment.video import Video, check_file, film
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
@@ -37,8 +36,8 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Result:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Result(Outcome):
     """The result of a run. `C` denotes the number of chunks, `M` of members: seeds, settings of the config, or both. A run
     without members has no dimension `M`.
 
@@ -68,18 +67,8 @@ class Result:
     """
 
     experiment: Experiment
-    description: Mapping[str, Any]
-    history: Mapping[str, np.ndarray]
     run_state: Any
-    status: Status
-    compile_seconds: float
-    wall_seconds: float
-    evaluation: Evaluation | None
     registers: tuple[jax.Array, ...] = ()
-    folder: Path | None = None
-    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    stop_reason: str = ""
-    save_error: str = ""
 
     @property
     def state(self) -> Any:
@@ -102,31 +91,9 @@ class Result:
         return self.status == "interrupted"
 
     @property
-    def seeds(self) -> int:
-        """The number of seeds, with each of which every setting of the config has a member."""
-        return self.experiment.seeds
-
-    @property
-    def settings(self) -> list[dict[str, Any]]:
-        """The seed of every member, and its values of the fields of the config in which members differ; of a population that is
-        trained, the initial ones."""
-        return self.experiment.each_member
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return self.experiment.members
-
-    @property
     def has_members(self) -> bool:
         """Whether the state has a member axis: the run has several seeds, or fields of its config several values."""
         return self.experiment.has_members
-
-    @property
-    def steps_per_second(self) -> float:
-        """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
-        rates = self.history.get("steps_per_second", ())
-        return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     @property
     def best(self) -> int:
@@ -155,26 +122,6 @@ class Result:
         else:
             scores = np.atleast_1d(self.final(f"episode_{by}") if last is None else last.means[f"eval_{by}"])
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
-
-    def final(self, name: str) -> np.ndarray:
-        """The mean of a column of the history over the last tenth of training; nan if there is no such column."""
-        return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
-
-    def summary(self) -> dict[str, Any]:
-        """Summarizes the run as plain data: the content of `summary.json`.
-
-        Returns:
-          The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
-          evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
-          is also `episode_return/TEAM` and `eval_return/TEAM`; `episode_METRIC` and `eval_METRIC` are those of the environment.
-        """
-        return summarize(self)
-
-    def __repr__(self) -> str:
-        return describe(self)
-
-    def _repr_html_(self) -> str:
-        return card(self)
 
     def member(self, member: int | None = None) -> int:
         """The number of a member: from 0 to `members - 1`, or None for the best one.
@@ -511,20 +458,23 @@ class Result:
         cls,
         path: str | os.PathLike,
         *,
-        env: Environment | None = None,
+        env: Environment | str | None = None,
         env_params: GivenParams | None = None,
         checkpoint: Literal["newest", "best"] | int = "newest",
+        trust: bool = False,
         **objects: Any,
     ) -> "Result":
         """Reads a run from its folder, also while it is in progress or after it was killed.
 
         Args:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
-          env: the environment, if `train` got an environment object.
+          env: the environment, if `train` got an environment object, or the name of one in a module.
           env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
           checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
             of iterations.
-          **objects: fields of the config that cannot be imported by their names, if `train` got such: `network=`, `optimizer=`.
+          trust: whether the code that the folder names may run: modules (`my_module:MyEnv`) and files of algorithms. Say so
+            for folders of people whose code you would run, your own among them; or give again what is named.
+          **objects: fields of the config that are objects or names in modules, if `train` got such: `network=`, `optimizer=`.
 
         Returns:
           The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
@@ -533,8 +483,9 @@ class Result:
 
         Raises:
           RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
+          TrustError: a ValueError, if it names code to run, and is not trusted.
         """
-        return cls(**store.load(Path(path), env, env_params, checkpoint, objects))
+        return cls(**store.load(Path(path), env, env_params, checkpoint, objects, trust))
 
 
 def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,8 +10,9 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax._checks import check_seed, reference, suggestion, whole
-from msrl_jax.algorithms import files, words
+from msrl_jax._checks import check_seed, suggestion, whole
+from msrl_jax._naming import TrustError, check_trust
+from msrl_jax.algorithms import code_names, files, words
 from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
 from msrl_jax.algorithms.registry import check_env
@@ -28,14 +27,14 @@ from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_so
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evaluate import Behavior
-from msrl_jax.experiment.folder import RunFolderError, to_json
+from msrl_jax.experiment.facts import MOST_SEEDS, difference, each_member, plain_fields
+from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.history import in_words
 from msrl_jax.experiment.pbt import PBT, evolve, read
+from msrl_jax.experiment.trust import algorithm_of, code_of_run
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-
-_MOST_SEEDS = 2**20  # of one program
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
@@ -91,7 +90,7 @@ class Experiment:
             kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
         object.__setattr__(self, "env_params", self.env_params or None)
-        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=_MOST_SEEDS))
+        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
         check_settings(self.algorithm, self.settings, self.seeds)
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
@@ -119,10 +118,7 @@ class Experiment:
     @property
     def each_member(self) -> list[dict[str, Any]]:
         """The seed of every member and its values of the fields in which members differ; initial ones if they evolve."""
-        each = [dict(zip(self.settings, x, strict=True)) for x in zip(*self.settings.values(), strict=True)] or [{}]
-        if self.pbt:
-            return [{"seed": self.seed + i} | setting for i, setting in enumerate(each)]
-        return [{"seed": self.seed + i} | setting for setting in each for i in range(self.seeds)]
+        return each_member(self.seed, self.seeds, self.settings, evolve=self.pbt is not None)
 
     @property
     def key(self) -> jax.Array:
@@ -280,10 +276,10 @@ class Experiment:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What the folder of a run may not hold, as `Result.load` takes it."""
+        """What the folder of a run may not hold or say, as `Result.load` takes it."""
         fields = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
-        given = {"env": None if isinstance(self.env, str) else self.env, "env_params": self.env_params}
-        return given | {name: x for name, x in fields.items() if is_object(x)}
+        code = code_names.code_of(fields)
+        return {"env": self.env, "env_params": self.env_params} | {n: x for n, x in fields.items() if is_object(x) or n in code}
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
@@ -301,43 +297,51 @@ class Experiment:
         cls,
         given: Mapping[str, Any],
         *,
-        env: Environment | str | None = None,  # if it was an object
+        env: Environment | str | None = None,  # if it was an object, or the user's word
         env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
         data: Any = None,  # the data set; without it, the config has none
         where: str = "the run",  # in messages
+        trust: bool = False,  # whether code that it names may run
         **objects: Any,  # fields of the config that were objects
     ) -> "Experiment":
-        """Reads what `to_json` returned; raises RunFolderError if a part has to be given, or this version cannot read it."""
-        if given["env_spec"] is None and env is None:
-            raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
-        was = given["env_params"]
-        if isinstance(was, str) and env_params is None:
-            raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
-        named: Any = env or given["env_spec"]
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
-        if unknown := objects.keys() - fields:
-            name = min(unknown)
-            raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give what was an object in its config")
-        fields |= {name: x for name, x in objects.items() if x is not None}
-        for name, held in fields.items():
-            if isinstance(held, Mapping) and held.keys() == {"object"}:
-                article = "an" if name[0] in "aeiou" else "a"
-                raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
-        if data is not None:
-            fields["data"] = data
-        elif fields.get("data") is not None:  # the rest of the config is checked without a data set
-            fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
+        """Reads what `to_json` returned.
+
+        Raises RunFolderError if a part has to be given, or this version cannot read it; TrustError if it names code to run.
+        """
+        objects = {name: x for name, x in objects.items() if x is not None}
         try:
-            known = given["algorithm"] in algorithms.names()
-            algorithm = algorithms.get(given["algorithm"] if known else files.saved(given))(**fields)
-            settings = {name: tuple(values) for name, values in (given["settings"] or {}).items()}
+            own = {"env", *objects} if env is not None else {*objects}
+            check_trust(where, {name: text for name, text in code_of_run(given).items() if name not in own}, trust)
+            named: Any = given["env_spec"] if env is None else env
+            if named is None:
+                raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
+            if not isinstance(given["env_spec"], str | None):
+                raise TypeError(f"env_spec is {given['env_spec']!r}, which is no text")
+            was = given["env_params"]
+            if isinstance(was, str) and env_params is None:
+                raise RunFolderError(f"{where} draws parameters of its environment by a {was}; give it again: env_params=...")
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
+            if unknown := objects.keys() - fields:
+                name = min(unknown)
+                raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give what was an object in its config")
+            fields |= objects
+            for name, held in fields.items():
+                if isinstance(held, Mapping) and held.keys() == {"object"}:
+                    article = "an" if name[0] in "aeiou" else "a"
+                    raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
+            if data is not None:
+                fields["data"] = data
+            elif fields.get("data") is not None:  # the rest of the config is checked without a data set
+                fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
             return cls(
-                algorithm=algorithm, env=named, seed=given["seed"], seeds=given["seeds"],
-                env_params=was if env_params is None else env_params, total_steps=given["total_steps"], settings=settings,
-                pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"],
-                guard=given["guard"],
+                algorithm=algorithms.get(algorithm_of(given))(**fields), env=named, seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
+                env_params=was if env_params is None else env_params,
+                settings={name: tuple(values) for name, values in (given["settings"] or {}).items()},
+                pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
             )  # fmt: skip
-        except (TypeError, ValueError, KeyError) as error:
+        except (RunFolderError, TrustError):
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
 
     def difference(self, other: "Experiment") -> tuple[str, Any, Any] | None:
@@ -355,29 +359,6 @@ class Experiment:
         about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
         about |= {"settings": self.settings} if self.settings else {}
         return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
-
-
-def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config as plain data; a module or another object as what `reference` says of it."""
-    return {name: reference(value) if is_object(value) else to_json(value) for name, value in fields.items()}
-
-
-def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides what is computed, besides the length and the data set, by argument of `train`."""
-    fields = about["config"] | (about["settings"] or {})
-    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt", "rank_by")
-    return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
-
-
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first fact in which the contents of two `config.json` differ, with both values."""
-    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
-    return next((pair for pair in pairs if pair[1] != pair[2]), None)
-
-
-def fingerprint(about: Mapping[str, Any]) -> str:
-    """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
-    return hashlib.sha256(json.dumps(to_json([_facts(about), about["rollbacks"]]), sort_keys=True).encode()).hexdigest()
 
 
 def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping[str, Any] | None = None) -> None:

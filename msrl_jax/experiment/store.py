@@ -8,9 +8,9 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -23,13 +23,15 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import checkpoint, folder, processes
 from msrl_jax.experiment.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import NotSavedError, RunFolderError, SaveWarning
 from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
 from msrl_jax.experiment.repeating import repeating
 from msrl_jax.experiment.run import TIMINGS
-from msrl_jax.experiment.spec import Experiment, fingerprint
+from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.program import Delayed, Program
 
+T = TypeVar("T")
 Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
 FORMAT = 2  # the version of the format of run folders, which `config.json` has
@@ -301,49 +303,67 @@ def _not_needed(what: str) -> Iterator[None]:
 
 def load(
     path: Path,
-    env: Environment | None,
+    env: Environment | str | None,
     env_params: GivenParams | None,
     which: Literal["newest", "best"] | int,
     objects: Mapping[str, Any],
+    trust: bool,
 ) -> dict[str, Any]:
     """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
     `Result.load`."""
     description = read_description(path)
     where = f"the run in {path}"
-    experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, **objects)
-    saved, state, registers = _load_agent(path, which, experiment)
+    experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, trust=trust, **objects)
+
+    def read() -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
+        saved = choose(path, which)
+        is_recorded = saved.progress["recorded"] is not None and experiment.recorded_steps is None
+        whole = experiment.record(1) if is_recorded else experiment
+        like = whole.agent.without_data(at_rest(jax.eval_shape(whole.initial_state)))
+        leaves = jax.tree.leaves(like)
+        state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
+        return saved, without_experience(state), registers
+
+    saved, state, registers = _while_replaced(path, read)
+    told = _told(path, description, saved, is_newest=which == "newest")
+    return told | {"experiment": experiment, "run_state": state, "registers": registers}
+
+
+def told(path: Path) -> dict[str, Any]:
+    """The fields of an `Outcome` from the folder of a run, to which another process may be writing."""
+    description = read_description(path)
+    return _told(path, description, _while_replaced(path, lambda: choose(path, "newest")), is_newest=True)
+
+
+def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_newest: bool) -> dict[str, Any]:
+    """What a folder tells about a run up to a checkpoint."""
     _check_settings(path, description, saved)
     progress = saved.progress
     summary: dict[str, Any] = {}
-    if (path / folder.SUMMARY).exists() and which == "newest":
+    if (path / folder.SUMMARY).exists() and is_newest:
         with _not_needed("the outcome of the run"):
             summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
-    steps = saved.iteration * experiment.steps_per_iteration
-    if summary and summary["status"] != "diverged" and summary["total_steps"] != steps:
-        summary = {}  # of a later checkpoint, which is damaged
-    rows: list[Row] = []
+    rows: list[Row] | None = None
     with _not_needed("the history of the run"):
         rows = folder.read_rows(path, progress["rows"])
+    steps = None if rows is None else rows[-1]["step"] if rows else 0
+    if summary and summary["status"] != "diverged" and steps not in (None, summary["total_steps"]):
+        summary = {}  # of a later checkpoint, which is damaged
     times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
     return times | {
-        "experiment": experiment, "description": description, "history": stack_rows(rows), "run_state": state,
-        "registers": registers, "status": summary.get("status", "unfinished"), "stop_reason": summary.get("stop_reason", ""),
+        "description": description, "history": stack_rows(rows or []), "status": summary.get("status", "unfinished"),
+        "stop_reason": summary.get("stop_reason", ""),
         "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
         "evaluation": read_evaluation(progress["evaluation"]), "folder": path,
     }  # fmt: skip
 
 
-def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
+def _while_replaced(path: Path, read: Callable[[], T]) -> T:
+    """Reads a checkpoint; again if it has just been deleted by the process that writes them."""
     for _ in range(_TRIES):
         before = checkpoint.complete(path)
         try:
-            saved = choose(path, which)
-            if saved.progress["recorded"] is not None and experiment.recorded_steps is None:
-                experiment = experiment.record(1)
-            like = experiment.agent.without_data(at_rest(jax.eval_shape(experiment.initial_state)))
-            leaves = jax.tree.leaves(like)
-            state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
-            return saved, without_experience(state), registers
+            return read()
         except CheckpointError:
             if checkpoint.complete(path) == before:
                 raise

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.experiment.history import decimals, in_words, last_known, team_of
 from msrl_jax.experiment.pbt import PARENT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
+Result: TypeAlias = Any  # a `msrl_jax.Result`, or an `Outcome`, whose methods call this module
 
 MOST_LINES = 10  # with more settings than this, a figure shows the mean over all of them
 _PREFIX = "pbt/"
@@ -24,11 +23,10 @@ _PREFIX = "pbt/"
 def summarize(result: Result) -> dict[str, Any]:
     """A run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-    reported = {"return", *metrics_of(result.behavior.env)}
-    returns = {name: result.final(name) for name in result.history if _of_episodes(name, "episode_") in reported}
+    returns = {name: result.final(name) for name in result.history if _of_episodes(name, "episode_") not in ("", "length")}
     if result.evaluation is not None:
         means = result.evaluation.means.items()
-        returns |= {name: np.asarray(mean) for name, mean in means if _of_episodes(name, "eval_") in reported}
+        returns |= {name: np.asarray(mean) for name, mean in means if _of_episodes(name, "eval_") not in ("", "length")}
     about |= {"members": result.settings} if result.description["settings"] else {}
     if result.description["pbt"]:
         last = final_values(result.history)
@@ -61,9 +59,9 @@ def describe(result: Result) -> str:
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
     why_ended += ", NOT SAVED" * (bool(result.save_error) and result.folder is None)
-    unit, asked = result.behavior.agent.unit.removeprefix("environment "), result.description["total_steps"]
+    unit, asked = result.unit.removeprefix("environment "), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < asked
-    why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
+    why = f" of {asked:,} asked for (whole iterations of {_per_iteration(result.history):,})" if partly else ""
     each = " per member" if fields else " per seed" * (s["seeds"] > 1)
     steps = f"{s['total_steps']:,} {unit}{each}{why}"
     rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if result.history else ""
@@ -79,7 +77,7 @@ def describe(result: Result) -> str:
     if (last := result.evaluation) is not None:
         mean, by_team = np.asarray(last.mean_return), {team: x.mean(-1) for team, x in last.team_returns.items()}
         lines.append(f"  greedy return over {last.returns.shape[-1]} episodes {_returns(mean, by_team, what)}")
-        by = result.experiment.rank_by
+        by = result.rank_by
         scores = np.asarray(last.means[f"eval_{by}"])
         if fields and not np.isnan(scores).all():
             best = int(np.nanargmax(scores))
@@ -96,13 +94,18 @@ def describe(result: Result) -> str:
 
 def card(result: Result) -> str:
     """A run as HTML, for notebooks: its curve and its text."""
-    names = [f"episode_{result.experiment.rank_by}", "episode_return", "validation_loss"]
+    names = [f"episode_{result.rank_by}", "episode_return", "validation_loss"]
     known = [name for name in names if name in result.history and not np.isnan(result.history[name]).all()]
     stream = io.StringIO()
     if known:
         plot_history(result, known[:1]).savefig(stream, format="svg")
     _, tag, picture = stream.getvalue().partition("<svg")
     return f'<div style="max-width: 36rem">{tag}{picture}</div><pre>{html.escape(describe(result))}</pre>'
+
+
+def _per_iteration(history: Mapping[str, np.ndarray]) -> int:
+    """Steps of each member in an iteration."""
+    return int(history["step"][-1] / history["iteration"][-1]) if len(history.get("step", ())) else 0
 
 
 def _of_episodes(column: str, prefix: str) -> str:
@@ -164,8 +167,8 @@ def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
     for panel, name in zip(panels[:, 0], names, strict=True):
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)
-    panels[-1, 0].set_xlabel(result.behavior.agent.unit)
-    panels[0, 0].set_title(f"{result.experiment.name} on {result.experiment.env_name}")
+    panels[-1, 0].set_xlabel(result.unit)
+    panels[0, 0].set_title("{algorithm} on {env}".format(**result.description))
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure, panels[:, 0]
 
@@ -173,7 +176,7 @@ def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
 def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
     """See `Result.plot`."""
     history, groups = result.history, dict[str, list[int]]()
-    if result.experiment.settings and not result.experiment.pbt:
+    if result.description["settings"] and not result.description["pbt"]:
         for member, setting in enumerate(result.settings):
             groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
     if missing := [name for name in metrics if name not in history]:

@@ -14,6 +14,7 @@ import jax
 
 from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
+from msrl_jax._naming import check_trust
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.images import unseen_images
@@ -30,6 +31,7 @@ from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Ending, Pace, Run, finish, loop
 from msrl_jax.experiment.spec import Experiment, GuardPolicy
+from msrl_jax.experiment.trust import code_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec as policy_text
@@ -61,6 +63,7 @@ def train(
     env_params: GivenParams | None = None,
     pbt: GivenPBT | None = None,
     rank_by: str | None = None,
+    trust: bool = False,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
     **overrides: Any,
@@ -116,6 +119,8 @@ def train(
         or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
       rank_by: what tells which checkpoint is the best, which member is (`Result.best`), and whom members of a population copy:
         `"return"`, the default, or the name of a metric of the environment, of which more is better.
+      trust: whether a run that goes on may run the code that its folder names: modules (`my_module:MyEnv`) and files of
+        algorithms. What is given again by name (`env="my_module:MyEnv"`) needs no trust.
       callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
         calls its own. Hooks, as `msrl_jax.experiment.run` describes them, may be among them.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
@@ -129,6 +134,7 @@ def train(
     Raises:
       ValueError: before anything compiles, on an unknown name or field, or an invalid value.
       RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
+      TrustError: a ValueError, if the folder of a run that goes on names code to run, and is not trusted.
       DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
       ProcessError: if another process of the run ended.
       Exception: the first one that `end` of a hook raised, after all hooks have ended and the run is saved; a note names the
@@ -156,7 +162,7 @@ def train(
             saved = stack.enter_context(opened(path, goes_on))
             kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
-            experiment = as_asked(given, overrides, saved, watching["chunk"])
+            experiment = as_asked(given, overrides, saved, watching["chunk"], trust=trust)
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
             if experiment.guard == "rollback" and record is not None:
@@ -171,6 +177,8 @@ def train(
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else pool.USUAL if actors_at else experiment.usual_policy
             say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
+            if saved and policy is None:
+                check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             actors = None if actors_at is None else pool.opened(actors_at, experiment, where, devices, path, say)
@@ -203,7 +211,8 @@ def train(
             guarding and Divergence(guarding, saver), saver, None if actors is None else pool.Waiting(actors, requests),
         ]  # fmt: skip
         hooks = [hook for hook in hooks if hook is not None]
-        deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}
+        to = recording and str(recording.writer.path)
+        deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
         asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
         if experiment.pbt is not None:
             asked.append(experiment.pbt.every * experiment.steps_per_iteration)
@@ -241,9 +250,9 @@ def train(
     return result
 
 
-def _deployment(program: Program, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
+def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
     now = {
-        "format": store.FORMAT, "policy": policy_text(policy), "versions": folder.versions(),
+        "format": store.FORMAT, "unit": unit, "policy": policy_text(policy), "versions": folder.versions(),
         "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],
     }  # fmt: skip
     if saved is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from msrl_jax import _checks
+from msrl_jax import _checks, _naming
 from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
 from msrl_jax.fragments.placement import check_staleness
@@ -260,6 +260,16 @@ def register(policy: type) -> type:
     return _checks.add("policy", POLICIES, policy.__name__, policy)
 
 
+def is_own(policy: str) -> bool:
+    """Whether a text names a policy of a module, which `get` imports."""
+    first, colon, _ = parse_spec(policy, prefixes=True)[0].partition(":")
+    return bool(colon) and first.lower() not in map(str.lower, POLICIES)
+
+
+def _is_policy(value: Any) -> bool:
+    return isinstance(value, type) and callable(getattr(value, "layout", None))
+
+
 def names() -> list[str]:
     """The names of all distribution policies."""
     return sorted(POLICIES)
@@ -298,10 +308,10 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     first, colon, rest = name.partition(":")
     if first.endswith(".py"):
         raise ValueError(f"policy {policy!r} is a file; name its class: {Path(first).stem}:CLASS")
-    if colon and first.lower() in map(str.lower, POLICIES):
+    if colon and not is_own(name):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
-        cls: Any = _checks.imported("policy", name, "a class with a method layout(devices, sizes)")
+        cls: Any = _naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
     else:
         cls = _checks.find("policy", POLICIES, name)
     fields = list(inspect.signature(cls).parameters)

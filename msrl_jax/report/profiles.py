@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl_jax._checks import as_path, replacing
+from msrl_jax._checks import as_path, parse_json, replacing
 from msrl_jax._terminal import table
 from msrl_jax.experiment.folder import check_target, write_json, write_text
 from msrl_jax.report.curves import figure_of, inline, styled, svg_of
@@ -183,6 +183,6 @@ def profile_of(folder: Path) -> Profile | None:
     if not file.exists():
         return None
     try:
-        return Profile.from_dict(json.loads(file.read_text("utf-8")))
+        return Profile.from_dict(parse_json(file.read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the profile {file} is damaged ({error}); remove it, or make it again: msrl-jax profile") from error

@@ -44,6 +44,7 @@ def profile(
     env_params: GivenParams | None = None,
     iterations: int | None = None,
     repeats: int = 3,
+    trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
     **overrides: Any,
 ) -> Profile:
@@ -57,6 +58,7 @@ def profile(
       env_params: what parameters of the environment are drawn from, as in `train`.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: measurements that calibrate, and as many that count; each is a run with a trace and one without.
+      trust: whether the policy of the run that is profiled may be of a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before programs are compiled, and before they are measured.
       **overrides: other fields of the algorithm's config.
 
@@ -73,7 +75,7 @@ def profile(
         if overrides or policy is not None or env_params is not None:
             raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
         experiment = algo.experiment
-        chosen, devices = place_of(algo, devices)
+        chosen, devices = place_of(algo, devices, trust=trust)
     else:
         experiment = make_experiment(algo, env, overrides=overrides, env_params=env_params)
         chosen = policies.get(policy or experiment.usual_policy)
@@ -94,6 +96,7 @@ def profile_program(
     policy: str | None = None,
     iterations: int | None = None,
     repeats: int = 3,
+    trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measures where the time of a compiled loop goes, as `profile` does; a loop of one's own, from `msrl_jax.compile`.
@@ -105,6 +108,7 @@ def profile_program(
       policy: what is said of the policy and the devices; what the program says if None.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: measurements that calibrate, and as many that count.
+      trust: whether the policy of the run that is profiled may be of a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before the program is measured.
 
     Returns:

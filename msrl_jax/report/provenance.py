@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import json
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -12,11 +11,14 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
+from msrl_jax._checks import parse_json
+from msrl_jax._naming import check_trust
 from msrl_jax._recipes import RecordError
 from msrl_jax._suites import packages_of
 from msrl_jax.envs.host import processors
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import versions, write_json
+from msrl_jax.experiment.trust import code_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 
 PACKAGE = Path(__file__).parents[1]
@@ -62,7 +64,7 @@ def write_origin(path: Path, env: str) -> None:
 def origin_of(path: Path) -> dict[str, Any]:
     """What trained a run; raises RecordError if that were other versions than those here, or if it is not known."""
     try:
-        found = json.loads((path / _ORIGIN).read_text("utf-8"))
+        found = parse_json((path / _ORIGIN).read_text("utf-8"))
         was = dict(found["versions"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
@@ -79,7 +81,9 @@ def processor() -> str:
     return next(names, platform.processor())
 
 
-def place_of(run: Result, devices: Sequence[Device] | None = None) -> tuple[DistributionPolicy, Sequence[Device]]:
+def place_of(
+    run: Result, devices: Sequence[Device] | None = None, *, trust: bool = False
+) -> tuple[DistributionPolicy, Sequence[Device]]:
     """The policy of a run, and as many devices as it had, of these or of all.
 
     Raises:
@@ -88,4 +92,5 @@ def place_of(run: Result, devices: Sequence[Device] | None = None) -> tuple[Dist
     count, here = run.description["devices"]["count"], jax.devices() if devices is None else devices
     if len(here) < count:
         raise ValueError(f"the run had {count} devices, and here are {len(here)}; --cpu-devices {count} makes as many of a CPU")
+    check_trust(f"the run in {run.folder}", code_of({"policy": run.description["policy"]}), trust)
     return policies.get(run.description["policy"]), here[:count]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import check_target
 from msrl_jax.experiment.history import in_words
+from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def plot_runs(
     return figure
 
 
-def shown_of(found: Mapping[str, Result], metrics: Sequence[str]) -> list[str]:
+def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
     """The columns to draw: those that are asked for, or the usual ones; raises ValueError if no run has one."""
     if metrics and isinstance(metrics, str):
         raise ValueError(f"metrics={metrics!r}: give a list of columns, [{metrics!r}]")
@@ -67,11 +69,11 @@ def shown_of(found: Mapping[str, Result], metrics: Sequence[str]) -> list[str]:
     return list(metrics) or usual(found.values())
 
 
-def named(runs: Any) -> dict[str, Result]:
+def named(runs: Any) -> dict[str, Outcome]:
     """The runs by name: that of a mapping, of the folder (its path, if folders have one name), or what was trained."""
     names = list(map(str, runs)) if isinstance(runs, Mapping) else []
-    given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Result | str | os.PathLike) else runs
-    results = [run if isinstance(run, Result) else Result.load(run) for run in given]
+    given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
+    results = [run if isinstance(run, Outcome) else Outcome.read(Path(run)) for run in given]
     if not results:
         raise ValueError("there is no run to write about; give a result or the folder of a run")
     if not names:
@@ -83,15 +85,14 @@ def named(runs: Any) -> dict[str, Result]:
     return dict(zip(names, results, strict=True))
 
 
-def what(run: Result) -> str:
+def what(run: Outcome) -> str:
     """A run in a few words."""
-    about = run.experiment
-    return f"{about.name} on {about.env_name}, seed {about.seed}"
+    return "{algorithm} on {env}, seed {seed}".format(**run.description)
 
 
 def usual(runs: Any) -> list[str]:
     """The columns that tell how good agents are."""
-    scores = dict.fromkeys(["return", *(run.experiment.rank_by for run in runs)])
+    scores = dict.fromkeys(["return", *(run.rank_by for run in runs)])
     wanted = [f"{kind}_{score}" for score in scores for kind in ("episode", "eval")]
     return [name for name in [*wanted, "validation_loss"] if any(is_known(run.history.get(name)) for run in runs)]
 
@@ -101,7 +102,7 @@ def is_known(column: Any) -> bool:
     return column is not None and not np.isnan(column).all()
 
 
-def curves_of(found: Mapping[str, Result], metrics: Sequence[str], x: str = "steps") -> "Figure":
+def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "steps") -> "Figure":
     """A panel for each metric, with a curve for each run, or for each of its settings over their seeds."""
     with styled():
         figure, panels = figure_of(len(metrics))
@@ -118,15 +119,15 @@ def curves_of(found: Mapping[str, Result], metrics: Sequence[str], x: str = "ste
                     draw(panel, ", ".join(filter(None, [name, label])), number, *curve)
                     number += 1
             panel.set(ylabel=metric.replace("_", " "))
-        units = dict.fromkeys(run.behavior.agent.unit for run in found.values())
+        units = dict.fromkeys(run.unit for run in found.values())
         panels[-1].set(xlabel=" or ".join(units) if x == "steps" else "seconds")
         return finished(figure)
 
 
-def _groups(run: Result) -> list[tuple[str, list[int]]]:
+def _groups(run: Outcome) -> list[tuple[str, list[int]]]:
     """The members of each setting of a run, with its words."""
     groups: dict[str, list[int]] = {}
     for member, setting in enumerate(run.settings):
         groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-    several = 1 < len(groups) <= _MOST_CURVES and run.experiment.pbt is None
+    several = 1 < len(groups) <= _MOST_CURVES and run.description["pbt"] is None
     return list(groups.items()) if several else [("", list(range(run.members)))]

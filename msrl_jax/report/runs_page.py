@@ -12,6 +12,7 @@ import numpy as np
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, check_target, write_text
+from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
@@ -35,6 +36,9 @@ _PAGE = """<!doctype html>
 {body}
 </body></html>
 """
+_WHOLE = (
+    "algorithm", "env", "env_params", "total_steps", "seed", "seeds", "settings", "pbt", "rank_by", "guard", "data",
+)  # fmt: skip
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
 
@@ -45,6 +49,7 @@ def runs_page(
     metrics: Sequence[str] = (),
     title: str | None = None,
     plans: bool = False,
+    trust: bool = False,
 ) -> Path:
     """Writes a page about runs: their curves with 95% intervals over seeds, what they differ in, times, how to repeat each.
 
@@ -53,7 +58,9 @@ def runs_page(
       path: the page, such as `"runs.html"`. It is one file, which loads nothing.
       metrics: columns of the history to draw; those of returns and of `rank_by` if empty.
       title: its title; algorithms and environments if None.
-      plans: whether to draw the plan of each run, on as many of the devices here as it had.
+      plans: whether to draw the plan of each run, on as many of the devices here as it had. Nothing else of the page needs
+        the environments of the runs.
+      trust: whether plans may run the code that the folders name, as in `Result.load`.
 
     Returns:
       The page's path.
@@ -61,6 +68,7 @@ def runs_page(
     Raises:
       ValueError: if there is no run, two have one name, no run has a metric, or the page is no `.html` in a folder that exists.
       RunFolderError: if a folder holds no run.
+      TrustError: a ValueError, if plans are asked for, a folder names code to run, and it is not trusted.
     """
     target = as_path("path", path)
     check_target("page", target, (".html",))
@@ -71,14 +79,14 @@ def runs_page(
         ("", _overview(found)), ("Curves", _curves(found, shown)),
         ("Settings", _settings(found)), ("Time", _times(found)), ("Each run", _each(found)),
         ("Where the time of an iteration goes", _profiles(found)),
-        ("Plans", "\n".join(_plan(name, run) for name, run in found.items()) if plans else ""),
+        ("Plans", "\n".join(_plan(name, run, trust) for name, run in found.items()) if plans else ""),
     ]  # fmt: skip
     body = "\n".join(f"<h2>{name}</h2>\n{text}" if name else text for name, text in sections if text)
     write_text(target, _PAGE.format(title=escape(title), style=_STYLE, body=body))
     return target
 
 
-def _overview(found: Mapping[str, Result]) -> str:
+def _overview(found: Mapping[str, Outcome]) -> str:
     head = ("run", "algorithm", "environment", "policy", "seeds", "steps", "status", "training return", "greedy", "steps/s")
     rows = []
     for name, run in found.items():
@@ -97,11 +105,11 @@ def _mean(values: np.ndarray) -> Any:
     return estimate([known], mean) if len(known) else "unknown"
 
 
-def _curves(found: Mapping[str, Result], metrics: Sequence[str]) -> str:
+def _curves(found: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
     return f'<div class="curves">{inline(svg_of(curves_of(found, metrics)))}</div>' if metrics else ""
 
 
-def _settings(found: Mapping[str, Result]) -> str:
+def _settings(found: Mapping[str, Outcome]) -> str:
     """What runs differ in, and what they share."""
     flat = {name: _flat(run) for name, run in found.items()}
     keys = list(dict.fromkeys(key for each in flat.values() for key in each))
@@ -115,15 +123,15 @@ def _settings(found: Mapping[str, Result]) -> str:
     return "\n".join([*parts, f"<details><summary>{words}</summary>{_table(['', 'value'], same)}</details>"])
 
 
-def _flat(run: Result) -> dict[str, str]:
-    about = run.experiment.to_json()
-    whole = {key: x for key, x in about.items() if key not in ("config", "class", "env_spec", "env_object") and x is not None}
+def _flat(run: Outcome) -> dict[str, str]:
+    about = run.description
+    whole = {key: x for key, x in about.items() if key in _WHOLE and x is not None}
     place = {"policy": run.description["policy"], "devices": "{count} {platform}".format(**run.description["devices"])}
     place |= {f"version of {name}": text for name, text in run.description["versions"].items()}
     return {key: str(x) for key, x in (whole | about["config"] | place).items()}
 
 
-def _times(found: Mapping[str, Result]) -> str:
+def _times(found: Mapping[str, Outcome]) -> str:
     rows = []
     for name, run in found.items():
         parts = {"compile": run.compile_seconds} | {key.removesuffix("_seconds"): x for key, x in run.timings.items()}
@@ -136,7 +144,7 @@ def _times(found: Mapping[str, Result]) -> str:
     return _table(["run", "wall", *_PARTS.values(), ""], rows, plain=False)
 
 
-def _profiles(found: Mapping[str, Result]) -> str:
+def _profiles(found: Mapping[str, Outcome]) -> str:
     """The profiles that runs have in their folders."""
     profiles = {name: x for name, run in found.items() if run.folder is not None and (x := profile_of(run.folder)) is not None}
     if not profiles:
@@ -145,9 +153,12 @@ def _profiles(found: Mapping[str, Result]) -> str:
     return f'<div class="curves">{inline(svg_of(profiles_figure(profiles)))}</div>\n{tables}'
 
 
-def _plan(name: str, run: Result) -> str:
+def _plan(name: str, run: Outcome, trust: bool) -> str:
     """The picture of the plan of a run."""
-    plan = run.experiment.compile(*place_of(run)).explain()
+    if not isinstance(run, Result):
+        assert run.folder is not None
+        run = Result.load(run.folder, trust=trust)
+    plan = run.experiment.compile(*place_of(run, trust=trust)).explain()
     return f"<h3>{escape(name)}</h3><figure>{plan.svg()}</figure>"
 
 
@@ -161,14 +172,15 @@ def _film(folder: Path) -> str:
     return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>after {step:,} steps</figcaption></figure>'
 
 
-def _each(found: Mapping[str, Result]) -> str:
+def _each(found: Mapping[str, Outcome]) -> str:
     parts = []
     for name, run in found.items():
         parts.append(f"<h3>{escape(name)}</h3><pre>{escape(str(run))}</pre>")
         parts.append("" if run.folder is None else _film(run.folder))
-        if run.folder is not None and (file := run.folder / REPEAT).exists():
+        if run.folder is not None and (file := run.folder / REPEAT).is_file():
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
-            parts.append(f"<details><summary>{REPEAT}</summary><pre>{escape(file.read_text('utf-8'))}</pre></details>")
+            text = escape(file.read_text("utf-8", "replace"))
+            parts.append(f"<details><summary>{REPEAT}</summary><pre>{text}</pre></details>")
     return "\n".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from msrl_jax import algorithms
+from msrl_jax._naming import check_trust
 from msrl_jax._terminal import table
 from msrl_jax.algorithms import files
 from msrl_jax.envs import Environment
@@ -19,6 +20,7 @@ from msrl_jax.experiment import folder
 from msrl_jax.experiment.history import decimals, value_in_words
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.summary import saved
+from msrl_jax.experiment.trust import algorithm_of, code_of
 from msrl_jax.search.course import SWEEP
 from msrl_jax.search.space import Axis, Trial, by_return, mean
 
@@ -39,9 +41,10 @@ class SweepResult:
       status: "finished", or "interrupted" by a signal or the time limit.
       stop_reason: why the sweep was interrupted, as in `Result`.
       description: what the sweep computes, as plain data.
-      env: the environment if it was given as an object.
-      objects: fields of the config that were given as objects.
+      env: the environment, or its name, if it was given.
+      objects: fields of the config that were given as objects, or as names in modules.
       folder: the sweep's folder, if it has one.
+      trust: whether the code that the folder names may run.
     """
 
     trials: tuple[Trial, ...]
@@ -49,9 +52,10 @@ class SweepResult:
     status: Literal["finished", "interrupted"]
     stop_reason: str
     description: Mapping[str, Any]
-    env: Environment | None = None
+    env: Environment | str | None = None
     objects: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     folder: Path | None = None
+    trust: bool = False
 
     @property
     def interrupted(self) -> bool:
@@ -86,7 +90,7 @@ class SweepResult:
         if chosen.run is None:
             raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; go on with resume=True")
         found = self.runs[chosen.run]
-        return found if isinstance(found, Result) else Result.load(found, env=self.env, **self.objects)
+        return found if isinstance(found, Result) else Result.load(found, env=self.env, trust=self.trust, **self.objects)
 
     def trial(self, trial: Trial | int | None = None) -> Trial:
         """A trial by its number; the best one if None."""
@@ -139,7 +143,9 @@ class SweepResult:
         objects |= {name: isinstance(value, dict) for name, value in about["config"].items()}
         if nameless := [name for name, is_object in objects.items() if is_object]:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
-        options = {"algo": (algo := files.saved(about)), "env": about["env_spec"]}
+        algo = algorithm_of(about)
+        check_trust(f"the sweep in {self.folder}", code_of({"algo": algo}), self.trust)
+        options = {"algo": files.saved(about), "env": about["env_spec"]}
         options |= {"rank_by": chosen.rank_by} if chosen.rank_by != "return" else {}
         options |= {name: about[name] for name in ("policy", "total_steps", "seed", "seeds", "eval_episodes")}
         if isinstance(params, dict):
@@ -191,13 +197,16 @@ class SweepResult:
         return "\n".join(lines)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, env: Environment | None = None, **objects: Any) -> "SweepResult":
+    def load(
+        cls, path: str | os.PathLike, *, env: Environment | str | None = None, trust: bool = False, **objects: Any
+    ) -> "SweepResult":
         """Reads a sweep that has ended from its folder.
 
         Args:
           path: the folder.
           env: the environment, if `sweep` got an environment object.
-          **objects: fields of the config that cannot be imported by their names, if `sweep` got such.
+          trust: whether the code that the folder names may run, as in `Result.load`.
+          **objects: fields of the config that are objects or names in modules, if `sweep` got such.
 
         Returns:
           The result; its runs are read when they are asked for.
@@ -210,7 +219,7 @@ class SweepResult:
         ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
         trials = tuple(map(_read_trial, ended["trials"]))
-        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, objects, path)
+        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, objects, path, trust)
 
 
 def _read_trial(row: Mapping[str, Any]) -> Trial:

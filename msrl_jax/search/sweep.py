@@ -22,8 +22,9 @@ from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, hooks, processes
 from msrl_jax.experiment.callbacks import Progress, choose_display
+from msrl_jax.experiment.facts import plain_fields
 from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.spec import Experiment, plain_fields
+from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.search import space

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from msrl_jax import policies
-from msrl_jax._checks import as_path, check_seed, whole, writing
+from msrl_jax._checks import as_path, check_seed, parse_json, whole, writing
 from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
@@ -134,8 +134,11 @@ class Leaderboard:
         found = []
         for path in (self.path / MEMBERS).glob("[!.]*"):
             try:
-                about = json.loads((path / ENTRY).read_text())
+                about = parse_json((path / ENTRY).read_text())
                 found.append(Entry(path=path, **about))
+                if found[-1].id != path.name or not isinstance(found[-1].score, int | float):
+                    found.pop()
+                    raise ValueError("it is not what a worker wrote")
             except FileNotFoundError:
                 continue  # another process has just removed it
             except (TypeError, ValueError) as error:
@@ -161,8 +164,8 @@ class Leaderboard:
             return []
         rounds = []
         for line in (self.path / ROUNDS).read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the line of a process that was killed while it wrote
-                rounds.append(json.loads(line))
+            with contextlib.suppress(ValueError):  # the line of a process that was killed while it wrote
+                rounds.append(parse_json(line))
         return rounds
 
     def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
@@ -344,8 +347,8 @@ def compete(
                 begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
             try:
                 result = train(
-                    **begun, policy=policy, devices=devices, progress=progress, eval_episodes=episodes, eval_every=round_steps,
-                    callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
+                    **begun, policy=policy or new.usual_policy, devices=devices, progress=progress, eval_episodes=episodes,
+                    eval_every=round_steps, callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
                     time_limit=None if end == float("inf") else max(end - time.monotonic(), 1e-3),
                 )  # fmt: skip
             except DivergedError:

@@ -96,7 +96,7 @@ WRONG = {
     "a function of arguments": (optax.sgd, "use an optax.GradientTransformation, or a function without arguments"),
     "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
     "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),
-    "a function behind a name": ("optax:sgd", "optimizer=.?optax:sgd.? is a function; give"),
+    "a function behind a name": ("optax:sgd", "optimizer 'optax:sgd' is not an optax.GradientTransformation, or a function"),
     "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, .* nothing else"),
     "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
     "updates": (Own(lambda p: (), lambda g, s, p=None: (0, s)), "returns updates of another structure"),

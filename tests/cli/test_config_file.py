@@ -77,7 +77,8 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     assert main(["train", "--config", str(file), "--print-config"]) == 0 and capsys.readouterr().out == file.read_text()
     # Everything that can be said is in the file, with its line of text; what has its default is a comment.
     named = re.findall(r"^#?(\w+) = ", file.read_text(), re.MULTILINE)
-    assert {*named, "recipe"} == {*expected[0], *(f.name for f in dataclasses.fields(config))} and len(named) == len(set(named))
+    fields = {f.name for f in dataclasses.fields(config)}
+    assert {*named, "recipe", "trust"} == {*expected[0], *fields} and len(named) == len(set(named))
     (file.parent / "all.toml").write_text(re.sub(r"^#(\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
     assert parsed("train", "--config", str(file.parent / "all.toml"))[0] == expected[0]
 
@@ -87,7 +88,7 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     [
         ("train", ["--learning-rate", "1e-4,3e-4", "--policy", "SingleLearnerCoarse:learners=2", "--clip-value", "None"]),
         ("train", ["--learning-rate", "1e-4,", "--no-normalize-rewards", "--checkpoint-every", "1000", "--processes", "2"]),
-        ("train", ["--pbt", "members=4,every=2,learning_rate=log_uniform:1e-5:1e-2", "--network", "torch_free.nets:Mine"]),
+        ("train", ["--pbt", "members=4,every=2,learning_rate=log_uniform:1e-5:1e-2", "--network", "a.nets:Mine", "--trust"]),
         ("sweep", ["--learning-rate", "log:1e-4:1e-2", "--hidden-sizes", "64", "64,128", "--activation", "relu,tanh"]),
         ("sweep", ["--num-envs", "8,16", "--method", "grid", "--halving", "3", "--hidden-sizes", "8", "8"]),
         ("explain", ["--algo", "sac", "--devices", "tpu:v5e:8x8", "gpu:h100:8", "--envs-per-device", "4", "--json"]),
@@ -101,7 +102,8 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
 def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     assert main([command, *words, "--print-config"]) == 0
     (tmp_path / "a.toml").write_text(capsys.readouterr().out)
-    assert parsed(command, "--config", str(tmp_path / "a.toml"))[:2] == parsed(command, *words)[:2]
+    trust = ["--trust"] if "--trust" in words else []
+    assert parsed(command, "--config", str(tmp_path / "a.toml"), *trust)[:2] == parsed(command, *words)[:2]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,9 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
+OWN = ("a metric", "an own optimizer")  # which name code of the user's
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_file_of_a_run_is_its_experiment(name, tmp_path):
     given = dict(EXPERIMENTS[name])
@@ -244,7 +249,8 @@ def test_the_file_of_a_run_is_its_experiment(name, tmp_path):
     small = {"num_envs": 8} if "algo" in options else TINY
     experiment = make_experiment(**options, overrides=small | given, guard="skip", total_steps=10_000)
     (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE))
-    again = experiment_of(tmp_path / "run.toml")
+    trust = ["--trust"] if name in OWN else []
+    again = experiment_of(tmp_path / "run.toml", *trust)
     assert again.difference(experiment) is None and again.settings == experiment.settings
     assert dataclasses.replace(again, env_params=None) == dataclasses.replace(experiment, env_params=None)
     assert again.to_json() == experiment.to_json()

@@ -128,7 +128,8 @@ MISTAKES = [
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
     (["train", "--policy", ":"], "policy ':': give MODULE:NAME"),
     (["train", "--policy", "nowhere:Mine"], "policy 'nowhere:Mine': No module named 'nowhere'; give MODULE:NAME"),
-    (["train", "--policy", "json:JSONDecoder"], "is no distribution policy: it needs a method layout"),
+    (["train", "--policy", "json:JSONDecoder"], "of Python's standard library; give MODULE:NAME of a class with"),
+    (["explain", "--policy", "os:path"], "policy 'os:path' is of Python's standard library"),
     (["train", "--record", "new/x.npz", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
     (["train", "--record", "new/x.npz", "--guard", "rollback"], "leave record out"),
     (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness' (a parameter of SingleLearnerCoarse)"),
@@ -332,6 +333,8 @@ def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     done = run(trained, swept)
     # The folder, and so the command, has the path of the file, which any working directory finds.
     assert done.returncode == 0 and f"msrl-jax train --algo {tmp_path}/own.py:Mine" in done.stdout, done.stderr
-    done = run(["evaluate", "run", "--episodes", 2], ["train", "--out", "run", "--resume", "--total-steps", 256, *common[2:]])
+    assert "names code to run" in run(["evaluate", "run"]).stderr
+    on = ["train", "--out", "run", "--resume", "--trust", "--total-steps", 256, *common[2:]]
+    done = run(["evaluate", "run", "--episodes", 2, "--trust"], on)
     assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"] == "own:Together", "without --policy, too"

@@ -58,7 +58,8 @@ def test_parameters_may_stand_in_the_name():
 
 
 def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch):
-    code = "from tests.support.corridor import Corridor\nwalk, limit = lambda length: Corridor(2 * length), 3\n"
+    code = "from tests.support.corridor import Corridor\ndef walk(length) -> Corridor: return Corridor(2 * length)\n"
+    code += "def silent(length): return Corridor(length)\nlimit = 3\n"
     (tmp_path / "my_walks.py").write_text(code)
     (tmp_path / "my_broken_walks.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
@@ -66,13 +67,15 @@ def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch
     assert envs.make("my_walks:Corridor:length=9").length == 9
     assert envs.make("my_walks:walk", length=9).length == 18
     assert sys.path == before
-    with pytest.raises(ValueError, match=r"module 'my_walks' has no class or function 'Coridor' \(did you mean 'Corridor'\?\)"):
+    with pytest.raises(ValueError, match=r"module 'my_walks' has no attribute 'Coridor' \(did you mean 'Corridor'\?\)"):
         envs.make("my_walks:Coridor")
-    with pytest.raises(ValueError, match="module 'my_walks' has no class or function 'limit'"):
+    with pytest.raises(ValueError, match="'my_walks:limit' is not an environment: a class with reset and step"):
         envs.make("my_walks:limit")
-    with pytest.raises(ImportError, match="there is no suite or module 'your_walks'; modules are looked for in"):
+    with pytest.raises(ValueError, match="annotate what it returns: def silent"):
+        envs.make("my_walks:silent", length=9)
+    with pytest.raises(ValueError, match=r"No module named 'your_walks'; give MODULE:NAME of an environment.* from "):
         envs.make("your_walks:Corridor")
-    with pytest.raises(ImportError, match="no suite or module 'bra' \\(did you mean 'brax'"):
+    with pytest.raises(ValueError, match=r"No module named 'bra'; .* or name a suite \(did you mean 'brax'"):
         envs.make("bra:halfcheetah")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         envs.make("my_broken_walks:Corridor")

@@ -45,7 +45,7 @@ def assert_same(one, other):
 def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, tmp_path):
     whole = train(network=first)
     train(network=first, out=tmp_path / "run", callbacks=[half])
-    again = {} if then is None else {"network": then}
+    again = {"trust": True} if then is None else {"network": then}
     resumed = msrl.train(resume=tmp_path / "run", devices=one_device, progress=False, **again)
     assert resumed.status == "finished"
     assert_same(resumed, whole)
@@ -81,11 +81,11 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]
     out = tmp_path / "run"
     assert main([*words, "--network", NAME, "--out", str(out)]) == 0
-    loaded = msrl.Result.load(out)
+    loaded = msrl.Result.load(out, trust=True)
     assert loaded.experiment == experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | {"network": NAME})
     given = make_experiment("ppo", ENV, overrides=SMALL | {"network": FORMS["nnx"]}).behavior.state_type.params
     assert jax.tree.map(np.shape, loaded.state.params) == jax.tree.map(np.shape, given)
-    assert main(["evaluate", str(out), "--episodes", "4"]) == 0
+    assert main(["evaluate", str(out), "--episodes", "4", "--trust"]) == 0
     assert main([*words, "--network", "mpl"]) == 2
     assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
     assert main([*words, "--network", "tests.support.modules:nothing"]) == 2

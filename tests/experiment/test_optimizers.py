@@ -54,14 +54,14 @@ def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
     fields, again = CASES[case]
     whole = train(**fields)
     train(**fields, out=tmp_path / "run", callbacks=[half])
-    resumed = msrl.train(resume=tmp_path / "run", devices=one_device, progress=False, **again)
+    resumed = msrl.train(resume=tmp_path / "run", devices=one_device, progress=False, trust=True, **again)
     assert resumed.status == "finished"
     assert_same(resumed, whole)
     if "learning_rate" in fields:
         rates = whole.history["learning_rate"]
         np.testing.assert_array_equal(resumed.history["learning_rate"], rates)
         assert len(np.unique(rates[-3:].reshape(3, -1)[:, 0])) > 1, "it changes after the point where the run went on"
-    assert_same(msrl.Result.load(tmp_path / "run", **again), whole)
+    assert_same(msrl.Result.load(tmp_path / "run", trust=True, **again), whole)
 
 
 def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
@@ -93,7 +93,7 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     assert main([*words, *chosen, "--out", str(out)]) == 0
     fields = {"optimizer": chosen[1], "learning_rate": chosen[3], "entropy_coef": chosen[5]}
     expected = experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | fields)
-    assert msrl.Result.load(out).experiment == expected
+    assert msrl.Result.load(out, trust=True).experiment == expected
     assert main([*words, "--out", str(out), "--resume", *chosen]) == 0
     assert main([*words, "--optimizer", "addam"]) == 2
     assert "'addam' is not one of adam, adamw, rmsprop, sgd, lion, muon or MODULE:NAME" in capsys.readouterr().err

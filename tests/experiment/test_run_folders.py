@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 
 import jax
 import numpy as np
@@ -94,6 +95,11 @@ def break_checkpoint(path):
         (saved.path / "_METADATA").write_bytes(b"{}")
 
 
+def damage_seals(path):
+    for saved in complete(path):
+        (saved.path / "run.json").write_text("[" * 200_000)
+
+
 def edit_checkpoints(text, other):
     def change(path):
         for saved in complete(path):
@@ -121,6 +127,9 @@ def replace_by_folder(name):
 
 DAMAGES = [
     (damage("config.json", ""), r"config\.json is damaged"),
+    (damage("config.json", "[" * 200_000), r"config\.json is damaged \(it has too many brackets"),
+    (damage("config.json", '{"config": ' * 300 + "1" + "}" * 300), r"config\.json is damaged \(it has too many brackets"),
+    (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it has too many brackets"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
     (damage("config.json", '{"algorithm": "ppo"}'), r"config\.json lacks 'env'"),
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
@@ -171,6 +180,19 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
     with pytest.warns(ResumeWarning, match=rf"{message}.*; the history of the run is left out"):
         loaded = Result.load(copy)
     assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "evaluation.json", "summary.json", "run.toml", "lock"])
+def test_a_folder_in_place_of_a_file_is_told_before_anything_is_written(name, copy, capsys):
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).mkdir()
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    with pytest.raises(RunFolderError, match=rf"{name} is a folder, where a run has a file; move it away"):
+        msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResumeWarning)  # a summary is left out
+        assert cli.main(["report", str(copy), "--out", str(copy.parent / "page.html")]) == 0
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == before
 
 
 def test_without_its_summary_an_agent_acts(copy):

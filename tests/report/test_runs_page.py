@@ -61,9 +61,8 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_path):
-    other = dataclasses.replace(run, experiment=run.experiment.replaced(algorithm=msrl.algorithms.PPO(**{
-        **{f.name: getattr(run.config, f.name) for f in dataclasses.fields(run.config)}, "learning_rate": 1e-4,
-    })), folder=None)  # fmt: skip
+    about = run.description | {"config": run.description["config"] | {"learning_rate": 1e-4}}
+    other = dataclasses.replace(run, description=about, folder=None)
     page = msrl.runs_page({"first": folder, "second": other}, tmp_path / "page.html", title="a & b")
     text = page.read_text()
     found = Reader(text)

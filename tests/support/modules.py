@@ -28,11 +28,11 @@ class Nnx(nnx.Module):
 linen_module = Linen()
 
 
-def nnx_module(key, obs):
+def nnx_module(key, obs) -> Nnx:
     return Nnx(obs[0].size, nnx.Rngs(key))
 
 
-def equinox_module(key, obs):
+def equinox_module(key, obs) -> equinox.nn.MLP:
     return equinox.nn.MLP(obs[0].size, 8, 12, depth=1, activation=jnp.tanh, final_activation=jnp.tanh, key=key)
 
 

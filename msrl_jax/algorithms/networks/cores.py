@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax import _checks
+from msrl_jax import _checks, _naming
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
@@ -71,7 +71,7 @@ def as_core(given: Any) -> Callable[[int], Core]:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
-    what = _checks.imported("core", given, "a core") if isinstance(given, str) else given
+    what = _naming.imported("core", given, "a core", _is_core) if isinstance(given, str) else given
     name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
     if isinstance(what, type):
         raise TypeError(f"{name} is a class; {_FORMS}")
@@ -79,6 +79,10 @@ def as_core(given: Any) -> Callable[[int], Core]:
     if missing := [function for function in ("init", "initial", "step") if not callable(getattr(own, function, None))]:
         raise TypeError(f"{name} has no {missing[0]}; {_FORMS}")
     return lambda input_size: _checked(own, input_size, name)
+
+
+def _is_core(value: Any) -> bool:
+    return not isinstance(value, type) and (isinstance(value, nn.RNNCellBase) or hasattr(value, "init"))
 
 
 class _Functions:

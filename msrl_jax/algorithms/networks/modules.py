@@ -15,6 +15,7 @@ All numbers of a module are parameters: random numbers while it is applied (drop
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax import _checks
+from msrl_jax import _naming
 from msrl_jax._compat import used_inputs
 from msrl_jax.algorithms.networks.layers import Network, Whole
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
+_NAMED = "a module, a pair, or a function or class that makes one"
 _NO_STATE = "a module has parameters only: no random numbers, as of dropout, and no state, as of batch statistics"
 
 
@@ -49,7 +51,7 @@ def as_network(given: Any) -> Network | Whole:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
-    what = _checks.imported("network", given, "a module") if isinstance(given, str) else given
+    what = _naming.imported("network", given, _NAMED, _is_network) if isinstance(given, str) else given
     if isinstance(what, Whole):
         return Whole(*(None if part is None else as_network(part) for part in what))
     name = f"network={given!r}" if isinstance(given, str) else f"network={_name(what)}"
@@ -75,6 +77,13 @@ def as_network(given: Any) -> Network | Whole:
         return params
 
     return Network(init, network.apply)
+
+
+def _is_network(value: Any) -> bool:
+    """Whether what a name stands for is one of the forms; of what is called with a key, this is all that can be said before."""
+    if callable(value) and not callable(getattr(value, "apply", None)):
+        return _naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
+    return True
 
 
 def _name(what: Any) -> str:

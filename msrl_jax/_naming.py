@@ -1,0 +1,111 @@
+"""MODULE:NAME becomes an object, and an object MODULE:NAME.
+
+Importing a module runs its code, and so does a call of what is in it. So a name is imported only
+
+    on the user's word          who types a name gives it. A name that a folder, a file or another process says needs trust,
+                                `trust=True` or `--trust`: see `check_trust`
+    outside of Python itself    a module of the standard library is never imported for a name
+    if it is of the right kind  which is checked before it is called: an object or a class of that kind, or a function whose
+                                annotation says that it returns one
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msrl_jax._checks import suggestion
+
+
+class TrustError(ValueError):
+    """A folder, a file or another process names code of its own, and nobody has said that it may run."""
+
+
+def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
+    """Raises TrustError if something, described by `where`, names code of its own (by argument), unless it is trusted."""
+    if names and not trust:
+        name, text = next(iter(names.items()))
+        raise TrustError(
+            f"{where} names code to run, {name}={text!r}; if you trust who made it, pass trust=True (--trust on the command "
+            f"line), or give {name} again yourself"
+        )
+
+
+def is_path(text: Any) -> bool:
+    """Whether a text has the form MODULE:NAME."""
+    module, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+
+
+def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> Any:
+    """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
+
+    Args:
+      kind: what it is for, in messages: "policy".
+      path: MODULE:NAME.
+      what: what it has to be, in words: "a class with a method layout(devices, sizes)".
+      fits: whether an object is that.
+
+    Raises:
+      ValueError: if there is no such object, if it does not fit, or if it is of the standard library.
+    """
+    module, _, name = path.partition(":")
+    if not is_path(path):
+        raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
+    _check_outside(kind, path, module, what)
+    here = os.getcwd()
+    sys.path.insert(0, here)  # a console script has its own folder there
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:NAME of {what}, from {here} or where Python looks") from None
+    finally:
+        sys.path.remove(here)
+    if not hasattr(found, name):
+        known = [key for key in vars(found) if not key.startswith("_")]
+        near = suggestion(name, known)
+        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{near}; give MODULE:NAME of {what}")
+    value = getattr(found, name)
+    if isinstance(value, type) or inspect.isroutine(value):
+        _check_outside(kind, path, str(value.__module__), what)
+    if not fits(value):
+        is_function = inspect.isfunction(value) and "return" not in value.__annotations__
+        remedy = f"annotate what it returns: def {name}(...) -> ..." if is_function else f"give MODULE:NAME of {what}"
+        raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
+    return value
+
+
+def _check_outside(kind: str, path: str, module: str, what: str) -> None:
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}")
+
+
+def makes(value: Any, fits: Callable[[type], bool]) -> bool:
+    """Whether a call makes an object of a class that fits: of the class itself, or of a function with such an annotation."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, type):
+        return fits(value)
+    try:
+        returned = typing.get_type_hints(value).get("return")
+    except (NameError, TypeError, AttributeError):
+        return False
+    is_union = typing.get_origin(returned) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(returned) if is_union else (returned,))]
+    return all(isinstance(kind, type) and kind is not type(None) and fits(kind) for kind in kinds)
+
+
+def reference(value: Any) -> str | dict[str, str]:
+    """What a file says of an object: MODULE:NAME, if `imported` finds it by that; else how it looks, under "object"."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:
+        return f"{module}:{name}"
+    return {"object": " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).split())}

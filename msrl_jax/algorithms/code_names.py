@@ -1,0 +1,50 @@
+"""The code that a config names, as plain data: what a folder or a file asks for, before anybody trusts it."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msrl_jax._naming import is_path
+from msrl_jax._spec import split_specs
+from msrl_jax.algorithms import files, schedules, teams
+from msrl_jax.algorithms.optimizers import NAMED
+
+
+def is_own(algorithm: str) -> bool:
+    """Whether a text names an algorithm of a file or of a module, which `algorithms.get` runs."""
+    return files.is_file(algorithm) or ":" in algorithm
+
+
+def code_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a config that name a file or a module, and what they name; values may be sequences, as of a sweep."""
+    found = ((name, text) for name, value in fields.items() for text in texts(value) if _names_code(name, text))
+    return dict(found)
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All texts in plain data, and the parts of each that may be a value of its own."""
+    if isinstance(value, str):
+        parts = split_specs(value)
+        yield from dict.fromkeys([value, *parts, *itertools.chain.from_iterable(part.split() for part in parts)])
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from texts(each)
+            yield from texts(f"{key}={each}")  # of a team
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts(each)
+
+
+def _names_code(field: str, text: str) -> bool:
+    if field == "teams":
+        with contextlib.suppress(ValueError):  # which cannot be read then either
+            algorithm, fields = teams.named_by(text)
+            return is_own(algorithm) or bool(code_of(fields))
+        return False
+    if field == "data" or not is_path(text):  # data sets hold no code
+        return False
+    return not (schedules.is_ramp(text) or schedules.is_adaptive(text)) if field not in _PARTS else _PARTS[field](text)
+
+
+_PARTS = {"network": is_path, "core": is_path, "optimizer": lambda text: text.partition(":")[0] not in NAMED}

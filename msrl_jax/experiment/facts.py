@@ -1,0 +1,44 @@
+"""The plain data of an experiment, the content of `config.json`: which of them decide what is computed."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msrl_jax._naming import reference
+from msrl_jax.algorithms.config import is_object
+from msrl_jax.experiment.folder import to_json
+
+MOST_SEEDS = 2**20  # of one program
+
+
+def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config as plain data; a module or another object as what `reference` says of it."""
+    return {name: reference(value) if is_object(value) else to_json(value) for name, value in fields.items()}
+
+
+def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides what is computed, besides the length and the data set, by argument of `train`."""
+    fields = about["config"] | (about["settings"] or {})
+    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt", "rank_by")
+    return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first fact in which the contents of two `config.json` differ, with both values."""
+    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
+    return next((pair for pair in pairs if pair[1] != pair[2]), None)
+
+
+def fingerprint(about: Mapping[str, Any]) -> str:
+    """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
+    return hashlib.sha256(json.dumps(to_json([_facts(about), about["rollbacks"]]), sort_keys=True).encode()).hexdigest()
+
+
+def each_member(seed: int, seeds: int, settings: Mapping[str, Sequence[Any]], *, evolve: bool) -> list[dict[str, Any]]:
+    """The seed of every member and its values of the fields in which members differ; of a population that evolves, the first
+    ones, and a seed of its own for each."""
+    each = [dict(zip(settings, x, strict=True)) for x in zip(*settings.values(), strict=True)] or [{}]
+    if evolve:
+        return [{"seed": seed + i} | setting for i, setting in enumerate(each)]
+    return [{"seed": seed + i} | setting for setting in each for i in range(seeds)]
