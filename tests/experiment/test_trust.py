@@ -89,6 +89,9 @@ def test_a_run_that_somebody_sent_runs_nothing(place, sent, capsys):
     for words in LOADING:
         line = one_line(words, capsys)
         assert "run names code to run" in line and "--trust" in line, line
+    if place == "settings":  # what the user gives instead of a field does not stand for its settings
+        with pytest.raises(RunFolderError, match="cannot read the config"):
+            Result.load("run", learning_rate=lambda progress: 1e-3)
     with pytest.raises(TrustError, match=rf"{place.partition(',')[0].replace('settings', 'learning_rate').split()[0]}="):
         Result.load("run")
 
