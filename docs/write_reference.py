@@ -12,7 +12,7 @@ from msrl_jax.cli.actions import COMMANDS
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
     "Where it runs": ("policy", "devices", "actors_at"),
-    "Its folder": ("out", "resume", "checkpoint_every", "keep_checkpoints", "record"),
+    "Its folder": ("out", "resume", "trust", "checkpoint_every", "keep_checkpoints", "record"),
     "Evaluation": ("eval_episodes", "eval_every", "rank_by"),
     "What happens meanwhile": ("chunk", "callbacks", "progress", "guard", "time_limit"),
 }
@@ -26,7 +26,7 @@ API = {
     ],
     "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
                              "match", "Match", "Player", "with_search", "minimax", "at_random",
-                             "round_robin", "Ratings", "bradley_terry", "act", "replay_arrivals"],
+                             "round_robin", "Ratings", "bradley_terry", "act", "replay_arrivals", "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],

@@ -35,7 +35,7 @@ from msrl_jax.experiment.history import Row, scalars
 
 CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, ARRIVALS = "checkpoints", "arrivals.jsonl"
 _WRITTEN = (REPEAT, TABLE, SUMMARY, EVALUATION, LOCK)
 _COUNTS = ("step", "iteration")  # what every row has
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
@@ -125,11 +125,18 @@ def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, RO
         raise RunFolderError(f"the folder {path} holds other files, no {what} ({some}); name a new or empty folder")
 
 
+def check_links(path: Path, names: Sequence[str]) -> None:
+    """Raises RunFolderError if one of these in a folder is a symbolic link: what is written or deleted would be elsewhere."""
+    if links := [path / name for name in names if (path / name).is_symlink()]:
+        raise RunFolderError(f"{links[0]} is a link, and what is written there would change other files; put it there itself")
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
+    check_links(path, (*_WRITTEN, ROWS, ARRIVALS, CHECKPOINTS))
     if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
         raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]

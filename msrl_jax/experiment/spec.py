@@ -315,8 +315,8 @@ class Experiment:
             named: Any = given["env_spec"] if env is None else env
             if named is None:
                 raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
-            if not isinstance(given["env_spec"], str | None):
-                raise TypeError(f"env_spec is {given['env_spec']!r}, which is no text")
+            if env is None and not isinstance(named, str):
+                raise TypeError(f"env_spec is {named!r}, which is no text")
             was = given["env_params"]
             if isinstance(was, str) and env_params is None:
                 raise RunFolderError(f"{where} draws parameters of its environment by a {was}; give it again: env_params=...")
@@ -334,9 +334,10 @@ class Experiment:
             elif fields.get("data") is not None:  # the rest of the config is checked without a data set
                 fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
             return cls(
-                algorithm=algorithms.get(algorithm_of(given))(**fields), env=named, seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
+                algorithm=algorithms.get(algorithm_of(given))(**fields), env=named,
+                seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
                 env_params=was if env_params is None else env_params,
-                settings={name: tuple(values) for name, values in (given["settings"] or {}).items()},
+                settings={name: tuple(map(float, values)) for name, values in (given["settings"] or {}).items()},
                 pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
             )  # fmt: skip
         except (RunFolderError, TrustError):

@@ -41,7 +41,7 @@ from msrl_jax.experiment import hooks
 from msrl_jax.experiment.agents import fold_keys
 from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.callbacks import Callback, Tick
-from msrl_jax.experiment.folder import RunFolderError, locked, read_json, to_json, write_json
+from msrl_jax.experiment.folder import RunFolderError, check_links, locked, read_json, to_json, write_json
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.spec import Experiment
@@ -104,6 +104,7 @@ class Leaderboard:
         if board.path.exists() and not board.path.is_dir():
             raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
         board.path.mkdir(parents=True, exist_ok=True)
+        check_links(board.path, (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
         others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
         if others and not (board.path / SETTINGS).exists():
             raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")

@@ -161,7 +161,7 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     with pytest.raises(ValueError, match="action of the data set leaves the action_space of Lock"):
         data.check_spaces(wrong, Lock())
     cloned.save(tmp_path / "run")
-    np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run").act(SHOWN), OPEN)
+    np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run", env=LOCK).act(SHOWN), OPEN)
 
 
 @pytest.mark.long

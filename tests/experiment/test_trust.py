@@ -15,7 +15,7 @@ from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
-from msrl_jax.experiment import Experiment, Result, acting, checkpoint, nonfinite
+from msrl_jax.experiment import Experiment, Result, acting, checkpoint, folder, nonfinite
 from msrl_jax.experiment.arrivals import replay_arrivals
 from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import RunFolderError
@@ -89,6 +89,9 @@ def test_a_run_that_somebody_sent_runs_nothing(place, sent, capsys):
     for words in LOADING:
         line = one_line(words, capsys)
         assert "run names code to run" in line and "--trust" in line, line
+    if place == "settings":  # what the user gives instead of a field does not stand for its settings
+        with pytest.raises(RunFolderError, match="cannot read the config"):
+            Result.load("run", learning_rate=lambda progress: 1e-3)
     with pytest.raises(TrustError, match=rf"{place.partition(',')[0].replace('settings', 'learning_rate').split()[0]}="):
         Result.load("run")
 
@@ -222,6 +225,30 @@ def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
     assert member.id == "a" and precious.exists()
     with pytest.warns(ResumeWarning, match="cannot be read, and a new run begins"):
         assert not _copied(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "run.toml", "arrivals.jsonl", "checkpoints"])
+def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys):
+    run = sent()
+    (precious := tmp_path / "precious").mkdir()
+    (precious / "notes").write_text("mine")
+    shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(precious if name == "checkpoints" else precious / "notes")
+    one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
+    with pytest.raises(RunFolderError, match="is a link"), folder.locked(run):
+        pass
+    assert [p.name for p in precious.iterdir()] == ["notes"] and (precious / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["workers", "members", "rounds.jsonl", "lock"])
+def test_no_link_leads_a_board_elsewhere(name, sent, tmp_path):
+    board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
+    (tmp_path / "home" / "precious").mkdir(parents=True)
+    (board.path / name).unlink(missing_ok=True)
+    (board.path / name).symlink_to(tmp_path / "home")
+    with pytest.raises(RunFolderError, match=rf"{name} is a link"):
+        Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
+    assert (tmp_path / "home" / "precious").exists()
 
 
 def test_other_readers_of_a_folder_run_nothing(sent):
