@@ -231,8 +231,8 @@ class Pool:
         try:
             peer = await wire.accepted(connection, self._context)
         except (PermissionError, WireError) as error:
-            self._strangers += 1
-            if not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
+            self._strangers += (is_refused := isinstance(error, PermissionError))  # else it is gone
+            if is_refused and not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
                 self._say(f"an actor was refused, of {self._strangers} that did not prove that they have the key: {error}")
             await asyncio.sleep(_PENALTY)
             return
