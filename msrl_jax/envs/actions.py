@@ -16,13 +16,14 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
     only clipped to their bounds.
     """
-    if isinstance(space, Discrete):
-        return lambda action: jnp.asarray(action + space.start if space.start else action, space.dtype)
-    if not isinstance(space, Box):
+    if not isinstance(space, Discrete | Box):
         return lambda action: action
+    dtype = jax.dtypes.canonicalize_dtype(space.dtype)
+    if isinstance(space, Discrete):
+        return lambda action: jnp.asarray(action + space.start if space.start else action, dtype)
     if is_integers(space):
         lowest = space.low.reshape(-1).astype(np.int32)
-        return lambda action: (lowest + action).reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
+        return lambda action: (lowest + action).reshape(*action.shape[:-1], *space.shape).astype(dtype)
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
     lowest, highest = np.where(bounded, low, -1).astype(np.float32), np.where(bounded, high, 1).astype(np.float32)
@@ -30,7 +31,7 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 
     def transform(action: jax.Array) -> jax.Array:
         fitted = jnp.clip(center + half_width * action, low, high)
-        return fitted.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
+        return fitted.reshape(*action.shape[:-1], *space.shape).astype(dtype)
 
     return transform
 

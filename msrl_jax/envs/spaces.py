@@ -128,7 +128,8 @@ class Box:
         both = jnp.clip(low * (1 - unit) + high * unit, low, np.maximum(low, high))  # high - low could overflow
         one = jnp.where(has_low, low + tail, high - tail)
         none = jax.random.normal(normal_key, self.shape)
-        return jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none)).astype(self.dtype)
+        drawn = jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none))
+        return drawn.astype(jax.dtypes.canonicalize_dtype(self.dtype))
 
     def contains(self, x: ArrayLike) -> jax.Array:
         """Whether `x` has the space's shape and is within the bounds; bool[]."""
@@ -190,7 +191,7 @@ def _uniform_integers(
     drawn = jax.random.randint(key, shape, 0, np.minimum(span, last - 1) + word(1), word)
     if (span == last).any():
         drawn = jnp.where(span == last, jax.random.bits(key, shape, word), drawn)
-    return (first + drawn).astype(dtype)
+    return (first + drawn).astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _brief(bound: np.ndarray) -> str:

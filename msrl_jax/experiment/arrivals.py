@@ -145,8 +145,10 @@ class Arrivals:
         text = b"".join(gap + self._kept)
         try:
             with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
-                start = min(os.fstat(file.fileno()).st_size, self._whole)
-                file.truncate(start)  # of a line that was written in part
+                size = os.fstat(file.fileno()).st_size
+                start = min(size, self._whole)
+                if size > start:
+                    file.truncate(start)  # of a line that was written in part
                 file.seek(start)
                 if file.write(text) != len(text):  # at once: a learner that is killed has written whole lines
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -105,6 +105,9 @@ class Pool:
         self.parts, self._bound, self._say = parts, policy.staleness, say
         self.packing = Packing.of(policy.parameter_codec, parts.halves.published_kinds)
         self._about = parts.experiment.to_json()
+        sent, metrics = parts.halves.sent if parts.experiment.guard != "ignore" else (), parts.halves.schedule.metrics
+        # The floats that the learner learns from; metrics of episodes may be nan.
+        self._learned = {i: v.label for i, v in enumerate(sent) if v not in metrics and _is_float(v.aval)}
         self._address = wire.address_of(address)
         self._context, _ = keys.contexts()
         self._arrived: queue.SimpleQueue[Unroll] = queue.SimpleQueue()
@@ -228,8 +231,8 @@ class Pool:
         try:
             peer = await wire.accepted(connection, self._context)
         except (PermissionError, WireError) as error:
-            self._strangers += 1
-            if not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
+            self._strangers += (is_refused := isinstance(error, PermissionError))  # else it is gone
+            if is_refused and not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
                 self._say(f"an actor was refused, of {self._strangers} that did not prove that they have the key: {error}")
             await asyncio.sleep(_PENALTY)
             return
@@ -314,13 +317,10 @@ class Pool:
 
     def _flaw(self, found: Sequence[np.ndarray]) -> str | None:
         """What is nan or infinite in an unroll, if only its actor is to blame."""
-        halves = self.parts.halves
-        learned = [v not in halves.schedule.metrics for v in halves.sent]
-        if self.parts.experiment.guard == "ignore" or not (bad := _not_finite(found, learned)):
-            return None
-        if _not_finite(self._newest.packed, [True] * len(self._newest.packed)):
-            return None  # the learner's parameters are not finite either, and it is about to find out
-        return f"{halves.sent[bad[0]].label} has nan or infinities"
+        bad = next((label for i, label in self._learned.items() if not np.isfinite(found[i]).all()), None)
+        if bad is None or not all(np.isfinite(x).all() for x in self._newest.packed if _is_float(x)):
+            return None  # or the learner's own parameters are not finite, and it is about to find out
+        return f"{bad} has nan or infinities"
 
 
 def _count(x: Any) -> int:
@@ -330,11 +330,8 @@ def _count(x: Any) -> int:
     return x
 
 
-def _not_finite(arrays: Sequence[np.ndarray], chosen: Sequence[bool]) -> list[int]:
-    """The positions of chosen arrays of floats in which not all numbers are finite."""
-    pairs = enumerate(zip(arrays, chosen, strict=True))
-    floats = [(i, x) for i, (x, is_chosen) in pairs if is_chosen and jnp.issubdtype(x.dtype, jnp.inexact)]
-    return [i for i, x in floats if not np.isfinite(x).all()]
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _files() -> int:

@@ -65,6 +65,12 @@ def test_discrete_samples_all_that_its_dtype_holds(space):
     assert x.dtype == space.dtype and set(np.unique(x)) == set(range(space.start, space.start + space.n))
 
 
+@pytest.mark.parametrize("space", [envs.Discrete(3, np.int64), envs.Box(0, 5, (2,), np.int64), envs.Box(-1, 1, (), np.float64)])
+def test_spaces_of_64_bits_have_values_of_32_where_jax_has_no_more(space):
+    x = space.sample(KEYS[0])
+    assert x.dtype.itemsize == 4 and action_transform(space)(jnp.zeros_like(x)).dtype == x.dtype
+
+
 def test_integers_that_start_elsewhere_are_counted_from_their_start():
     space = envs.Discrete(3, start=10)
     assert space != envs.Discrete(3) and repr(space) == "Discrete(3, start=10)"

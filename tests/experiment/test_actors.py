@@ -205,7 +205,7 @@ def test_one_actor_without_staleness_trains_as_one_process_does(tmp_path, addres
 
 def learner_in_a_thread(address, folder=None, algo="impala", **options):
     """A learner whose actors are made by hand; its result, or its error, is in the list."""
-    found, given = [], {"total_steps": 2 * STEPS, "eval_episodes": 0, "progress": False, "time_limit": 60} | options
+    found, given = [], {"total_steps": 2 * STEPS, "eval_episodes": 0, "progress": False, "time_limit": 300} | options
 
     def learn():
         try:
@@ -300,12 +300,13 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
 
     gone, _, ticket = enter(address, ready)  # it comes back before its old connection has ended
     back, _, same = enter(address, ready, ticket, run)
-    with pytest.raises(wire.WireError):
+    gone._connection.settimeout(60)
+    with pytest.raises(wire.WireError, match="is gone|reset|EOF"):
         gone.receive()
     gone.close()
     assert same == ticket
     assert msrl.experiment.act(address) >= 2
-    thread.join(60)
+    thread.join(300)
     back.close()
     history = found[0].history
     assert found[0].status == "finished" and history["step"][-1] == 2 * STEPS
@@ -336,7 +337,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
             with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*another key\.pem, which all"):
                 msrl.experiment.act(address)
         assert msrl.experiment.act(address, wait=60) >= 4
-    thread.join(60)
+    thread.join(300)
     assert found[0].status == "finished"
 
 
@@ -386,7 +387,7 @@ def test_several_learners_share_an_actor(address):
     learners = [learner_in_a_thread(at, algo=algo, total_steps=n * STEPS) for at, (algo, n) in runs.items()]
     assert msrl.experiment.act(*runs) >= 5
     for thread, _ in learners:
-        thread.join(60)
+        thread.join(300)
     results = [found[0] for _, found in learners]
     assert [(result.experiment.name, result.history["step"][-1] // STEPS) for result in results] == list(runs.values())
 
@@ -413,7 +414,7 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     folder = tmp_path / "run"
     thread, found = learner_in_a_thread(address, folder)
     msrl.experiment.act(address)
-    thread.join(60)
+    thread.join(300)
     assert_same_state(replay_arrivals(folder), found[0].state)
     whole = (folder / FILE).read_text().splitlines(keepends=True)
     for cut in (whole[:-1], [line for line in whole if '"unroll": 0' not in line]):
@@ -440,7 +441,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
         options = {"total_steps": iterations * STEPS, "guard": guard, "anneal_learning_rate": True, "resume": iterations > 3}
         thread, found = learner_in_a_thread(address, folder, **options)
         msrl.experiment.act(address, wait=60)
-        thread.join(60)
+        thread.join(300)
         assert found[0].history["step"][-1] == iterations * STEPS
     assert_same_state(replay_arrivals(folder), found[0].state)
 
@@ -449,7 +450,7 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
         msrl.experiment.act(address, wait=60)
-    thread.join(60)
+    thread.join(300)
     assert isinstance(found[0], msrl.experiment.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
@@ -467,7 +468,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
     assert main(["act", address, "--wait", "60s"]) == 2
-    thread.join(60)
+    thread.join(300)
     assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
     assert found[0] is raised or found[0].interrupted
 
@@ -491,7 +492,7 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
     assert acting.is_alive()
     thread, found = learner_in_a_thread(address)
     for each in (thread, acting):
-        each.join(60)
+        each.join(300)
     assert found[0].status == "finished" and raised
 
 
@@ -503,7 +504,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     assert msrl.experiment.act(address, wait=60)  # another one
     assert channel.receive()[0] == {"over": True}
     channel.close()
-    thread.join(60)
+    thread.join(300)
     assert found[0].status == "finished"
 
     other, acted = free_address(), list[int]()
@@ -514,7 +515,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
         channel.receive()
         channel.send(about)
         channel.send({"over": True})
-    acting.join(60)
+    acting.join(300)
     assert acted == [0]
 
 

@@ -54,13 +54,15 @@ def learner(serve=None):
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(listen())
 
-    task, thread = None, threading.Thread(target=run)
+    task, thread = None, threading.Thread(target=run, daemon=True)
     with wire.listen(("127.0.0.1", 0)) as listener:
         thread.start()
         assert ready.wait(10)
-        yield listener.getsockname(), ends
-        task.get_loop().call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        try:
+            yield listener.getsockname(), ends
+        finally:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            thread.join(10)
 
 
 def wait_for(ends, count=1):
