@@ -36,6 +36,7 @@ TIME_LIMIT = "time limit"
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
+_EVALUATION = 0x6576616C  # makes the key of evaluations
 _SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
 _RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
@@ -98,13 +99,19 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
+def evaluation_key(experiment: Experiment) -> jax.Array:
+    """The key of the evaluations of a run, or keys `[M]`."""
+    # With a small number it would be one that `split` gives the run: training would begin with the same episodes.
+    fold = lambda key: jax.random.fold_in(key, _EVALUATION)  # noqa: E731
+    return (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)
+
+
 class Evaluating:
     """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member."""
 
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
-        fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
-        self._key = (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)
+        self._key = evaluation_key(experiment)
         unknown = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
         names = ("eval_return", "eval_length", *(f"eval_return/{team}" for team in self._play.teams))
         self._unknown = dict.fromkeys(names, unknown)

@@ -40,11 +40,11 @@ def environment(name):
     return msrl.envs.make("Pendulum-v1" if name in CONTINUOUS else "CartPole-v1", max_steps_in_episode=5)
 
 
-def uses_of(name, **options):
-    """The uses of keys in the first iterations of a small run, which all learn but the first."""
+def uses_of(name):
+    """The uses of keys in the first iterations of a small run."""
     kind, env = algorithms.get(name), environment(name)
     fields = {f.name for f in dataclasses.fields(kind)}
-    given = {field: x for field, x in SMALL.items() if field in fields} | PARTICULAR.get(name, {}) | options
+    given = {field: x for field, x in SMALL.items() if field in fields} | PARTICULAR.get(name, {})
     if "data" in fields:
         given["data"] = noise(env, 64)
     agent = make_counted(name, env, ITERATIONS, **given)
@@ -69,9 +69,9 @@ def marked(name):
 def test_no_key_is_used_twice(name):
     uses = uses_of(name)
     if name == "es":  # the learner makes the noise of the actors again
-        noise = [use for use in uses if "draw_noise" in use.where]
-        assert len(noise) == 2 * len({*noise})
-        uses = [*without(uses, "draw_noise"), *{*noise}]
+        drawn = [use for use in uses if "draw_noise" in use.where]
+        assert len(drawn) == 2 * len({*drawn})
+        uses = [*without(uses, "draw_noise"), *{*drawn}]
     # Where each action is either random or the policy's, both are drawn with one key.
     if name in (*CONTINUOUS, "maddpg"):
         assert reused_keys(without(uses, ".noise.", "distributions.py")) == []

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import msrl_jax as msrl
 from msrl_jax import envs
+from msrl_jax.envs.vector import _SPARE
 from tests.support.leaving import Leaving
 
 E, T = 8, 40
@@ -58,10 +59,10 @@ def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
     first, steps, state = jax.jit(lambda: played(venv))()
     reset, step = jax.jit(env.reset), jax.jit(env.step)
     starts = repeats = 0
-    for i, key in enumerate(jax.random.split(jax.random.key(0), E)):
-        key, reset_key = jax.random.split(key)
+    for i, copy_key in enumerate(jax.random.split(jax.random.key(0), E)):
+        key, reset_key = jax.random.split(copy_key)
         inner, obs = reset(reset_key)
-        spare, used = reset(jax.random.fold_in(reset_key, 1)), False
+        spare, used = reset(jax.random.fold_in(copy_key, _SPARE)), False
         np.testing.assert_array_equal(obs, first[i])
         for t in range(T):
             key, step_key = jax.random.split(key)

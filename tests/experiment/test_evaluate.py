@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Box, Discrete, TimeStep
 from msrl_jax.envs.base import WithoutStatistics
 from msrl_jax.experiment.evaluate import Behavior, Evaluation, make_evaluator
+from msrl_jax.experiment.hooks import evaluation_key
 from msrl_jax.fragments.counters import to_int
+from tests.support.runs import plain
 from tests.support.training_envs import Lottery
 
 
@@ -150,12 +153,29 @@ def test_a_state_spread_over_devices_evaluates_the_same_on_one_of_them(trained):
 
 
 def test_training_evaluates_greedily_from_the_key_of_its_seed(trained):
-    key = jax.random.fold_in(jax.random.key(3), 1)
-    again = make_evaluator(trained.behavior, 4)(trained.state, key)
+    again = make_evaluator(trained.behavior, 4)(trained.state, evaluation_key(trained.experiment))
     np.testing.assert_array_equal(trained.evaluation.returns, again.returns)
+
+
+def test_episodes_of_evaluations_are_not_those_with_which_training_began(trained):
+    """Neither their keys, which draw levels and noise, nor their first observations."""
+    experiment = trained.experiment
+    begun = innermost(experiment.initial_state())
+    evaluated, obs = experiment.agent.env.reset(evaluation_key(experiment))
+    of_copies = [
+        {
+            tuple(key)
+            for x in jax.tree.leaves(state)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            for key in plain(x).tolist()
+        }
+        for state in (begun.env_state, evaluated)
+    ]
+    assert len(of_copies[0]) == len(of_copies[1]) == len(obs) and not of_copies[0] & of_copies[1]
+    assert not (np.asarray(begun.obs) == obs).all(-1).any()
 
 
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
     assert to_int(stale.run_state.count) == 3 and len(stale.registers) > 0
-    newest = make_evaluator(stale.behavior, 4)(stale.state, jax.random.fold_in(jax.random.key(0), 1))
+    newest = make_evaluator(stale.behavior, 4)(stale.state, evaluation_key(stale.experiment))
     np.testing.assert_array_equal(stale.evaluation.returns, newest.returns)

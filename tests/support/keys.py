@@ -60,8 +60,12 @@ def _watched(jaxpr, noted, caller="unknown"):
             equations += _compat.inlined_at(eqn, functools.partial(_noting, eqn, where, noted))
         else:
             new = _compat.replace_jaxprs(eqn, functools.partial(_watched, noted=noted, caller=where))
-            equations.append(new.replace(effects=new.effects.union(*(sub.effects for sub in _compat.sub_jaxprs(new)))))
-    return jaxpr.replace(eqns=equations, effects=jaxpr.effects.union(*(eqn.effects for eqn in equations)))
+            equations.append(new.replace(effects=_effects(new, *_compat.sub_jaxprs(new))))
+    return jaxpr.replace(eqns=equations, effects=_effects(jaxpr, *equations))
+
+
+def _effects(*parts):
+    return frozenset().union(*(part.effects for part in parts))
 
 
 def _noting(eqn, where, noted, *operands):
