@@ -449,7 +449,8 @@ def test_what_a_run_says_of_its_trials():
 def test_a_sweep_whose_run_could_not_be_saved_ends(tmp_path, monkeypatch, capsys):
     """It reads its runs again, so it cannot say that it has finished."""
     monkeypatch.setattr(course, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
-    words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8", "--method", "grid"]
-    words += ["--unroll-length", "8", "--num-minibatches", "2", "--out", str(tmp_path / "sweep"), "--progress", "none"]
+    words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8"]
+    words += ["--unroll-length", "8", "--num-minibatches", "2", "--method", "grid", "--progress", "none"]
+    words += ["--out", str(tmp_path / "sweep")]
     code, error = cli.main(words), capsys.readouterr().err
     assert code == 3 and "No space left on device" in error, error
