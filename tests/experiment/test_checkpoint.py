@@ -1,10 +1,8 @@
 """Checkpoints on disk: any state, any devices, and whatever happens to the files."""
 
-import contextlib
 import gc
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.experiment import checkpoint
 from msrl_jax.experiment.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
 from tests.support import processes
+from tests.support.full_disk import no_file_above
 
 
 class State(NamedTuple):
@@ -197,17 +196,6 @@ def test_a_failed_save_raises_names_the_checkpoint_and_harms_no_other(tmp_path, 
     writer.wait()
     writer.close()
     assert [c.iteration for c in complete(tmp_path)] == [3]
-
-
-@contextlib.contextmanager
-def no_file_above(limit):
-    """The system refuses every byte of a file beyond this many, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_a_failed_save_wrote_is_removed_at_once(tmp_path):

@@ -13,6 +13,7 @@ import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.report.curves import mean_curve, new_file
 from msrl_jax.report.statistics import estimate, mean
+from tests.support.full_disk import no_file_above
 
 TINY = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "total_steps": 6 * 64,
@@ -120,6 +121,13 @@ def test_a_page_draws_plans_and_shows_the_last_film(folder, run, tmp_path):
     larger = dataclasses.replace(run, description={**run.description, "devices": {"count": 64, "platform": "cpu"}})
     with pytest.raises(ValueError, match="had 64 devices, and here are 8; --cpu-devices 64"):
         msrl.runs_page(larger, tmp_path / "other.html", plans=True)
+
+
+def test_a_full_disk_is_no_bad_input(folder, tmp_path, capsys):
+    before = sorted(tmp_path.iterdir())
+    with no_file_above(0):
+        code = main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    assert code == 3 and "File too large" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
 
 
 def test_a_figure_is_drawn_against_steps_or_time(folder, run, tmp_path, capsys):

@@ -450,7 +450,7 @@ def test_a_sweep_whose_run_could_not_be_saved_ends(tmp_path, monkeypatch, capsys
     """It reads its runs again, so it cannot say that it has finished."""
     monkeypatch.setattr(course, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
     words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8"]
-    words += ["--method", "grid", "--unroll-length", "8", "--num-minibatches", "2", "--progress", "none"]
+    words += ["--unroll-length", "8", "--num-minibatches", "2", "--method", "grid", "--progress", "none"]
     words += ["--out", str(tmp_path / "sweep")]
     code, error = cli.main(words), capsys.readouterr().err
     assert code == 3 and "No space left on device" in error, error
