@@ -182,7 +182,7 @@ def differences(split: Split, fns: dict[tuple[str, str], Callable]) -> list[str]
 
 
 SPLITS = [
-    *(Split(n, each, split, d) for n in (2, 3, 8) for each in (1, 2, 3) for split in (0, 1) for d in (0, 1)),
+    *(Split(n, each, split, d) for n in (2, 3, 8) for each in (1, 2, 3) if n * each > 2 for split in (0, 1) for d in (0, 1)),
     *(Split(n, each, split, d, "grad") for n in (3, 8) for each in (1, 2) for split in (0, 1) for d in (0, 1)),
     *(Split(3, each, split, d, kind) for kind in ("vmap", "vmap_grad") for each in (1, 2) for split in (0, 1) for d in (0, 1)),
     *(Split(3, 1, 0, d, "vmap_split") for d in (0, 1)),
