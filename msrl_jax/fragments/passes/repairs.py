@@ -11,7 +11,9 @@
   any. Updates of `scatter_max` and `scatter_min` are made whole, so that no collective combines them.
 - Convolutions with windows along a dimension of which devices have few elements: they, and the gradients by their kernels, take
   elements from wrong places, or end the process. Dimensions with windows are made whole.
+- Fourier transforms of a dimension of which devices have few elements end the process. It is made whole.
 - Negative padding before the first element beside interior padding ends the process: what is too much is sliced off instead.
+  So do such windows: their dimensions are made whole.
 - Updates of one element beyond the end, which JAX moves to the last place: several devices write it nowhere. Indices are
   clamped first.
 - The upper half of a product of integers is no operation of the partitioner: it is computed from halves.
@@ -100,6 +102,8 @@ def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
         return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
     if name == "conv_general_dilated" and any(map(any, windows := _windowed(eqn))):
         return lambda *xs: bind(*map(whole, xs, windows))
+    if name == "fft":
+        return lambda x: bind(whole(x, [d >= x.ndim - len(p["fft_lengths"]) for d in range(x.ndim)]))
     if name == "dynamic_update_slice" and not all(isinstance(v, Literal) for v in eqn.invars[2:]):
         return lambda x, update, *starts: bind(x, update, *_clamped(x, update, starts))
     if name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):

@@ -65,6 +65,10 @@ def _both(f):
     return lambda s, d: [f(a) for a in _square(s, d)]
 
 
+def _tangent(s, d):
+    return jax.jvp(lambda y: window(lax.max, -np.inf, 3, of="y")(s._replace(y=y), d), (s.y,), (s.i * 0.1,))
+
+
 def _loop(s, d):
     y = jnp.moveaxis(s.y, d, 0)
     step = lambda c, row: (c * 0.5 + row, jnp.maximum(c, row))  # noqa: E731
@@ -217,4 +221,9 @@ CLOSE = {
     "householder_product": lambda s, d: lax.linalg.householder_product(s.w, s.w[0])[0, 0] * s.y,
     "broadcast_like": lambda s, d: lax.broadcast_like(s.w[0, 0], s.y) * s.y,
     "full": lambda s, d: lax.full(s.y.shape, 2.5) * s.y,
+    **{
+        f"reduce_window negative {v}": window(lax.add, 0.0, *v, of="y")
+        for v in ((2, 1, (-1, 1), 2), (3, 2, (-1, 2), 3), (2, 1, (-1, 2)))
+    },
+    "reduce_window tangent": _tangent,
 }

@@ -45,6 +45,7 @@ def window(op, start, size, stride=1, padding="SAME", base=1, dilation=1, of="x"
     def f(s, d):
         sizes = [dims(d, v, 1) for v in (size, stride)]
         more = {"base_dilation": dims(d, base, 1), "window_dilation": dims(d, dilation, 1)}
-        return lax.reduce_window(getattr(s, of), np.float32(start), op, *sizes, padding, **more)
+        pads = padding if isinstance(padding, str) else dims(d, padding, (0, 0))
+        return lax.reduce_window(getattr(s, of), np.float32(start), op, *sizes, pads, **more)
 
     return f

@@ -203,6 +203,25 @@ def test_values_that_a_codec_cannot_hold_stop_the_run(policy, name, scale, messa
         program.run(state, 2)
 
 
+@pytest.mark.parametrize("largest", [1e38, 3e38])
+def test_scaled_uint8_holds_finite_values_only_if_their_range_is_finite(largest):
+    state = {"w": jnp.float32(0), "x": jnp.linspace(-largest, largest, 8, dtype=jnp.float32)}
+    send = msrl.fragment(role="env")(lambda x: -x)
+    receive = msrl.fragment(role="learner")(lambda w, x: w + x[0] * 1e-38 + x[-1])
+    policy = Packed(SingleLearnerFine(envs=1), Edge("envs", "learners", "scaled_uint8"))
+
+    def iteration(state):
+        x = send(state["x"])
+        return {"w": receive(state["w"], x), "x": x}, {}
+
+    program = msrl.compile(iteration, state, policy=policy, axes={"w": P(), "x": P("env")})
+    if largest < 2e38:
+        np.testing.assert_allclose(program.run(state, 1)[0]["w"], -largest, 1 / 255)
+    else:
+        with pytest.raises(ValueError, match=re.escape("its values are in [-3e+38, 3e+38]")):
+            program.run(state, 1)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_range_of_values_lost_in_a_loop_is_theirs_alone(sign):
     env_step = msrl.fragment(role="env")(lambda x, action: x + 0 * action)

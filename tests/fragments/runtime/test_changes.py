@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import codecs, replay
 from msrl_jax.policies import Central, SingleLearnerCoarse
 from tests.support import toy
-from tests.support.compare import assert_close
+from tests.support.compare import assert_close, run_plain
 
 SIZE = 256
 AXES = {"table": P(), "bias": P(), "count": P(), "t": P(), "x": P("env")}
@@ -72,6 +73,30 @@ def test_only_changed_words_cross_and_all_of_them_where_these_are_too_many():
     copies = len(program.layout.roles["actor"].devices)
     assert crossings["state['table']"].nbytes == copies * 6 * (SIZE // 8)
     assert crossings["state['table']"].unpacked_bytes == copies * 4 * SIZE
+
+
+def test_values_that_the_codec_does_not_take_cross_beside_changes():
+    """Integers and a key, which the same learner makes and the same actor reads."""
+
+    @msrl.fragment(role="actor")
+    def act(table, order, key, x):
+        return x + table[order[:8]] + jax.random.randint(key, (8,), 0, 9)
+
+    @msrl.fragment(role="learner")
+    def learn(table, order, key, seen):
+        return table.at[order[0]].add(1) + 0 * seen.mean(), jnp.roll(order, 1) * 3 % 64, jax.random.split(key, 1)[0]
+
+    def iteration(state):
+        x = act(state["table"], state["order"], state["key"], state["x"])
+        table, order, key = learn(state["table"], state["order"], state["key"], x)
+        return {"table": table, "order": order, "key": key, "x": x}, {"x": x}
+
+    state = {"table": jnp.zeros(64), "order": jnp.arange(64), "key": jax.random.key(3), "x": jnp.zeros(8)}
+    axes = {"table": P(), "order": P(), "key": P(), "x": P("env")}
+    program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=axes)
+    assert_close(program.run(state, 4), run_plain(iteration, state, 4), rtol=0, atol=0)
+    (sent,) = program.sent.values()
+    assert (sent.words, sent.changed, sent.whole) == (64, 3, 1)
 
 
 def test_all_words_cross_every_so_many_exchanges():
