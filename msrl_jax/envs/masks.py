@@ -132,6 +132,21 @@ def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.argmax(count > which).astype(jnp.int32)
 
 
+def index_at(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Inverts cumulative distributions at uniform numbers `[...]` from [0, 1). int32 `[...]`
+
+    Args:
+      weights: probabilities up to a factor, `[..., n]`; at least one is above 0.
+
+    Returns:
+      The last index whose weight is above 0 and is preceded by at most that share of the sum. An index of weight 0 is never
+      returned, although neighbouring cumulative sums differ by rounding where `n` is large.
+    """
+    ends = jnp.cumsum(weights, axis=-1)
+    reached = ends - weights <= uniform[..., None] * ends[..., -1:]
+    return jnp.max(jnp.where(reached & (weights > 0), jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
+
+
 def draws(game: Any) -> bool:
     """Whether what a step of a game of two players returns depends on numbers that the step draws: a game of chance."""
     key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))

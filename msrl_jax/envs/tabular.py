@@ -15,6 +15,7 @@ import numpy as np
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
+from msrl_jax.envs.masks import index_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +66,7 @@ class TabularMDP:
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Draws the next state and the reward."""
         move, noise = jax.random.split(key)
-        below = jnp.cumsum(jnp.asarray(self.transitions)[state, action])[:-1]
-        after = jnp.sum(jax.random.uniform(move) >= below, dtype=jnp.int32)
+        after = index_at(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move))
         reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise)
         return after, after, reward, jnp.asarray(False), jnp.asarray(False)
 
