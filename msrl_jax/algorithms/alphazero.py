@@ -169,6 +169,7 @@ class AlphaZero:
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
             env=venv,  # type: ignore[arg-type]
             probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),
             ranked=False,  # the sum of both returns is 0

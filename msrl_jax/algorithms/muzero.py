@@ -210,6 +210,7 @@ class MuZero:
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
             env=venv,
             probabilities=probabilities,
             ranked=not is_game,  # the sum of both returns is 0

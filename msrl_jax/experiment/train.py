@@ -14,6 +14,7 @@ import jax
 
 from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
+from msrl_jax.algorithms.agent import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
@@ -183,6 +184,8 @@ def train(
             tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
             if tuned is not None and isinstance(algo, str | None) and tuned.fields:
                 print(f"these are defaults; settings for this environment: the recipe {tuned.name}", file=sys.stderr)
+            if agent.learning_starts:
+                print(replay_ratio(agent, experiment.algorithm), file=sys.stderr)
             if policy is None and simulated:
                 print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")

@@ -329,6 +329,7 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
         axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
         steps_per_iteration=num_envs * config.unroll_length,
         updates_per_iteration=config.num_updates,
+        learning_starts=buffer.min_size,
         env=venv,
         initial_carry=rule.initial_carry,
         data={"data": buffer.data} if buffer.data else {},
