@@ -75,8 +75,8 @@ def check_learns(agent: Agent, steps: int) -> None:
     if steps < agent.learning_starts:
         each = agent.steps_per_iteration
         raise ValueError(
-            f"a run of {steps:,} steps learns nothing: the first update is after {agent.learning_starts:,}; use a total_steps of "
-            f"at least {-(-agent.learning_starts // each) * each}, or a smaller learning_starts"
+            f"a run of {steps:,} steps learns nothing: the first update is after {agent.learning_starts:,}; use a total_steps "
+            f"of at least {-(-agent.learning_starts // each) * each}, or a smaller learning_starts"
         )
 
 

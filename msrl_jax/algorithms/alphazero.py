@@ -115,7 +115,7 @@ class AlphaZero:
                 policy_loss = cross_entropy(example.policy, policy.logits).mean()
                 value_loss = optax.l2_loss(value, example.value).mean()
                 stats = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": policy.entropy().mean()}
-                return policy_loss + self.value_coef * value_loss, (jnp.zeros(self.batch_size), stats)
+                return policy_loss + self.value_coef * value_loss, (jnp.zeros(self.batch_size, jnp.float32), stats)
 
             return jax.grad(loss, has_aux=True)(params)
 

@@ -138,7 +138,7 @@ class MuZero:
                 obs = jax.tree.map(lambda x: x[0], window.obs)
                 predicted = unrolled(model, params, obs, window.action.action[: self.model_steps])
                 losses, stats = unrolled_loss(*predicted, target, self.value_coef, self.reward_coef)
-                return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size), stats)
+                return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size, jnp.float32), stats)
 
             return jax.grad(loss, has_aux=True)(params)
 

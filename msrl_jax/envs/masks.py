@@ -128,7 +128,7 @@ def only_legal(values: jax.Array, obs: Any) -> jax.Array:
 def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     """Draws one of the legal actions `[n]`, each with the same probability; if all are legal, as `Discrete.sample` does."""
     count = jnp.cumsum(mask)
-    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
+    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1), jnp.int32)
     return jnp.argmax(count > which).astype(jnp.int32)
 
 

@@ -210,7 +210,7 @@ def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
     """Appends the one-hot number of the agent to vectors, or flattened observations in `space`: `[..., A, D + A]` float32."""
     plain = unmasked(obs)
     vectors = plain if space is None else spaces.flatten(space, plain)
-    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
+    ids = jnp.broadcast_to(jnp.eye(num_agents, dtype=jnp.float32), (*vectors.shape[:-1], num_agents))
     return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
 
 
