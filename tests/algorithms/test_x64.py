@@ -8,6 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax._compat import jaxprs_in
 from msrl_jax.envs.base import narrow
 from msrl_jax.experiment.arguments import make_experiment
 from tests.support.many_agents import Homes
@@ -22,8 +23,10 @@ SIZES = {
 WINDOWS = {"trace_length": 4, "n_step": 1}
 PARTICULAR = {
     "r2d2": {"burn_in": 0, **WINDOWS}, "qmix": {"trace_length": 4}, "vdn": {"trace_length": 4},
-    "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"}, "sac": {"distribution": "qr", "normalize_observations": True},
+    "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"},
+    "sac": {"distribution": "qr", "normalize_observations": True},
     "ppo": {"intrinsic_coef": 0.5}, "mappo": {"normalize_values": True}, "impala": {"core": "lru"}, "a2c": {"core": "gru"},
+    "muzero": {"model_steps": 2, "n_step": 2},
     "teams": {"teams": {"walker": "ippo:num_epochs=1,num_minibatches=2,hidden_sizes=[8]"}},
 }  # fmt: skip
 ENVS = dict.fromkeys(("sac", "td3", "ddpg", "cql", "iql"), "Pendulum-v1") | {"self_play": "KuhnPoker"}
@@ -55,16 +58,11 @@ def types(name):
     agent = make_experiment(name, env, total_steps=10_000, overrides=fields).agent
     state = jax.eval_shape(lambda key: agent.with_data(agent.init(key)), jax.random.key(0))
     program, results = jax.make_jaxpr(agent.iteration, return_shape=True)(state)
-    products = {eqn.outvars[0].aval.dtype.name for eqn in equations(program.jaxpr) if eqn.primitive.name == "dot_general"}
+    products = [eqn for body in jaxprs_in(program.jaxpr) for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     described = jax.tree.map(lambda x: (x.shape, x.dtype), (state, *results))
-    return jax.tree.leaves_with_path(described, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2), products
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
+    return jax.tree.leaves_with_path(described, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2), {
+        eqn.outvars[0].aval.dtype.name for eqn in products
+    }
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "sac", "recurrent_ppo", "es", "qmix"))
@@ -81,7 +79,8 @@ def test_a_run_trains_and_is_evaluated(name, tmp_path):
     with jax.enable_x64(True):
         steps = 4 if algorithms.get(name).offline else 128
         result = msrl.train(
-            name, env, total_steps=steps, chunk=1, eval_episodes=2, devices=jax.devices()[:1], progress=False, out=tmp_path, **fields
+            name, env, total_steps=steps, chunk=1, eval_episodes=2, devices=jax.devices()[:1], progress=False, out=tmp_path,
+            **fields,
         )
         assert result.status == "finished" and np.isfinite(result.evaluation.returns).all()
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(result.params)))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(result.state.params)))

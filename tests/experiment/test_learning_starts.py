@@ -54,5 +54,5 @@ def test_the_replay_ratio_of_other_sizes_than_the_defaults_is_said():
 
 def test_trials_of_a_sweep_are_compared_after_they_learned():
     assert rung_steps(9000, 3, None, None, trials=27, least=1000) == [1000, 3000, 9000]
-    with pytest.raises(ValueError, match="first rung has 333 .* up to the first update"):
+    with pytest.raises(ValueError, match=r"first rung has 333 .* up to the first update"):
         rung_steps(9000, 3, 4, None, trials=27, least=1000)

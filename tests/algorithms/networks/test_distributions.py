@@ -79,7 +79,8 @@ def test_no_uniform_number_draws_an_illegal_action(actions, monkeypatch):
     logits = mostly_illegal(actions, rows=2)
     ends = np.asarray(jax.jit(lambda x: jnp.cumsum(jnp.exp(x - x.max(-1, keepdims=True)), -1))(logits))
     steps = ends / ends[:, -1:]
-    uniform = np.concatenate([0 * ends[:, :1], steps, np.nextafter(steps, np.float32(0)), np.nextafter(steps, np.float32(2))], 1)
+    beside = [np.nextafter(steps, np.float32(to)) for to in (0, 2)]
+    uniform = np.concatenate([0 * ends[:, :1], steps, *beside], 1)
     uniform = np.minimum(uniform, np.nextafter(np.float32(1), np.float32(0)))
     monkeypatch.setattr(jax.random, "uniform", lambda key, *_: jnp.asarray(uniform))
     drawn = np.asarray(jax.jit(lambda logits: Categorical(logits[:, None]).sample(jax.random.key(0)))(logits))
