@@ -78,7 +78,8 @@ class KuhnPoker:
 
     def reset(self, key: jax.Array) -> tuple[KuhnState, jax.Array]:
         """Deals the cards; returns the state and the first observations `[2, 11]`."""
-        state = KuhnState(jax.random.permutation(key, jnp.arange(3, dtype=jnp.int32))[:2], jnp.zeros(3, jnp.int32), jnp.int32(0))
+        cards = jax.random.permutation(key, jnp.arange(3, dtype=jnp.int32))[:2]
+        state = KuhnState(cards, jnp.zeros(3, jnp.int32), jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, key: jax.Array, state: KuhnState, action: jax.Array) -> Stepped:

@@ -52,7 +52,7 @@ def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: jax.Array 
     square = jnp.square(jnp.stack([x, x * _SMALL]).astype(jnp.float32))  # one sum, so one round of communication
     if counts is not None:
         square = jnp.where(counts, square, 0.0)
-    root, small = jnp.sqrt(square.reshape(2, -1).sum(1) / jnp.maximum(number, 1))
+    root, small = jnp.sqrt(square.sum(range(1, square.ndim)) / jnp.maximum(number, 1))
     return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 
 
