@@ -32,6 +32,7 @@ class Agent:
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps per iteration, over all environments.
       updates_per_iteration: largest number of gradient steps per iteration.
+      learning_starts: environment steps that a replay buffer must hold before the first update; 0 without a buffer.
       env: the vector environment that `iteration` steps.
       initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if the agent has none.
       env_group: size of a group of adjacent environments; all environments of a group must be on one device.
@@ -57,6 +58,7 @@ class Agent:
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: Literal["environment steps", "updates"] = "environment steps"
     ranked: bool = True
+    learning_starts: int = 0
 
     def with_data(self, state: Any) -> Any:
         """A state with its data filled in."""
@@ -66,6 +68,31 @@ class Agent:
         """A state without its data."""
         empty = dict.fromkeys(self.data, ())
         return with_innermost(state, innermost(state)._replace(**empty)) if self.data else state
+
+
+def check_learns(agent: Agent, steps: int) -> None:
+    """Raises ValueError if a run of so many steps ends before the first update."""
+    if steps < agent.learning_starts:
+        each = agent.steps_per_iteration
+        raise ValueError(
+            f"a run of {steps:,} steps learns nothing: the first update is after {agent.learning_starts:,}; use a total_steps "
+            f"of at least {-(-agent.learning_starts // each) * each}, or a smaller learning_starts"
+        )
+
+
+def replay_ratio(agent: Agent, config: Any) -> str:
+    """The updates per environment step of an agent with a replay buffer, in words; and those of the config's defaults."""
+    found = agent.updates_per_iteration / agent.steps_per_iteration
+    text = f"replay ratio: {found:.3g} updates per environment step"
+    if not hasattr(config, "num_updates"):  # several teams, each with a config of its own
+        return text
+    text += f", of batch_size={config.batch_size}"
+    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    before = usual["num_updates"] / (usual["num_envs"] * usual["unroll_length"])
+    if config.num_updates == usual["num_updates"] and before != found:
+        same = max(1, round(before * agent.steps_per_iteration))
+        text += f" ({before:.3g} with the default num_envs and unroll_length; num_updates={same} keeps about that)"
+    return text
 
 
 def innermost(state: Any) -> Any:

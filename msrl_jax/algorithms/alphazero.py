@@ -115,7 +115,7 @@ class AlphaZero:
                 policy_loss = cross_entropy(example.policy, policy.logits).mean()
                 value_loss = optax.l2_loss(value, example.value).mean()
                 stats = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": policy.entropy().mean()}
-                return policy_loss + self.value_coef * value_loss, (jnp.zeros(self.batch_size), stats)
+                return policy_loss + self.value_coef * value_loss, (jnp.zeros(self.batch_size, jnp.float32), stats)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -169,6 +169,7 @@ class AlphaZero:
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
             env=venv,  # type: ignore[arg-type]
             probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),
             ranked=False,  # the sum of both returns is 0

@@ -150,7 +150,7 @@ class DQN:
         def expected(outputs: jax.Array) -> jax.Array:
             """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
             if self.distribution == "c51":
-                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms)
+                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms, dtype=jnp.float32)
             return outputs.mean(-1)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
@@ -162,7 +162,7 @@ class DQN:
         ):
             """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N']`."""
             if self.distribution == "c51":
-                probability, atoms = jax.nn.softmax(next_outputs), jnp.linspace(v_min, v_max, self.num_atoms)
+                probability, atoms = jax.nn.softmax(next_outputs), jnp.linspace(v_min, v_max, self.num_atoms, dtype=jnp.float32)
                 masses = categorical_projection(probability, reward + discount * atoms, v_min, v_max)
                 loss = categorical_loss(outputs, masses)
                 return loss, loss
@@ -176,7 +176,7 @@ class DQN:
 
         def random_fractions(key: jax.Array) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
             keys, sizes = jax.random.split(key), (self.num_fractions, self.num_target_fractions)
-            one, other = (jax.random.uniform(k, (self.batch_size, n)) for k, n in zip(keys, sizes, strict=True))
+            one, other = (jax.random.uniform(k, (self.batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True))
             return (one,), (other,)
 
         @fragment(role="learner")

@@ -89,7 +89,7 @@ class ES:
 
         def choose(params, obs):
             # The most probable action depends on neither the critic nor the scale, so the search leaves them out.
-            scale = jnp.zeros(math.prod(venv.action_space.shape))
+            scale = jnp.zeros(math.prod(venv.action_space.shape), jnp.float32)
             return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
 
         def init(key: jax.Array) -> ESState:
@@ -208,7 +208,7 @@ def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
 
 def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
     """Standard normal noise `[E / 2, D]` of typed keys `[E / 2]`; the same seeds give the same noise, in any fragment."""
-    noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,)))(seeds)
+    noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,), jnp.float32))(seeds)
     # Without the barrier, XLA may merge the last factor of the noise with the caller's factor, which changes the rounding.
     return jax.lax.optimization_barrier(noise)
 

@@ -265,7 +265,7 @@ class IPPO:
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Distributions over actions `[E, A]` outside of training, and the carry."""
             num_envs = jax.tree.leaves(obs)[0].shape[0]
-            state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
+            state = jnp.zeros((num_envs, venv.state_size), jnp.float32)  # only values depend on it
             (policy, _), carry = step(params, obs, state, carry)
             return policy, carry
 

@@ -91,7 +91,7 @@ class MADDPG:
         def init(key: jax.Array, obs: Any) -> dict[str, Any]:
             def networks(key: jax.Array) -> dict[str, Any]:
                 actor_key, critic_key = jax.random.split(key)
-                inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
+                inputs = jnp.zeros((1, *states.shape), jnp.float32), jnp.zeros((1, num_agents * size), jnp.float32)
                 one = actor.init(actor_key, zeros(obs_space))
                 return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
@@ -108,7 +108,8 @@ class MADDPG:
             """Actions of the policies as the critics see them, with a gradient. `[B, A, D]`"""
             if not discrete:
                 return jnp.tanh(output)
-            noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:]))(jax.random.split(key, len(output)))
+            keys = jax.random.split(key, len(output))
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:], jnp.float32))(keys)
             return straight_through(only_legal(output, obs) + noise, self.temperature)
 
         def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
@@ -135,7 +136,7 @@ class MADDPG:
             next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
             next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.present)
             target = e.reward + e.discount * next_q
-            taken = for_all(jax.nn.one_hot(e.action, size) if discrete else e.action)
+            taken = for_all(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
             own = jnp.eye(num_agents, dtype=bool)[:, :, None]
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
@@ -167,7 +168,7 @@ class MADDPG:
             if discrete:
                 explored = Categorical(only_legal(output, obs.obs)).sample(keys)
             else:
-                noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,))))(keys)
+                noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32)))(keys)
                 explored = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
             rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs.obs)
             at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
@@ -180,4 +181,4 @@ class MADDPG:
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
     """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (arXiv 1611.01144)."""
     soft = jax.nn.softmax(logits / temperature)
-    return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))
+    return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=jnp.float32) + (soft - jax.lax.stop_gradient(soft))

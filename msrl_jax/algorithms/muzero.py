@@ -140,7 +140,7 @@ class MuZero:
                 obs = jax.tree.map(lambda x: x[0], window.obs)
                 predicted = unrolled(model, params, obs, window.action.action[: self.model_steps])
                 losses, stats = unrolled_loss(*predicted, target, self.value_coef, self.reward_coef)
-                return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size), stats)
+                return (batch.weight * losses).mean(), (jnp.zeros(self.batch_size, jnp.float32), stats)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -212,6 +212,7 @@ class MuZero:
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
             env=venv,
             probabilities=probabilities,
             ranked=not is_game,  # the sum of both returns is 0

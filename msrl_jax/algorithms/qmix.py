@@ -208,7 +208,8 @@ def sum_mixer() -> Network:
 def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
     """The mixer of QMIX, of values `[..., A]` and states `[..., S]`, which never falls if a value rises (1803.11485, 4.1)."""
     module = _Monotonic(num_agents, mixing_size, hyper_size)
-    init = lambda key: module.init(key, jnp.zeros((1, num_agents)), jnp.zeros((1, state_size)))  # noqa: E731
+    inputs = [jnp.zeros((1, size), jnp.float32) for size in (num_agents, state_size)]
+    init = lambda key: module.init(key, *inputs)  # noqa: E731
     return Network(init, module.apply)
 
 

@@ -79,7 +79,7 @@ def random_network_distillation(
         params = {name: network.init(k, example) for (name, network), k in zip(networks.items(), keys, strict=True)}
         target = params.pop("target")
         nothing = running.empty(spaces.struct(space)), running.empty(jax.ShapeDtypeStruct((), jnp.float32))
-        return Novelty(target, params, optimizer.init(params), key, *nothing, jnp.zeros(config.num_envs))
+        return Novelty(target, params, optimizer.init(params), key, *nothing, jnp.zeros(config.num_envs, jnp.float32))
 
     def standardized(observations: RunningStatistics, obs: Any) -> jax.Array:
         x = (prepare(obs) - observations.mean) / jnp.sqrt(observations.var + 1e-8)

@@ -204,7 +204,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         if weighs:
             past = draw(pool.standings, slot_key, pool.filled, config.num_opponents)
         else:
-            past = jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled)
+            past = jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled, jnp.int32)
         drawn = jnp.where(latest, -1, past)
 
         def pick(past: jax.Array, new: jax.Array) -> jax.Array:
@@ -288,8 +288,8 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
 
 def no_games(size: int) -> Standings:
     """Standings of no policy."""
-    zero = jnp.zeros(size)
-    return Standings(jnp.zeros((size, size)), zero, zero, zero)
+    zero = jnp.zeros(size, jnp.float32)
+    return Standings(jnp.zeros((size, size), jnp.float32), zero, zero, zero)
 
 
 def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings:
@@ -322,5 +322,5 @@ def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUN
         mixture = jax.nn.softmax(jnp.where(there, logits, -jnp.inf))
         return logits + rate * (scaled @ mixture), mixture
 
-    _, mixtures = jax.lax.scan(step, jnp.zeros(there.shape), None, length=rounds)
+    _, mixtures = jax.lax.scan(step, jnp.zeros(there.shape, jnp.float32), None, length=rounds)
     return mixtures.mean(0)

@@ -143,10 +143,10 @@ class TD3:
 
         deviation = self.exploration_noise
         if self.max_exploration_noise is not None:
-            deviation = jnp.linspace(deviation, self.max_exploration_noise, self.num_envs)[:, None]
+            deviation = jnp.linspace(deviation, self.max_exploration_noise, self.num_envs, dtype=jnp.float32)[:, None]
 
         def noise(keys):
-            return jax.vmap(lambda key: jax.random.normal(key, (size,)))(keys)
+            return jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32))(keys)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch, actor_moves):

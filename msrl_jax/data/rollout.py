@@ -111,7 +111,7 @@ def record(
         if several:
             keys, draw = jax.vmap(lambda key: jax.random.split(key, several))(keys), jax.vmap(draw)
         random: Any = draw(keys, mask)
-        at_random = jax.random.uniform(whether, keys.shape) < limit
+        at_random = jax.random.uniform(whether, keys.shape, jnp.float32) < limit
         return jnp.where(at_random.reshape(*keys.shape, *[1] * (random.ndim - keys.ndim)), random, action), carry
 
     def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Any]:

@@ -109,7 +109,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
         source = sources(self.env, self.num_envs)
         key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
-        per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
+        per_agent, per_env = jnp.zeros(absent.shape, jnp.float32), jnp.zeros(self.num_envs, jnp.float32)
         sums = per_agent, per_env, per_agent, per_env, per_env
         return AgentsState(key, env_state, absent, *sums, source, metrics.begin(self, self.num_envs)), obs
 
@@ -244,4 +244,4 @@ class TeamView(Wrapper):
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
         present = jnp.ones((num_envs, self.num_agents), bool)
-        return self.join(obs, jnp.zeros((num_envs, self.state_size)), present)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), present)

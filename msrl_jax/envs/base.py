@@ -313,3 +313,12 @@ def strong(tree: Any) -> Any:
         return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.lax.convert_element_type(x, x.dtype)
 
     return jax.tree.map(convert, tree)
+
+
+def narrow(tree: Any) -> Any:
+    """As `strong`, with 32 bits for floats and integers of 64: suites take JAX's defaults, which `jax_enable_x64` widens."""
+
+    def convert(x):
+        return x.astype({"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(x.dtype.name, x.dtype))
+
+    return jax.tree.map(convert, strong(tree))

@@ -103,7 +103,7 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
         return jnp.asarray(value, like.dtype)
     numbers = [jnp.asarray(number, like.dtype) for number in value.numbers]
     if value.kind == "choice":
-        which = jax.random.randint(key, (), 0, len(numbers))
+        which = jax.random.randint(key, (), 0, len(numbers), jnp.int32)
         return jnp.stack(numbers)[which]
     low, high = numbers
     if jnp.issubdtype(like.dtype, jnp.integer):

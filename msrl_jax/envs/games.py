@@ -34,16 +34,16 @@ class RockPaperScissors:
 
     def reset(self, key: jax.Array) -> tuple[tuple[()], jax.Array]:
         """Starts an episode: there is nothing to know, and the observations `[2, 1]` are 0."""
-        return (), jnp.zeros((2, 1))
+        return (), jnp.zeros((2, 1), jnp.float32)
 
     def step(self, key: jax.Array, state: tuple[()], action: jax.Array) -> Stepped:
         """Plays the game with the actions `[2]`."""
         payoff = jnp.asarray(self.payoffs, jnp.float32)[action[0], action[1]]
-        return (), jnp.zeros((2, 1)), jnp.stack([payoff, -payoff]), jnp.ones(2, bool), jnp.asarray(False)
+        return (), jnp.zeros((2, 1), jnp.float32), jnp.stack([payoff, -payoff]), jnp.ones(2, bool), jnp.asarray(False)
 
     def information_states(self) -> jax.Array:
         """The observations in the information states of each player. `[2, I=1, 1]` float32"""
-        return jnp.zeros((2, 1, 1))
+        return jnp.zeros((2, 1, 1), jnp.float32)
 
     def exploitability(self, policy: ArrayLike) -> float:
         """How much both players could gain on average by best responses to a policy `[2, I=1, 3]`; at most 1, in float64.
@@ -78,7 +78,8 @@ class KuhnPoker:
 
     def reset(self, key: jax.Array) -> tuple[KuhnState, jax.Array]:
         """Deals the cards; returns the state and the first observations `[2, 11]`."""
-        state = KuhnState(jax.random.permutation(key, 3)[:2], jnp.zeros(3, jnp.int32), jnp.int32(0))
+        cards = jax.random.permutation(key, jnp.arange(3, dtype=jnp.int32))[:2]
+        state = KuhnState(cards, jnp.zeros(3, jnp.int32), jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, key: jax.Array, state: KuhnState, action: jax.Array) -> Stepped:
@@ -127,8 +128,8 @@ class KuhnPoker:
         return float((_kuhn_value(pure, two[None]).max() - _kuhn_value(one[None], pure).min()) / 2)
 
     def _observe(self, state: KuhnState) -> jax.Array:
-        own = jnp.concatenate([jnp.eye(2), jax.nn.one_hot(state.cards, 3)], axis=1)
-        moves = jax.nn.one_hot(state.moves - 1, 2).reshape(-1)
+        own = jnp.concatenate([jnp.eye(2, dtype=jnp.float32), jax.nn.one_hot(state.cards, 3, dtype=jnp.float32)], axis=1)
+        moves = jax.nn.one_hot(state.moves - 1, 2, dtype=jnp.float32).reshape(-1)
         return jnp.concatenate([own, jnp.broadcast_to(moves, (2, 6))], axis=1)
 
 

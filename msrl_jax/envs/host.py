@@ -96,7 +96,8 @@ class HostVectorized(WithoutStatistics, Wrapper):
         seed = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(jax.random.split(key, self.num_envs))
         results = self._row(jnp.uint32), self._observations()
         steps, obs = host_fragment(self.simulators.reset, results, name="reset")(seed)
-        return HostState(seed, steps, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs)), received(obs, "env")
+        zero = jnp.zeros(self.num_envs, jnp.float32)
+        return HostState(seed, steps, zero, jnp.copy(zero)), received(obs, "env")
 
     def step(self, state: HostState, action: PyTree) -> tuple[HostState, TimeStep]:
         """Advances every environment by one action; environments start again at the end of an episode."""

@@ -128,8 +128,23 @@ def only_legal(values: jax.Array, obs: Any) -> jax.Array:
 def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     """Draws one of the legal actions `[n]`, each with the same probability; if all are legal, as `Discrete.sample` does."""
     count = jnp.cumsum(mask)
-    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
+    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1), jnp.int32)
     return jnp.argmax(count > which).astype(jnp.int32)
+
+
+def index_at(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Inverts cumulative distributions at uniform numbers `[...]` from [0, 1). int32 `[...]`
+
+    Args:
+      weights: probabilities up to a factor, `[..., n]`; at least one is above 0.
+
+    Returns:
+      The last index whose weight is above 0 and is preceded by at most that share of the sum. An index of weight 0 is never
+      returned, although neighbouring cumulative sums differ by rounding where `n` is large.
+    """
+    ends = jnp.cumsum(weights, axis=-1)
+    reached = ends - weights <= uniform[..., None] * ends[..., -1:]
+    return jnp.max(jnp.where(reached & (weights > 0), jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
 
 
 def draws(game: Any) -> bool:

@@ -120,8 +120,8 @@ class PointMaze:
         """Draws the place and the goal uniformly among those without a wall."""
         free = np.argwhere(~self.walls)[:, ::-1].astype(np.float32) - self._center
         which, within = jax.random.split(key)
-        cells = jnp.asarray(free)[jax.random.randint(which, (2,), 0, len(free))]
-        place, goal = cells + jax.random.uniform(within, (2, 2), minval=_GAP, maxval=1 - _GAP)
+        cells = jnp.asarray(free)[jax.random.randint(which, (2,), 0, len(free), jnp.int32)]
+        place, goal = cells + jax.random.uniform(within, (2, 2), minval=_GAP, maxval=1 - _GAP, dtype=jnp.float32)
         state = MazeState(place, goal, jnp.int32(0))
         return state, self._observe(state)
 

@@ -109,7 +109,7 @@ class RL2(EnvironmentWrapper):
 
     def _reported(self, env_state: PyTree) -> jax.Array:
         found = reported(self.env, env_state)
-        return jnp.zeros(0) if found is None else found
+        return jnp.zeros(0, jnp.float32) if found is None else found
 
     def _observation(self, state: RL2State, action: jax.Array) -> jax.Array:
         begun, time = state.episode_steps == 0, state.steps / self.horizon
@@ -121,8 +121,8 @@ class RL2(EnvironmentWrapper):
         env_state, obs = self.env.reset(key)
         zero, none = jnp.zeros((), jnp.int32), jnp.asarray(False)
         found = self._reported(env_state)
-        state = RL2State(env_state, obs, obs, jnp.zeros(()), none, zero, zero, jnp.zeros(4), found)
-        return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape))
+        state = RL2State(env_state, obs, obs, jnp.zeros((), jnp.float32), none, zero, zero, jnp.zeros(4, jnp.float32), found)
+        return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape, jnp.float32))
 
     def step(self, key: jax.Array, state: RL2State, action: PyTree) -> Stepped:
         """Advances the meta-episode; an episode that ends is followed by the next one of the same task."""
@@ -237,7 +237,8 @@ class RL3(EnvironmentWrapper):
         """Starts a meta-episode, of which nothing is known."""
         env_state, obs = self.env.reset(key)
         shape = self._sizes
-        state = RL3State(env_state, jnp.zeros((*shape, shape[0])), jnp.zeros(shape), jnp.zeros(shape))
+        zeros = [jnp.zeros(each, jnp.float32) for each in ((*shape, shape[0]), shape, shape)]
+        state = RL3State(env_state, *zeros)
         return state, self._observation(state, obs)
 
     def step(self, key: jax.Array, state: RL3State, action: jax.Array) -> Stepped:

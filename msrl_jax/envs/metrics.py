@@ -70,7 +70,7 @@ def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
     """Before the first step; `()` if there are no metrics."""
     if not (count := len(metrics_of(env))):
         return ()
-    return EpisodeMetrics(jnp.zeros(num_envs), *(jnp.zeros((num_envs, count)) for _ in range(2)))
+    return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))
 
 
 def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:

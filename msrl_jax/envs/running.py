@@ -8,22 +8,20 @@ from flax import struct
 from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.counters import Counter, advance, at_least, counter, to_float
 
-_EXACT = 2**24  # counts below this number are exact in float32
-
 
 @struct.dataclass
 class RunningStatistics:
     """Mean and variance of all values so far, per element.
 
-    A batch changes the statistics of many values by less than the precision of float32. So from 2**24 values on, `mean_rest`
-    and `var_rest` keep the rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
+    A batch changes the statistics of many values by less than the precision of float32. So `mean_rest` and `var_rest` keep the
+    rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
 
     Attributes:
       count: number of values so far.
       mean: mean of the values; arrays of the values' shapes, float32.
       var: population variance of the values; arrays of the same shapes; 1 while there are no values.
-      mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes; 0 below 2**24 values.
-      var_rest: the part of the variance that `var` does not hold, arrays of the same shapes; 0 below 2**24 values.
+      mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes.
+      var_rest: the part of the variance that `var` does not hold, arrays of the same shapes.
     """
 
     count: Counter
@@ -84,21 +82,17 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
         chex.assert_shape(x, (size, *mean.shape))
     count = advance(stats.count, size)
     total = to_float(count)
-    old, new = to_float(stats.count) / total, size / total
-    many = at_least(stats.count, _EXACT)
-
-    def add(value, rest, plain, increment):
-        """The new value and its rounding error: `plain` and 0 for few values, else the compensated sum."""
-        kept, rest = compensated_sum(value, increment, rest)
-        return jnp.where(many, kept, plain), jnp.where(many, rest, 0.0)
+    some = at_least(stats.count, 1)
+    # The old statistics get no factor `1 - new`: where that is near 1, its rounding would be a bias of every batch.
+    new = size / total
 
     def merge(mean, var, mean_rest, var_rest, x):
         x = x.astype(jnp.float32) - mean
         shift, square = jnp.mean(x, axis=0), jnp.mean(x * x, axis=0)
         batch_var = jnp.maximum(square - shift * shift, 0)
-        spread = old * var + new * batch_var + old * new * shift * shift
-        mean, mean_rest = add(mean, mean_rest, mean + new * shift, shift * size / total)
-        var, var_rest = add(var, var_rest, spread, (batch_var - var + old * shift * shift) * size / total)
+        var = jnp.where(some, var, 0.0)
+        mean, mean_rest = compensated_sum(mean, new * shift, mean_rest)
+        var, var_rest = compensated_sum(var, new * (batch_var - var + (1 - new) * shift * shift), var_rest)
         return mean, var, mean_rest, var_rest
 
     parts = [jax.tree.leaves(part) for part in (stats.mean, stats.var, stats.mean_rest, stats.var_rest)]

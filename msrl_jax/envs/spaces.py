@@ -123,11 +123,11 @@ class Box:
         uniform_key, normal_key, tail_key = jax.random.split(key, 3)
         has_low, has_high = np.isfinite(self.low), np.isfinite(self.high)
         low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
-        unit = jax.random.uniform(uniform_key, self.shape)
-        tail = jax.random.exponential(tail_key, self.shape)
+        unit = jax.random.uniform(uniform_key, self.shape, jnp.float32)
+        tail = jax.random.exponential(tail_key, self.shape, jnp.float32)
         both = jnp.clip(low * (1 - unit) + high * unit, low, np.maximum(low, high))  # high - low could overflow
         one = jnp.where(has_low, low + tail, high - tail)
-        none = jax.random.normal(normal_key, self.shape)
+        none = jax.random.normal(normal_key, self.shape, jnp.float32)
         drawn = jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none))
         return drawn.astype(jax.dtypes.canonicalize_dtype(self.dtype))
 

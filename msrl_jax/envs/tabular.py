@@ -15,6 +15,7 @@ import numpy as np
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
+from msrl_jax.envs.masks import index_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +66,8 @@ class TabularMDP:
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Draws the next state and the reward."""
         move, noise = jax.random.split(key)
-        below = jnp.cumsum(jnp.asarray(self.transitions)[state, action])[:-1]
-        after = jnp.sum(jax.random.uniform(move) >= below, dtype=jnp.int32)
-        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise)
+        after = index_at(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move, dtype=jnp.float32))
+        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise, dtype=jnp.float32)
         return after, after, reward, jnp.asarray(False), jnp.asarray(False)
 
 
@@ -105,7 +105,7 @@ class BernoulliBandit:
 
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Pulls an arm."""
-        reward = (jax.random.uniform(key) < jnp.asarray(self.success)[action]).astype(jnp.float32)
+        reward = (jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.success)[action]).astype(jnp.float32)
         return state, state, reward, jnp.asarray(False), jnp.asarray(False)
 
 
@@ -141,10 +141,11 @@ def random_mdps(
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         moves, means = jax.random.split(key)
         shape = (num_states, num_actions)
-        transitions = jax.random.dirichlet(moves, jnp.full(num_states, concentration), shape)
+        transitions = jax.random.dirichlet(moves, jnp.full(num_states, concentration, jnp.float32), shape)
         bound = float(np.sqrt(3.0))
-        spread = jax.random.uniform(means, shape, minval=-bound, maxval=bound) if uniform_rewards else None
-        return {"transitions": transitions, "rewards": 1 + (jax.random.normal(means, shape) if spread is None else spread)}
+        spread = jax.random.uniform(means, shape, minval=-bound, maxval=bound, dtype=jnp.float32) if uniform_rewards else None
+        spread = jax.random.normal(means, shape, jnp.float32) if spread is None else spread
+        return {"transitions": transitions, "rewards": 1 + spread}
 
     return draw
 
@@ -156,4 +157,4 @@ def random_bandits(num_arms: int) -> Callable[[jax.Array], dict[str, jax.Array]]
       A function of a key that returns `success` `[A]` float32.
     """
     whole("random_bandits: num_arms", num_arms)
-    return lambda key: {"success": jax.random.uniform(key, (num_arms,))}
+    return lambda key: {"success": jax.random.uniform(key, (num_arms,), jnp.float32)}

@@ -119,7 +119,7 @@ class Vectorized(WithoutStatistics, Wrapper):
         key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
         spares = ()
         if self.ratio > 1:
-            zero = jnp.zeros(self.num_envs)
+            zero = jnp.zeros(self.num_envs, jnp.float32)
             spares = Spares(jax.vmap(spare_one)(keys, source), zero > 0, zero.astype(jnp.int32), zero, zero)
         return VectorState(key, env_state, spares, source), obs
 

@@ -84,7 +84,7 @@ class EpisodeStatistics(VectorWrapper):
     def reset(self, key: jax.Array) -> tuple[EpisodeStatisticsState, PyTree]:
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
-        sums = [jnp.zeros(self.num_envs)] * 5
+        sums = [jnp.zeros(self.num_envs, jnp.float32)] * 5
         return EpisodeStatisticsState(env_state, *sums, metrics=metrics.begin(self, self.num_envs)), obs
 
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
@@ -247,7 +247,7 @@ class NormalizeReward(NormalizingWrapper):
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
         empty = running.empty(jax.ShapeDtypeStruct((), jnp.float32))
-        return NormalizeRewardState(env_state, jnp.zeros(self.num_envs), empty), obs
+        return NormalizeRewardState(env_state, jnp.zeros(self.num_envs, jnp.float32), empty), obs
 
     def step(self, state: NormalizeRewardState, action: PyTree) -> tuple[NormalizeRewardState, TimeStep]:
         """Advances all environments."""

@@ -13,7 +13,7 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, suggestion, whole
 from msrl_jax._naming import TrustError, check_trust
 from msrl_jax.algorithms import code_names, files, words
-from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.algorithms.agent import Agent, check_learns, innermost
 from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.transformations import counted
@@ -209,13 +209,14 @@ class Experiment:
         return {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts.items()}
 
     def check_length(self) -> None:
-        """Raises ValueError if the run has no whole iteration, or a population that never evolves."""
+        """Raises ValueError if the run has no whole iteration, learns nothing, or has a population that never evolves."""
         each, iterations = self.steps_per_iteration, self.iterations
         if not iterations:
             raise ValueError(
                 f"total_steps={self.total_steps} is less than the {each} steps of one iteration; use at least {each}, or fewer "
                 "environments or shorter unrolls"
             )
+        check_learns(self.behavior.agent, iterations * each)
         if self.pbt is not None and iterations < self.pbt.every:
             raise ValueError(
                 f"PBT.every={self.pbt.every}: the run has {iterations} iterations, so nobody would ever copy; use fewer, or a "

@@ -15,6 +15,7 @@ import jax
 from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
 from msrl_jax._naming import check_trust
+from msrl_jax.algorithms.agent import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.images import unseen_images
@@ -195,6 +196,8 @@ def train(
             if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
                 for note in unseen_images(experiment.environment):
                     print(note, file=sys.stderr)
+            if agent.learning_starts:
+                print(replay_ratio(agent, experiment.algorithm), file=sys.stderr)
             if policy is None and simulated:
                 print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")

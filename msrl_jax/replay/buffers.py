@@ -81,7 +81,7 @@ def uniform(
         begin, count = ring.oldest(state.added, state.filled)
 
         def of_shard(key: jax.Array) -> Indices:
-            which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1))
+            which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1), jnp.int32)
             return Indices((begin + which // ring.envs * ring.stride) % ring.modulus, which % ring.envs)
 
         probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
@@ -137,15 +137,15 @@ def prioritized(
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
-        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in sum_tree.init(rows * ring.envs))
-        return Priorities(levels, jnp.ones(ring.shards))
+        levels = tuple(jnp.zeros((ring.shards, len(x)), jnp.float32) for x in sum_tree.init(rows * ring.envs))
+        return Priorities(levels, jnp.ones(ring.shards, jnp.float32))
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
         # Adds the windows that an insertion completes, and removes those that it overwrites. Both start in the last T + S - 1
         # steps: the newest S - 1 steps are in the places of overwritten windows.
         priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
-        age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride)) * ring.stride
+        age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride), dtype=jnp.int32) * ring.stride
         whole = (age >= ring.length) & (age <= filled)
         first = (added - age) % ring.steps // ring.stride * ring.envs
         first = jnp.where(age <= span, first, sum_tree.NOWHERE)
@@ -225,8 +225,8 @@ def fold(
     chex.assert_type((terminated, truncated), bool)
     ends = terminated | truncated
     lives = jnp.concatenate([jnp.ones_like(ends[:1]), jnp.cumsum(ends[:-1], 0) == 0])
-    steps = jnp.arange(len(reward)).reshape(-1, *[1] * (reward.ndim - 1))
-    total = jnp.where(lives, discount**steps * reward, 0.0).sum(0)
+    steps = jnp.arange(len(reward), dtype=jnp.int32).reshape(-1, *[1] * (reward.ndim - 1))
+    total = jnp.where(lives, jnp.float32(discount) ** steps * reward, 0.0).sum(0)
     last = lives.sum(0, dtype=jnp.int32) - 1
     return total, last, jnp.where((terminated & lives).any(0), 0.0, jnp.float32(discount) ** (last + 1))
 
@@ -262,7 +262,7 @@ def _replay(
 
     def offsets(at: Indices) -> jax.Array:
         """The steps of windows after their first ones. `[S, b]`"""
-        return jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
+        return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(at.step)))
 
     def read(held: list[Any], at: Indices, *drawing: Any) -> Any:
         if discount is None:
@@ -307,7 +307,7 @@ def _replay(
             drawing = tuple(x % ring.modulus for x in around), keys
         experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at, *drawing)
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
-        env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
+        env = at.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
         probability = whole(probability)
         weight = weigh(probability, fraction)
         if may_be_absent:

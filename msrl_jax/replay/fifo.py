@@ -100,7 +100,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         return after, at(state, state.first)
 
     def sample(state: FifoState, key: jax.Array) -> Any:
-        which = jax.random.randint(key, (), 0, jnp.maximum(state.length, 1))
+        which = jax.random.randint(key, (), 0, jnp.maximum(state.length, 1), jnp.int32)
         return at(state, (state.first + which) % capacity)
 
     axes = P(None, "env") if axes is None else axes

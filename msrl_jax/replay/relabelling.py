@@ -66,7 +66,7 @@ def number_episodes(ring: Ring, held: list[Any], added: jax.Array, items: Any) -
     """
 
     def newest(held: list[Any]) -> jax.Array:
-        at = Indices(jnp.broadcast_to(added - 1, (ring.envs,)), jnp.arange(ring.envs))
+        at = Indices(jnp.broadcast_to(added - 1, (ring.envs,)), jnp.arange(ring.envs, dtype=jnp.int32))
         return ring.take(held, at, jnp.int32(0), lambda item: item.episode)
 
     last, ends = jax.vmap(newest)(held).reshape(ring.num_envs), items.terminated | items.truncated
@@ -104,7 +104,7 @@ def relabel(
     """
     goals = relabelling.goals
     whether, which = jax.random.split(jax.random.fold_in(key, _SALT))
-    whether = jax.random.uniform(whether, at.step.shape) < relabelling.share
+    whether = jax.random.uniform(whether, at.step.shape, jnp.float32) < relabelling.share
     chosen = _choose(ring, relabelling.by, discount, held, at, around, which)
     goal = ring.take(held, at, chosen, lambda item: goals.achieved(item.next_obs))
     desired = ring.take(held, at, jnp.int32(0), lambda item: goals.desired(item.obs))
@@ -150,9 +150,9 @@ def _choose(
     if by == "final":
         return after
     if by == "geometric":
-        return geometric(jax.random.uniform(key, after.shape), after + 1, discount)
+        return geometric(jax.random.uniform(key, after.shape, jnp.float32), after + 1, discount)
     first = -reach(-1, before) if by == "episode" else jnp.zeros_like(after)
-    return jax.random.randint(key, after.shape, first, after + 1)
+    return jax.random.randint(key, after.shape, first, after + 1, jnp.int32)
 
 
 def geometric(fraction: jax.Array, count: jax.Array, discount: float | jax.Array) -> jax.Array:

@@ -45,13 +45,13 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
             raise ValueError(f"a priority is {bad[0]}; priorities must be finite and not negative")
     values = jnp.where(jnp.isfinite(values) & (values > 0), values, 0.0)
     width = values.shape[1]
-    leaves = first[:, None] + jnp.arange(width)
+    leaves = first[:, None] + jnp.arange(width, dtype=jnp.int32)
     # If several values are set at one place, some devices keep an arbitrary one; the largest is the same everywhere.
     levels = [tree[0].at[leaves].set(0.0, mode="drop").at[leaves].max(values, mode="drop")]
     for level in tree[1:]:
         # The ancestors of adjacent nodes are adjacent.
         first, width = first // BRANCHES, (width - 2) // BRANCHES + 2 if width > 1 else 1
-        nodes = first[:, None] + jnp.arange(width)
+        nodes = first[:, None] + jnp.arange(width, dtype=jnp.int32)
         families = levels[-1].reshape(-1, BRANCHES)
         sums = families.at[nodes].get(mode="fill", fill_value=0.0).sum(-1)
         levels.append(level.at[nodes].set(sums, mode="drop"))
@@ -65,18 +65,20 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     smaller than the rounding of the whole sum keep their probabilities. Returns the leaves `[K]` int32, and their values `[K]`.
     """
     high, low = jax.random.split(key)
-    target = (jnp.arange(count) + jax.random.uniform(high, (count,))) / count  # a fraction of the node's sum
+    # Fractions of the node's sum.
+    target = (jnp.arange(count, dtype=jnp.int32) + jax.random.uniform(high, (count,), jnp.float32)) / count
     bits = jax.random.bits(low, (count,), jnp.uint32)
     node = jnp.zeros(count, jnp.int32)
-    value = jnp.zeros(count)
+    preceding = jnp.triu(jnp.ones((BRANCHES, BRANCHES), jnp.float32), 1)
+    value = jnp.zeros(count, jnp.float32)
     for level in reversed(tree):
         children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
         # A product is much cheaper than a cumulative sum on a CPU; at less precision, accelerators would round its factors.
-        before = jnp.dot(children, jnp.triu(jnp.ones((BRANCHES, BRANCHES)), 1), precision=jax.lax.Precision.HIGHEST)
+        before = jnp.dot(children, preceding, precision=jax.lax.Precision.HIGHEST)
         total = before[:, -1] + children[:, -1]
         goal = target * total
         # The first child above 0 always qualifies. If rounding puts the goal past all children, the last one above 0 is picked.
-        pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES), 0), 1)
+        pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES, dtype=jnp.int32), 0), 1)
         value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
         before = jnp.take_along_axis(before, pick[:, None], 1)[:, 0]
         bits = bits * jnp.uint32(1664525) + jnp.uint32(1013904223)  # a linear congruential generator will do for these

@@ -61,7 +61,7 @@ class Course:
     trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
     runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
     programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])  # as in `sweep.json`
-    least: int = 1  # steps of one iteration, the most of all programs
+    least: int = 1  # steps of one iteration, or up to the first update; the most of all programs
 
     def say(self, text: str) -> None:
         """Shows a line of progress."""
@@ -109,7 +109,8 @@ class Course:
                     release(experiment.behavior.agent.env)
             except ValueError as error:
                 raise ValueError(f"{own[0]}: {error}") from None
-            self.least = max(self.least, experiment.steps_per_iteration)
+            agent = experiment.behavior.agent
+            self.least = max(self.least, agent.steps_per_iteration, agent.learning_starts)
             # The members of a run that goes on are those that it began with.
             at_once = kept[number]["at_once"] if number < len(kept) else self.wanted or fits
             self.programs.append({**shape._asdict(), "at_once": at_once, "bytes_of_a_trial": nbytes})

@@ -283,7 +283,7 @@ def rung_steps(
 ) -> list[int]:
     """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
-    `least` are the steps of one iteration.
+    `least` are the steps of one iteration, or those up to the first update.
     """
     if factor is None:
         if without := [f"{name}={x}" for name, x in (("rungs", rungs), ("min_steps", min_steps)) if x is not None]:
@@ -305,6 +305,6 @@ def rung_steps(
     if found[0] < least or found[0] >= total_steps:
         raise ValueError(
             f"{given}: the first rung has {found[0]} of total_steps={total_steps}; it needs at least the {least} steps of one "
-            "iteration, and fewer than all"
+            "iteration and up to the first update, and fewer than all"
         )
     return found

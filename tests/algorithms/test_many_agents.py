@@ -18,7 +18,7 @@ from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
 from tests.support.modules import FORMS
-from tests.support.slow import slow_unless
+from tests.support.slow import mostly_slow, slow_unless
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}
@@ -34,13 +34,12 @@ def build(algo, env, **options):
     return make_counted(algo, env, **fields)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("core", ["none", "gru"])
+@pytest.mark.parametrize("core", mostly_slow(["none", "gru"], "none"))
 def test_one_agent_trains_as_alone(core):
     """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""
     env = Homes(num_agents=1)
     options = {"learning_rate": 1e-3, **(RECURRENT if core == "gru" else {})}
-    alone = build("recurrent_ppo" if core == "gru" else "ppo", Alone(env), **options)
+    alone = build("recurrent_ppo" if core == "gru" else "ppo", Alone(env), scale_values=False, **options)
     team = build("ippo", env, **options)
     states = [jax.jit(agent.init)(jax.random.key(3)) for agent in (alone, team)]
     for agent, i in ((alone, 0), (team, 1)):

@@ -87,7 +87,8 @@ def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     assert {name for name, _ in found} == {"all-reduce"}
     *scalars, gradient = [size for _, size in found]
     assert num_params <= gradient <= num_params + 5
-    assert len(scalars) <= 4 and sum(scalars) <= 7  # how many episodes were cut is one of them
+    # How many episodes were cut is one of them, and two are the mean square of the values, the second one of large values.
+    assert len(scalars) <= 4 and sum(scalars) <= 8
 
 
 def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):

@@ -30,6 +30,16 @@ def test_an_mdp_moves_and_pays_as_its_tables_say():
         assert abs(reward.mean() - REWARDS[state, action]) < 4 * 0.5 / np.sqrt(num) and abs(reward.std() - 0.5) < 0.05
 
 
+def test_a_state_of_probability_0_never_follows(monkeypatch):
+    """Also at the ends of the range of uniform numbers; thirds and the like do not sum to 1 in float32."""
+    parts = np.random.default_rng(0).dirichlet(np.ones(7), 50)
+    env = envs.TabularMDP(np.pad(parts, ((0, 0), (1, 42)))[:, None], np.zeros((50, 1)))
+    for number in (0.0, np.nextafter(np.float32(1), np.float32(0))):
+        monkeypatch.setattr(jax.random, "uniform", lambda key, *_, number=number: jnp.float32(number))
+        after = jax.vmap(lambda state: env.step(jax.random.key(0), state, 0)[0])(jnp.arange(50))
+        assert ((after >= 1) & (after <= 7)).all()
+
+
 def test_an_arm_pays_as_often_as_it_says():
     env, keys = envs.BernoulliBandit([0.2, 0.9]), jax.random.split(jax.random.key(0), 4000)
     for arm, success in enumerate((0.2, 0.9)):

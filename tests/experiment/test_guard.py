@@ -245,25 +245,32 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     wanted = again(state, 2, 0, experiment)
     assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
     assert run.run_state.inner["key"] == wanted.inner["key"]
+def train_unsteady(out, **options):
+    """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
+    options = {"total_steps": 8 * 32, "learning_rate": 4e18, **options}
+    return msrl.train(
+        "ppo", Faulty(), policy=TOGETHER, chunk=1, eval_episodes=0, guard="rollback", out=out, checkpoint_every=32,
+        devices=jax.devices()[:1], progress=False, max_grad_norm=1e30, scale_values=False, **CONFIGS["ppo"], **options,
+    )  # fmt: skip
+
+
+def test_a_resumed_run_keeps_the_rate_that_recovered(tmp_path):
+    out = tmp_path / "run"
+    stopped = train_unsteady(out, learning_rate=2e18, total_steps=4 * 32, callbacks=[lambda tick: tick.iteration == 3])
+    assert [r["learning_rate"] for r in stopped.description["rollbacks"]] == [1e18]
+    goes_on = msrl.train(resume=out, env=Faulty(), devices=jax.devices()[:1], progress=False)
+    assert goes_on.status == "finished" and goes_on.config.learning_rate == 1e18 and all_finite(goes_on.state.params)
+    assert goes_on.history["iteration"].tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
 def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
-    """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
-
-    def train(out, **options):
-        return msrl.train(
-            "ppo", Faulty(), policy=TOGETHER, total_steps=8 * 32, chunk=1, eval_episodes=0, guard="rollback", out=out,
-            checkpoint_every=32, devices=jax.devices()[:1], progress=False, learning_rate=4e18, max_grad_norm=1e30,
-            **CONFIGS["ppo"], **options,
-        )  # fmt: skip
-
-    whole = train(tmp_path / "whole")
+    whole = train_unsteady(tmp_path / "whole")
     assert whole.status == "finished" and whole.config.learning_rate == 1e18 and all_finite(whole.state.params)
     rollbacks = whole.description["rollbacks"]
     assert [r["learning_rate"] for r in rollbacks] == [2e18, 1e18]
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["rollbacks"] == rollbacks
-    train(tmp_path / "parts", callbacks=[lambda tick: tick.iteration == 5])
+    train_unsteady(tmp_path / "parts", callbacks=[lambda tick: tick.iteration == 5])
     goes_on = msrl.train(resume=tmp_path / "parts", env=Faulty(), devices=jax.devices()[:1], progress=False)
     assert goes_on.config.learning_rate == 1e18 and msrl.Result.load(tmp_path / "parts", env=Faulty()).config == goes_on.config
     for x, y in zip(jax.tree.leaves(goes_on.state.params), jax.tree.leaves(whole.state.params), strict=True):

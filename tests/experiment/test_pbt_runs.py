@@ -126,7 +126,7 @@ def train_unsteady(guard, rate):
     return msrl.train(
         "ppo", Faulty(), pbt=pbt, guard=guard, total_steps=9 * 32, chunk=1, eval_episodes=0, devices=jax.devices()[:1],
         progress=False, learning_rate=[rate, 1e-3], max_grad_norm=1e30, num_envs=4, unroll_length=8, hidden_sizes=(8,),
-        num_epochs=1, num_minibatches=2,
+        num_epochs=1, num_minibatches=2, scale_values=False,
     )  # fmt: skip
 
 
@@ -136,7 +136,6 @@ def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
-@pytest.mark.slow
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]

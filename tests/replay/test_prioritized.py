@@ -209,7 +209,7 @@ def test_an_empty_buffer_raises_or_gives_finite_numbers(functions):
 
 def test_rounding_never_draws_a_leaf_of_zero(monkeypatch):
     # The largest random number below 1 puts the last target at the end of the sum; only zeros follow.
-    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, np.nextafter(np.float32(1), 0)))
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, *_: jnp.full(shape, np.nextafter(np.float32(1), 0)))
     leaves = np.zeros((1, 100), np.float32)
     leaves[0, 3:41] = 0.1
     tree = sum_tree.write(sum_tree.init(100), jnp.zeros(1, jnp.int32), leaves)

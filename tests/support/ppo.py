@@ -64,7 +64,7 @@ def plain_rollout(agent, state):
 
 def plain_value_size(size, target=None):
     """What the critic's values are divided by, before or with new targets: a decaying mean of their squares, at least 1."""
-    square, weight = float(size.square), float(size.weight)
+    square, weight = float(size.root) ** 2, float(size.weight)
     if target is not None:
         square = (0.99999 * weight * square + 0.00001 * np.square(target).mean()) / (0.99999 * weight + 0.00001)
     return np.sqrt(max(square, 1.0))

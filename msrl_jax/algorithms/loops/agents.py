@@ -67,6 +67,7 @@ class Team:
     # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or remembers
     probabilities: Callable[[Any, Any, Any], jax.Array] | None = None
     env_group: int = 1  # size of a group of adjacent environments that must be on one device
+    learning_starts: int = 0  # environment steps that a replay buffer must hold before the first update
 
 
 class TeamsState(NamedTuple):
@@ -193,6 +194,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         env=venv,  # type: ignore[arg-type]
         initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
         ranked=len(teams) == 1,
+        learning_starts=max(team.learning_starts for team in teams.values()),
         env_group=math.lcm(*(team.env_group for team in teams.values())),
         probabilities=None if any(team.probabilities is None for team in teams.values()) else probabilities,
     )
@@ -208,7 +210,7 @@ def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
     """Appends the one-hot number of the agent to vectors, or flattened observations in `space`: `[..., A, D + A]` float32."""
     plain = unmasked(obs)
     vectors = plain if space is None else spaces.flatten(space, plain)
-    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
+    ids = jnp.broadcast_to(jnp.eye(num_agents, dtype=jnp.float32), (*vectors.shape[:-1], num_agents))
     return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
 
 

@@ -329,6 +329,7 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
         axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
         steps_per_iteration=num_envs * config.unroll_length,
         updates_per_iteration=config.num_updates,
+        learning_starts=buffer.min_size,
         env=venv,
         initial_carry=rule.initial_carry,
         data={"data": buffer.data} if buffer.data else {},
@@ -362,10 +363,10 @@ def uniform_actions(keys: jax.Array, space: Space, obs: Any = None) -> jax.Array
     if (mask := mask_of(obs)) is not None:
         return jax.vmap(sample_legal)(keys, mask)
     if isinstance(space, Discrete):
-        return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n, jnp.int32))(keys)
     assert isinstance(space, Box)
     if is_integers(space):
         sizes = jnp.array(num_values(space))
-        return jax.vmap(lambda key: jax.random.randint(key, sizes.shape, 0, sizes))(keys)
+        return jax.vmap(lambda key: jax.random.randint(key, sizes.shape, 0, sizes, jnp.int32))(keys)
     size = math.prod(space.shape)
-    return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0))(keys)
+    return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0, dtype=jnp.float32))(keys)

@@ -79,5 +79,6 @@ def off_policy_team(
         initial_carry=rule.initial_carry or (lambda num_envs: ()),
         recurrent=rule.initial_carry is not None,
         updates_per_iteration=config.num_updates,
+        learning_starts=buffer.min_size,
         agent_axes=P("env"),
     )

@@ -89,7 +89,7 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
         key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
 
         def update(learner, experience, key, number):
-            weight = jnp.ones(len(experience.reward))
+            weight = jnp.ones(len(experience.reward), jnp.float32)
             batch = Batch(experience, weight, key, number, jnp.bool_(True))
             now = Progress(number, progress.total and progress.total * num_updates)
             learner, _, stats = rule.update(learner, batch, now)

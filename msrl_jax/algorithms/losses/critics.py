@@ -72,12 +72,13 @@ def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
     """Logits of atoms (arXiv 1707.06887); of each example, the critic with the lowest mean counts (FastTD3, 2505.22642)."""
 
     def expected(logits: jax.Array) -> jax.Array:
-        return jax.nn.softmax(logits) @ jnp.linspace(v_min, v_max, num_atoms)
+        return jax.nn.softmax(logits) @ jnp.linspace(v_min, v_max, num_atoms, dtype=jnp.float32)
 
     def target(logits: jax.Array, backup: Backup) -> jax.Array:
         lowest = expected(logits).argmin(0)
         probability = jax.nn.softmax(jnp.take_along_axis(logits, lowest[None, :, None], 0)[0])
-        atoms = jnp.broadcast_to(jnp.linspace(v_min, v_max, num_atoms)[:, None], (num_atoms, len(probability)))
+        atoms = jnp.linspace(v_min, v_max, num_atoms, dtype=jnp.float32)
+        atoms = jnp.broadcast_to(atoms[:, None], (num_atoms, len(probability)))
         returns = jax.vmap(backup, out_axes=1)(atoms)
         return jax.vmap(categorical_projection, (0, 0, None, None))(probability, returns, v_min, v_max)
 

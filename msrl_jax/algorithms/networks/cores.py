@@ -104,7 +104,7 @@ def _of_cell(cell: nn.RNNCellBase) -> Any:
 
 def _checked(own: Any, input_size: int, name: str) -> Core:
     """The layer in the form of the others, for inputs of a size; checked with a batch of 3, without computing anything."""
-    inputs = jnp.zeros((3, input_size))
+    inputs = jnp.zeros((3, input_size), jnp.float32)
     try:
         with jax.ensure_compile_time_eval():
             start = jax.tree.map(np.asarray, own.initial(3))
@@ -159,5 +159,5 @@ def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
         outputs, carries = own.unroll(params, inputs, is_first, structure.unflatten(carry))
         return outputs, tuple(jax.tree.leaves(carries))
 
-    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size)))  # noqa: E731
+    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size), jnp.float32))  # noqa: E731
     return Core(init, initial_carry, step, unroll if callable(getattr(own, "unroll", None)) else scan, num_outputs)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.masks import index_at, only_legal
 from msrl_jax.envs.spaces import is_integers, num_values
 
 
@@ -31,7 +31,8 @@ class Categorical:
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one action per element from a uniform number for each integer, by inverting the cumulative distribution."""
         shape = self.logits.shape[-2:-1] if self.several else ()
-        return _invert(self.logits, _per_key(lambda k: jax.random.uniform(k, shape), key))
+        weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
+        return index_at(weights, _per_key(lambda k: jax.random.uniform(k, shape, jnp.float32), key))
 
     def mode(self) -> jax.Array:
         """The most probable actions; the first ones if several are."""
@@ -66,7 +67,7 @@ class Normal:
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one reparameterized vector per element. `[..., N]`."""
-        noise = _per_key(lambda k: jax.random.normal(k, self.loc.shape[-1:]), key)
+        noise = _per_key(lambda k: jax.random.normal(k, self.loc.shape[-1:], self.loc.dtype), key)
         return self.loc + jnp.exp(self.log_scale) * noise
 
     def mode(self) -> jax.Array:
@@ -148,16 +149,6 @@ def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: ja
 def choose(policy: Distribution, key: jax.Array | None, batch_dims: int = 1) -> jax.Array:
     """Actions of a batch `[E]`, or `[E, A]` of agents: drawn with one key for all, or the most probable ones if it is None."""
     return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[:batch_dims]))
-
-
-def _invert(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The actions at which the cumulative distributions of logits `[..., N]` pass uniform numbers `[...]`. int32 `[...]`."""
-    # The uniform number is below 1, so the threshold is below the total, also after rounding. So some action is above the
-    # threshold, and the first such action has a positive probability.
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    cumulative = jnp.cumsum(weights, axis=-1)
-    threshold = uniform[..., None] * cumulative[..., -1:]
-    return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
 
 
 def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:

@@ -42,7 +42,7 @@ class _Model(nn.Module):
 
     def step(self, latent: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps latent states `[..., H]` and actions `[...]` to the next latent states, and rewards `[...]`."""
-        features = self.dynamics(latent, jax.nn.one_hot(action, self.num_actions))
+        features = self.dynamics(latent, jax.nn.one_hot(action, self.num_actions, dtype=jnp.float32))
         return _scaled(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
 
     def predict(self, latent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -271,7 +271,7 @@ class Torso(nn.Module):
     def _outputs(self, obs: Any, *action: jax.Array) -> jax.Array:
         assert isinstance(self.network, Network)
         example = spaces.zeros(self.observation_space)
-        params = self.param("module", self.network.init, example, *(jnp.zeros((1, a.shape[-1])) for a in action))
+        params = self.param("module", self.network.init, example, *(jnp.zeros((1, a.shape[-1]), jnp.float32) for a in action))
         first, one = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
         batch = first.shape[: first.ndim - one.ndim + 1]
         x = self.network.apply(params, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (obs, *action)))

@@ -26,10 +26,10 @@ def min_gru(size: int) -> Core:
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         # Units start with evenly spaced lengths of memory (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
         # open, PPO needed three to five times as many steps to learn a chain of 15.
-        keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size))
+        keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size, dtype=jnp.float32))
         return {
-            "input": nn.initializers.lecun_normal()(key, (input_size, 2 * size)),
-            "bias": jnp.concatenate([keep, jnp.zeros(size)]),
+            "input": nn.initializers.lecun_normal(dtype=jnp.float32)(key, (input_size, 2 * size)),
+            "bias": jnp.concatenate([keep, jnp.zeros(size, jnp.float32)]),
         }
 
     def gates(params: Any, inputs: jax.Array) -> Gates:
@@ -48,7 +48,7 @@ def min_gru(size: int) -> Core:
         h = linear_recurrence(keep, write, carry[0])
         return h, (h,)
 
-    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),), step, unroll, size)
+    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),), step, unroll, size)
 
 
 def lru(size: int) -> Core:
@@ -60,11 +60,11 @@ def lru(size: int) -> Core:
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         radius_key, phase_key, *keys = jax.random.split(key, 6)
-        lecun = nn.initializers.lecun_normal()
-        square = jax.random.uniform(radius_key, (size,), minval=0.9**2, maxval=0.999**2)
+        lecun = nn.initializers.lecun_normal(dtype=jnp.float32)
+        square = jax.random.uniform(radius_key, (size,), minval=0.9**2, maxval=0.999**2, dtype=jnp.float32)
         return {
             "log_rate": jnp.log(-0.5 * jnp.log(square)),
-            "log_phase": jnp.log(jax.random.uniform(phase_key, (size,), minval=1e-3, maxval=math.pi / 10)),
+            "log_phase": jnp.log(jax.random.uniform(phase_key, (size,), minval=1e-3, maxval=math.pi / 10, dtype=jnp.float32)),
             "log_gain": 0.5 * jnp.log(1 - square),  # states then have the variance of inputs that are noise
             "input": lecun(keys[0], (input_size, 2 * size)),
             "output": lecun(keys[1], (2 * size, size)),
@@ -92,7 +92,7 @@ def lru(size: int) -> Core:
         h = linear_recurrence(keep, written(params, inputs), jax.lax.complex(*carry))
         return outputs(params, inputs, (h.real, h.imag))
 
-    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),) * 2, step, unroll, size)
+    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),) * 2, step, unroll, size)
 
 
 Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -47,7 +47,7 @@ class TanhNormal:
     def entropy(self) -> jax.Array:
         """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
         # The trapezoidal rule converges exponentially for smooth functions times a normal density.
-        z = jnp.linspace(-8.0, 8.0, 161)
+        z = jnp.linspace(-8.0, 8.0, 161, dtype=jnp.float32)
         weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
         slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
         return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
@@ -119,7 +119,7 @@ def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, con
 
     def init(key: jax.Array, obs: Any) -> Any:
         batch = len(jax.tree.leaves(obs)[0])
-        inputs = (obs,) if discrete else (obs, jnp.zeros((batch, math.prod(action_space.shape))))
+        inputs = (obs,) if discrete else (obs, jnp.zeros((batch, math.prod(action_space.shape)), jnp.float32))
         made = jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
         return {"params": made["params"]}
 

@@ -83,15 +83,15 @@ def stepwise(name: str, size: int) -> Core:
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         input_key, *keys = jax.random.split(key, 1 + num_gates)
-        orthogonal = nn.initializers.orthogonal()
+        orthogonal = nn.initializers.orthogonal(dtype=jnp.float32)
         return {
-            "input": nn.initializers.lecun_normal()(input_key, (input_size, num_gates * size)),
+            "input": nn.initializers.lecun_normal(dtype=jnp.float32)(input_key, (input_size, num_gates * size)),
             "recurrent": jnp.concatenate([orthogonal(k, (size, size)) for k in keys], axis=-1),
             "bias": jnp.repeat(jnp.array(cell.biases, jnp.float32), size),
         }
 
     def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
-        return (jnp.zeros((*batch_shape, size)),) * cell.num_arrays
+        return (jnp.zeros((*batch_shape, size), jnp.float32),) * cell.num_arrays
 
     def gates(params: Any, inputs: jax.Array) -> Gates:
         return per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
@@ -209,7 +209,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
         return {
             "torso": torso.init(torso_key, example),
             "core": memory.init(core_key, torso.num_features),
-            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, memory.num_outputs)))),
+            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, memory.num_outputs), jnp.float32))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:

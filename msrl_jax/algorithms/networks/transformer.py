@@ -31,12 +31,12 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
     def init(key: jax.Array, input_size: int) -> dict[str, Any]:
         input_key, *keys = jax.random.split(key, 1 + layers)
         return {
-            "input": nn.initializers.lecun_normal()(input_key, (input_size, size)),
+            "input": nn.initializers.lecun_normal(dtype=jnp.float32)(input_key, (input_size, size)),
             "layers": [_init_layer(k, size) for k in keys],
         }
 
     def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
-        return jnp.zeros((*batch_shape, layers, context, size)), jnp.zeros((*batch_shape, context))
+        return jnp.zeros((*batch_shape, layers, context, size), jnp.float32), jnp.zeros((*batch_shape, context), jnp.float32)
 
     def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         memory, known = carry
@@ -69,19 +69,19 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
 
 
 def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
-    lecun = nn.initializers.lecun_normal()
+    lecun = nn.initializers.lecun_normal(dtype=jnp.float32)
     qkv, position, out, wide, narrow, *gates = jax.random.split(key, 9)
     gate = lambda new, old: {"new": lecun(new, (size, 3 * size)), "old": lecun(old, (size, 3 * size))}  # noqa: E731
     return {
         "qkv": lecun(qkv, (size, 3 * size)),
         "position": lecun(position, (size, size)),
-        "content_bias": jnp.zeros(size),
-        "position_bias": jnp.zeros(size),
+        "content_bias": jnp.zeros(size, jnp.float32),
+        "position_bias": jnp.zeros(size, jnp.float32),
         "out": lecun(out, (size, size)),
         "wide": lecun(wide, (size, 4 * size)),
         "narrow": lecun(narrow, (4 * size, size)),
-        "scales": jnp.ones((2, size)),
-        "shifts": jnp.zeros((2, size)),
+        "scales": jnp.ones((2, size), jnp.float32),
+        "shifts": jnp.zeros((2, size), jnp.float32),
         "gates": [gate(*gates[:2]), gate(*gates[2:])],
     }
 

@@ -51,10 +51,13 @@ def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Ar
       counts: which of them count for mean and deviation; all if None. `[...]` bool
 
     Returns:
-      The standardized advantages; zeros if all are equal. `[...]`
+      The standardized advantages; zeros if all are equal; a single one that counts as it is, without a deviation. `[...]`
     """
+    if advantage.size == 1:
+        return advantage
     centered = advantage - mean(advantage, counts)
-    return centered / (jnp.sqrt(mean(jnp.square(centered), counts)) + 1e-8)
+    standardized = centered / (jnp.sqrt(mean(jnp.square(centered), counts)) + 1e-8)
+    return standardized if counts is None else jnp.where(counts.sum() > 1, standardized, advantage)
 
 
 def mean(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:

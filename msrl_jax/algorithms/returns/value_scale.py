@@ -58,4 +58,4 @@ class ValueScale(NamedTuple):
 
 def value_scale(*shape: int) -> ValueScale:
     """Statistics without targets."""
-    return ValueScale(*[jnp.zeros(shape)] * 5)
+    return ValueScale(*[jnp.zeros(shape, jnp.float32)] * 5)

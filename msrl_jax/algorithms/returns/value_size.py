@@ -14,32 +14,46 @@ from msrl_jax.envs.running import compensated_sum
 _DECAY = 0.99999
 """How much of the mean remains after an update: nearly the mean over a whole run."""
 
+_SMALL = 2.0**-80
+"""Factor of values whose squares overflow; the square of its product with the largest float32 is 8e28."""
+
 
 class ValueSize(NamedTuple):
-    """The decaying mean square of value targets.
+    """The root of the decaying mean square of value targets; squares of large targets would overflow.
 
     An update moves it by less than the precision of float32, so the rest keeps what was rounded off; see `RunningStatistics`.
     """
 
-    square: jax.Array  # 0 before the first target, []
+    root: jax.Array  # 0 before the first target, []
     weight: jax.Array  # sum of the weights, which corrects the bias of the start, []
-    rest: jax.Array  # the part of the mean square that `square` does not hold, []
+    rest: jax.Array  # the part of the root that `root` does not hold, []
 
     @property
     def size(self) -> jax.Array:
         """The root of the mean square, at least 1: smaller values stay as they are."""
-        return jnp.sqrt(jnp.maximum(self.square, 1.0))
+        return jnp.maximum(self.root, 1.0)
 
     def updated(self, target: jax.Array, counts: jax.Array | None) -> "ValueSize":
         """Adds the targets `[T, E]` that count, all if None; if none do, nothing changes."""
-        square, number = jnp.square(target), target.size
-        if counts is not None:
-            square, number = jnp.where(counts, square, 0.0), counts.sum()
-        mean = (square.sum() / jnp.maximum(number, 1)).astype(jnp.float32)
+        number = target.size if counts is None else counts.sum()
+        old, added = self.root, _root_mean_square(target, counts, number)
         weight = _DECAY * self.weight + (1 - _DECAY)
-        moved = compensated_sum(self.square, (1 - _DECAY) / weight * (mean - self.square), self.rest)
-        new = ValueSize(moved[0], weight, moved[1])
+        share = (1 - _DECAY) / weight
+        # The difference of the squares, divided by the sum of the roots; in halves, which do not overflow.
+        after = jnp.hypot(jnp.sqrt(1 - share) * old, jnp.sqrt(share) * added)
+        between = (added / 2 + old / 2) / jnp.maximum(after / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
+        root, rest = compensated_sum(old, share * (added - old) * between, self.rest)
+        new = ValueSize(root, weight, rest)
         return new if counts is None else ValueSize(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
+
+
+def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: jax.Array | int) -> jax.Array:
+    """The root of the mean square of the values that count, also where squares overflow. `[]`"""
+    square = jnp.square(jnp.stack([x, x * _SMALL]).astype(jnp.float32))  # one sum, so one round of communication
+    if counts is not None:
+        square = jnp.where(counts, square, 0.0)
+    root, small = jnp.sqrt(square.sum(range(1, square.ndim)) / jnp.maximum(number, 1))
+    return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 
 
 def value_size() -> ValueSize:

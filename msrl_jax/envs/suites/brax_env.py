@@ -11,7 +11,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, strong
+from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import TimeLimit
 
@@ -71,7 +71,7 @@ class BraxEnvironment:
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         with common.quiet():
-            state = strong(self.env.reset(key))
+            state = narrow(self.env.reset(key))
         return state, _observed(state)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
@@ -80,7 +80,7 @@ class BraxEnvironment:
         def once(state, _):
             with common.quiet():
                 try:
-                    state = strong(self.env.step(state, action))
+                    state = narrow(self.env.step(state, action))
                 except TypeError as error:  # of an action of the right type
                     raise RuntimeError(
                         f"{self.name} fails in a step of its own, as its package does not fit JAX {jax.__version__}: {error}; "

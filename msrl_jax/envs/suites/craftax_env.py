@@ -10,7 +10,7 @@ import numpy as np
 
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
+from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import ResetPool
 
@@ -52,7 +52,7 @@ class CraftaxEnvironment:
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode in a new world."""
         obs, state = self.env.reset_env(key, self.params)
-        return strong(state), strong(obs)
+        return narrow(state), narrow(obs)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
@@ -60,7 +60,7 @@ class CraftaxEnvironment:
         endless = dataclasses.replace(self.params, max_timesteps=np.iinfo(np.int32).max)
         terminated = jnp.bool_(self.env.is_terminal(state, endless))
         truncated = (state.timestep >= self.params.max_timesteps) & ~terminated
-        return strong(state), strong(obs), jnp.float32(reward), terminated, truncated
+        return narrow(state), narrow(obs), jnp.float32(reward), terminated, truncated
 
     render_fps = 8.0
 

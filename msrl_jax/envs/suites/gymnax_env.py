@@ -21,7 +21,7 @@ from gymnax.environments.environment import EnvParams
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
+from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 
 _KNOWN = {  # methods that may be left out, by the names that their definitions have
@@ -56,10 +56,10 @@ class GymnaxEnvironment:
                     "step_env and is_truncated"
                 )
         self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
-        obs, _ = emitted(lambda key: env.reset_env(key, self.params))
+        _, obs = emitted(self.reset)
         self.observation_space = _converted(env.observation_space(self.params), obs)
         action_space = env.action_space(self.params)
-        self.action_space = _converted(action_space, emitted(action_space.sample))
+        self.action_space = _converted(action_space, emitted(lambda key: narrow(action_space.sample(key))))
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -116,14 +116,14 @@ class GymnaxEnvironment:
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         obs, state = self.env.reset_env(key, self.params)
-        return strong(state), strong(obs)
+        return narrow(state), narrow(obs)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
         reward, terminated, truncated = jnp.float32(reward), jnp.bool_(terminated), jnp.bool_(truncated)
-        return strong(state), strong(obs), reward, terminated, truncated
+        return narrow(state), narrow(obs), reward, terminated, truncated
 
 
 def make(name: str, **params: Any) -> GymnaxEnvironment:

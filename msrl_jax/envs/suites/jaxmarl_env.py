@@ -14,7 +14,7 @@ import numpy as np
 
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, narrow
 from msrl_jax.envs.stacked import stack_agents
 from msrl_jax.envs.suites import common
 
@@ -187,7 +187,7 @@ class JaxMARLEnvironment:
         """Starts an episode."""
         with common.quiet():
             obs, state = self.env.reset(key)
-        return strong(state), self._by_agent(strong(obs))
+        return narrow(state), self._by_agent(narrow(obs))
 
     def step(
         self, key: jax.Array, state: PyTree, action: Mapping[str, PyTree]
@@ -203,7 +203,7 @@ class JaxMARLEnvironment:
             rewards = {agent: reward + jnp.float32(self.shaped_reward * shaped[agent]) for agent, reward in rewards.items()}
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))
-        return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
+        return narrow(new), self._by_agent(narrow(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
 
     render_fps = 10.0
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, strong
+from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
@@ -73,13 +73,13 @@ class _Adapter:
 
     def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
         with common.quiet():
-            state, first = strong(self.env.reset(key))
+            state, first = narrow(self.env.reset(key))
         return self._state(state, first), self._observe(first)
 
     def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
         """A step, and what the suite says of it; what is random is drawn from the key in the state, as in the suite."""
         with common.quiet():
-            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+            env_state, after = narrow(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
         return self._state(env_state, after), self._observe(after), after
 
     def _state(self, env_state: PyTree, after: Any) -> JumanjiState:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
+from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 
 
@@ -47,12 +47,12 @@ class NavixEnvironment:
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
-        first = strong(self.env.reset(key))
+        first = narrow(self.env.reset(key))
         return first, first.observation
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
-        after = strong(self.env.step(state, jnp.asarray(action, jnp.int32)))
+        after = narrow(self.env.step(state, jnp.asarray(action, jnp.int32)))
         return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
 
     render_fps = 8.0

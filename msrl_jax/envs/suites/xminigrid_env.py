@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, strong
+from msrl_jax.envs.base import PyTree, Stepped, narrow
 from msrl_jax.envs.suites import common
 
 
@@ -72,7 +72,7 @@ class XMiniGridEnvironment:
         if self.tasks is not None:
             key, task_key = jax.random.split(key)
             params = params.replace(ruleset=self.tasks.sample_ruleset(task_key))
-        first = strong(self.env.reset(params, key))
+        first = narrow(self.env.reset(params, key))
         return XMiniGridState(first.state, jnp.asarray(False)), first.observation
 
     def step(self, key: jax.Array, state: XMiniGridState, action: jax.Array) -> Stepped:
@@ -80,7 +80,7 @@ class XMiniGridEnvironment:
         # A step of the suite reads nothing but the state of the step before.
         kind = common.load("xminigrid.types").TimeStep
         before = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
-        after = strong(self.env.step(self.params, before, action))
+        after = narrow(self.env.step(self.params, before, action))
         terminated = after.last() & (after.discount == 0)
         state = XMiniGridState(after.state, after.reward > 0)
         return state, after.observation, after.reward, terminated, after.last() & ~terminated

@@ -65,10 +65,45 @@ def test_forbidden_actions_are_never_drawn_and_keep_results_finite():
     assert np.isfinite(gradient).all()
 
 
+def mostly_illegal(actions, rows):
+    """Logits of which one action in a hundred and fifty is legal, and neither the first nor the last one is."""
+    rng = np.random.default_rng(actions)
+    legal = rng.random((rows, actions)) < 1 / 150
+    legal[:, actions // 2], legal[:, [0, -1]] = True, False
+    return np.where(legal, rng.normal(size=legal.shape), -np.inf).astype(np.float32)
+
+
+@pytest.mark.parametrize("actions", [4, 300, 2187, 4672])
+def test_no_uniform_number_draws_an_illegal_action(actions, monkeypatch):
+    """At each step of the cumulative distribution and beside it, where sums that should be equal differ by rounding."""
+    logits = mostly_illegal(actions, rows=2)
+    ends = np.asarray(jax.jit(lambda x: jnp.cumsum(jnp.exp(x - x.max(-1, keepdims=True)), -1))(logits))
+    steps = ends / ends[:, -1:]
+    beside = [np.nextafter(steps, np.float32(to)) for to in (0, 2)]
+    uniform = np.concatenate([0 * ends[:, :1], steps, *beside], 1)
+    uniform = np.minimum(uniform, np.nextafter(np.float32(1), np.float32(0)))
+    monkeypatch.setattr(jax.random, "uniform", lambda key, *_: jnp.asarray(uniform))
+    drawn = np.asarray(jax.jit(lambda logits: Categorical(logits[:, None]).sample(jax.random.key(0)))(logits))
+    assert np.isfinite(np.take_along_axis(logits, drawn, 1)).all()
+    np.testing.assert_array_equal(drawn[:, 0], np.isfinite(logits).argmax(1))  # at 0, the first legal one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actions", [300, 2187, 4672])
+def test_five_million_draws_are_all_legal(actions):
+    logits = jnp.asarray(mostly_illegal(actions, rows=5))
+
+    def illegal(key):
+        drawn = jax.vmap(lambda row, keys: jax.vmap(Categorical(row).sample)(keys))(logits, jax.random.split(key, (5, 200)))
+        return jnp.isinf(jnp.take_along_axis(logits, drawn, 1)).sum()
+
+    assert jax.jit(lambda keys: jax.lax.map(illegal, keys).sum())(jax.random.split(jax.random.key(0), 5000)) == 0
+
+
 def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
     largest = np.nextafter(np.float32(1), np.float32(0))
     for number, want in ((0.0, 0), (largest, 2)):
-        monkeypatch.setattr(jax.random, "uniform", lambda key, shape, number=number: jnp.float32(number))
+        monkeypatch.setattr(jax.random, "uniform", lambda key, *_, number=number: jnp.float32(number))
         assert Categorical(jnp.array([0.3, 0.1, -8.0, -jnp.inf])).sample(jax.random.key(0)) == want
 
 

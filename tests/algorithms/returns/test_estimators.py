@@ -306,6 +306,15 @@ def test_standardized_advantages_have_mean_0_and_deviation_1_over_all_of_them():
     np.testing.assert_array_equal(standardize(jnp.full((T, E), 2.0)), np.zeros((T, E)))
 
 
+def test_one_advantage_alone_stays_as_it_is():
+    """Standardized it would be 0, and nothing would be learned from it."""
+    one = jnp.float32([[3.0]])
+    np.testing.assert_array_equal(standardize(one), one)
+    advantage, counts = jnp.float32([[3.0, 100.0, -7.0]]), jnp.array([[False, True, False]])
+    np.testing.assert_array_equal(jax.jit(standardize)(advantage, counts)[counts], [100.0])
+    assert (jax.jit(standardize)(advantage, ~counts)[~counts] == jnp.float32([1.0, -1.0])).all()
+
+
 @pytest.mark.parametrize(
     ("estimate", "inputs"),
     [

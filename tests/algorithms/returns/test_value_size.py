@@ -45,6 +45,19 @@ def test_the_size_stays_right_in_long_runs(center, spread):
     np.testing.assert_allclose(size.size, np.sqrt(weights @ squares), rtol=1e-3)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("large", [2e18, 1e25, 2e38])
+def test_the_size_of_targets_whose_squares_are_no_float32(large, masked):
+    targets = np.float32([[3.0, -4.0]]), np.float32([[large, -large / 2]]), np.float32([[5.0, large]])
+    counts = np.array([[True, not masked]])
+    size, updated = value_size(), jax.jit(lambda size, target: size.updated(target, jnp.asarray(counts) if masked else None))
+    for target in targets:
+        size = updated(size, target)
+    weights = np.array([0.99999**2, 0.99999, 1.0]) / (0.99999**2 + 0.99999 + 1)
+    squares = [np.square(np.float64(target[counts])).mean() for target in targets]
+    np.testing.assert_allclose(size.size, np.sqrt(weights @ squares), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "scaled"),
     [
