@@ -130,7 +130,7 @@ def api_page() -> str:
         for name in known:
             value = getattr(owner, name)
             if inspect.isclass(value):
-                lines += [f".. autoclass:: {name}", ""]
+                lines += [f".. autoclass:: {name}", *["   :inherited-members:"] * (value is msrl.Result), ""]
                 fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
                 lines += [f"   - ``{f.name}``: {f.metadata['doc']}" for f in fields if "doc" in f.metadata] + [""]
             elif inspect.isfunction(value):
