@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import check_seed, whole
+from msrl_jax._random import key_for
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
@@ -130,7 +131,7 @@ def record(
     play = Fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
     leaves = behavior.take(trained)
-    key, env_key = jax.random.split(jax.random.key(seed))
+    key, env_key = jax.random.split(key_for("data", jax.random.key(seed)))
     envs = tree_bytes(jax.eval_shape(env.reset, env_key))
     check_fits_host(envs, f"the state of num_envs={num_envs:,} environments", "Use fewer of them")
     running = (*env.reset(env_key), behavior.initial_carry(num_envs), key)

@@ -16,6 +16,7 @@ import numpy as np
 
 from msrl_jax._checks import suggestion
 from msrl_jax._compat import used_inputs
+from msrl_jax._random import key_for
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
@@ -25,8 +26,6 @@ from msrl_jax.fragments.metrics import Mean
 Params: TypeAlias = Mapping[str, Any]  # by name
 
 E = TypeVar("E")
-
-_SALT = 0x70617261  # makes the key of parameters from that of a reset, which the environment has too
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["level"], meta_fields=["sample"])
@@ -93,7 +92,7 @@ class RandomizeParams(EnvironmentWrapper):
 
     def reset(self, key: jax.Array) -> tuple[RandomizedState, PyTree]:
         """Draws parameters, and starts an episode with them."""
-        params = _draw(self.env, self.source, jax.random.fold_in(key, _SALT))
+        params = _draw(self.env, self.source, key_for("parameters", key))
         env_state, obs = with_params(self.env, params).reset(key)
         return RandomizedState(env_state, params), obs
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._checks import whole
+from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import with_traced
 from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
@@ -200,6 +201,6 @@ def fold_keys(state: Any, number: int) -> Any:
     def fold(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        return jax.vmap(lambda key: jax.random.fold_in(key, number))(x.reshape(-1)).reshape(x.shape)
+        return jax.vmap(lambda key: jax.random.fold_in(key_for("again", key), number))(x.reshape(-1)).reshape(x.shape)
 
     return jax.tree.map(fold, state)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import ExperienceWriter, at_rest
 from msrl_jax.data.files import check_new
@@ -36,7 +38,6 @@ TIME_LIMIT = "time limit"
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
-_EVALUATION = 0x6576616C  # makes the key of evaluations
 _SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
 _RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
@@ -101,8 +102,7 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
 
 def evaluation_key(experiment: Experiment) -> jax.Array:
     """The key of the evaluations of a run, or keys `[M]`."""
-    # With a small number it would be one that `split` gives the run: training would begin with the same episodes.
-    fold = lambda key: jax.random.fold_in(key, _EVALUATION)  # noqa: E731
+    fold = functools.partial(key_for, "evaluation")
     return (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import as_path, check_seed
+from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
@@ -328,7 +329,7 @@ class Result(Outcome):
         behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
         evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
         try:
-            return evaluator(self._of_member(member), jax.random.key(check_seed(seed)))
+            return evaluator(self._of_member(member), key_for("play", jax.random.key(check_seed(seed))))
         finally:
             release(evaluator.env)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import replacing, whole
+from msrl_jax._random import key_for
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import env_name, is_on_host, layers, release
 from msrl_jax.envs.masks import unmasked
@@ -99,7 +100,7 @@ def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: in
         return Video([_checked(behavior.env, x) for x in pictures], returns, fps or rates[0], title)
     draw, rate = _drawing(behavior.env)
     play = _recorder(behavior, max_steps)
-    keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(episodes)]
+    keys = [jax.random.fold_in(key_for("video", jax.random.key(seed)), i) for i in range(episodes)]
     recorded = [play(leaves, key) for key in keys]
     pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
     return Video(pictures, [total for _, total in recorded], fps or rate, title)

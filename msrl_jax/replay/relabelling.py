@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._random import key_for
 from msrl_jax.envs.goals import Goals
 from msrl_jax.replay.base import Indices
 from msrl_jax.replay.ring import Ring
@@ -21,8 +22,6 @@ Strategy = Literal["future", "final", "episode", "geometric"]
 """Whose achieved goal a step gets: "future", its own or that of a later step, all equally probable; "final", that of the last
 step; "episode", that of any step; "geometric", that of a step as far away as the discount says (Eysenbach et al., 2022, arXiv
 2206.07568): the step `k` steps later with a probability in proportion to `discount ** k`."""
-
-_SALT = 0x676F616C  # makes the key of goals from that of a draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ def relabel(
       goal does not explain. A step that ends an episode and terminates no longer is truncated.
     """
     goals = relabelling.goals
-    whether, which = jax.random.split(jax.random.fold_in(key, _SALT))
+    whether, which = jax.random.split(key_for("goals", key))
     whether = jax.random.uniform(whether, at.step.shape, jnp.float32) < relabelling.share
     chosen = _choose(ring, relabelling.by, discount, held, at, around, which)
     goal = ring.take(held, at, chosen, lambda item: goals.achieved(item.next_obs))

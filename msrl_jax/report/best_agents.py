@@ -1,5 +1,6 @@
 """The best agents of a run: a hook of `train` keeps what acting needs of each member at its best evaluation."""
 
+import functools
 import io
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import replacing
+from msrl_jax._random import key_for
 from msrl_jax._recipes import RecordError
 from msrl_jax.envs.base import release
 from msrl_jax.experiment.evaluate import make_evaluator
@@ -87,10 +89,7 @@ class BestAgents:
         """The mean score of greedy episodes of each member, with other keys than its evaluations had. `[M]`"""
         behavior, many = experiment.behavior, experiment.has_members
         evaluator = make_evaluator(behavior, episodes, members=many)
-
-        def fold(key: jax.Array) -> jax.Array:
-            return jax.random.fold_in(key, 2)
-
+        fold = functools.partial(key_for, "best agents")
         try:
             key = (jax.vmap(fold) if many else fold)(experiment.key)
             shapes = [np.shape(x)[many:] for x in self.leaves]
