@@ -124,7 +124,7 @@ def test_a_key_that_others_may_use_is_refused_with_the_remedy(mode, tmp_path, mo
     monkeypatch.setenv(keys.VARIABLE, str(path))
     path.chmod(mode)
     with pytest.raises(ValueError, match=rf"others may use the key {path}; keep them out with: chmod 600 {path}"):
-        msrl.experiment.act("127.0.0.1:7000")
+        msrl.experiment.act("127.0.0.1:7000", wait=0.1)
     path.chmod(0o400)
     keys.contexts()
 
