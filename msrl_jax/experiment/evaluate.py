@@ -305,15 +305,15 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             # The return of several agents is the sum of theirs, as in training.
             reward = t.reward.sum(-1) if several else t.reward
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
-            answers = not several and t.present is not None  # some steps may have no answer
-            taken = e.running & t.present if answers else e.running
-            ended = t.ended & (t.present | t.terminated) if answers else t.ended
+            answered = None if several else t.present
+            taken = e.running if answered is None else e.running & answered
+            ended = t.ended if answered is None else t.ended & (answered | t.terminated)
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             after = _Episodes(
                 e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
                 e.lengths + taken, e.running & ~ended, metrics.add(env, e.metrics, t.metrics, counted(e, t)),
             )  # fmt: skip
-            return without_lost(after, t) if answers else after
+            return after if answered is None else without_lost(after, t)
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
