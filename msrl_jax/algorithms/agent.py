@@ -87,7 +87,7 @@ def replay_ratio(agent: Agent, config: Any) -> str:
     if not hasattr(config, "num_updates"):  # several teams, each with a config of its own
         return text
     text += f", of batch_size={config.batch_size}"
-    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
     before = usual["num_updates"] / (usual["num_envs"] * usual["unroll_length"])
     if config.num_updates == usual["num_updates"] and before != found:
         same = max(1, round(before * agent.steps_per_iteration))
