@@ -65,7 +65,7 @@ def test_images_that_networks_take_for_vectors_are_named(space, told):
         ((4, 8, 9, 3), lambda x: np.concatenate([*x], -1)),
         ((4, 3, 8, 9), lambda x: np.concatenate([np.stack([*frame], -1) for frame in x], -1)),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, tuple) else "",
 )
 def test_channels_and_frames_come_last(shape, turned):
     env = envs.AsImage(Seen(pixels(*shape)))
