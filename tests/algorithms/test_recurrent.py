@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax._random import key_for
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.algorithms.networks.cores import named_core
 from msrl_jax.algorithms.networks.layers import forget
@@ -312,7 +313,7 @@ def test_evaluation_keeps_the_carry_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)
     env = msrl.envs.vectorize(RandomWalk(), 16)
-    env_state, obs = env.reset(jax.random.key(5))
+    env_state, obs = env.reset(key_for("play", jax.random.key(5)))
     carry, running, returns = (jnp.zeros((16, 5)),), np.ones(16, bool), np.zeros(16)
     step = jax.jit(env.step)
     while running.any():

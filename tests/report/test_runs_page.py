@@ -88,7 +88,7 @@ def test_names_are_those_of_folders_and_are_escaped(folder, run, tmp_path):
 def test_bars_of_times_have_one_scale_and_settings_that_one_run_lacks_differ(run, tmp_path):
     other = run.experiment.replaced(algorithm=msrl.algorithms.A2C(num_envs=8))
     slow = dataclasses.replace(run, wall_seconds=4 * run.wall_seconds, timings={"train_seconds": 3 * run.wall_seconds})
-    slow = dataclasses.replace(slow, compile_seconds=0.0, experiment=other, folder=None)
+    slow = dataclasses.replace(slow, compile_seconds=0.0, description={**run.description, **other.to_json()}, folder=None)
     text = msrl.runs_page({"quick": run, "slow": slow}, tmp_path / "page.html").read_text()
     bars = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in re.findall('<div class="bar">(.*?)</div>', text)]
     np.testing.assert_allclose(bars, [25, 100], atol=0.1)
