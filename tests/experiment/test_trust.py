@@ -271,6 +271,25 @@ def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys)
     assert [p.name for p in precious.iterdir()] == ["notes"] and (precious / "notes").read_text() == "mine"
 
 
+def test_no_link_among_checkpoints_leads_to_those_of_another_run(sent, tmp_path, capsys):
+    shutil.copytree(run := sent(), other := tmp_path / "other")
+    for saved in checkpoint.complete(run):  # the next save would delete the seals of old ones
+        shutil.rmtree(saved.path)
+        saved.path.symlink_to(other / "checkpoints" / saved.path.name)
+    assert "is a link" in one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
+
+
+@pytest.mark.parametrize("name", ["run.toml", "videos/9.gif", "videos"])
+def test_no_link_has_a_page_show_another_file(name, sent, tmp_path, capsys):
+    run = sent()
+    (home := tmp_path / "home").mkdir()
+    (home / "9.gif").write_text("secret")
+    (run / "run.toml").unlink(missing_ok=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(home if name == "videos" else home / "9.gif")
+    assert f"{name} is a link" in one_line(["report", "run"], capsys)
+
+
 @pytest.mark.parametrize("name", ["workers", "members", "rounds.jsonl", "lock"])
 def test_no_link_leads_a_board_elsewhere(name, sent, tmp_path):
     board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
