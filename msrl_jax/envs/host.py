@@ -394,7 +394,8 @@ class Workers:
         # A session of its own: Ctrl-C reaches the parent alone, which decides.
         process.process = subprocess.Popen(
             [sys.executable, "-P", "-m", _simulate.__name__, *map(str, files)],
-            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env=os.environ | {"PYTHONPATH": paths()},
+            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": paths()},
         )  # fmt: skip
         child.close()
         os.close(read)
