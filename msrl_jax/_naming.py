@@ -9,6 +9,7 @@ Importing a module runs its code, and so does a call of what is in it. So a name
                                 annotation says that it returns one
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -25,6 +26,10 @@ from msrl_jax._checks import suggestion
 
 class TrustError(ValueError):
     """A folder, a file or another process names code of its own, and nobody has said that it may run."""
+
+
+FOLDERS: list[str] = []
+"""The folders in which `imported` has found modules, for processes that this one starts."""
 
 
 def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
@@ -63,6 +68,8 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
     sys.path.insert(0, here)  # a console script has its own folder there
     try:
         found = importlib.import_module(module)
+        if here not in FOLDERS:
+            FOLDERS.append(here)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
@@ -101,6 +108,15 @@ def makes(value: Any, fits: Callable[[type], bool]) -> bool:
     is_union = typing.get_origin(returned) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(returned) if is_union else (returned,))]
     return all(isinstance(kind, type) and kind is not type(None) and fits(kind) for kind in kinds)
+
+
+def paths() -> str:
+    """`PYTHONPATH` of a process that finds what this one finds; Python's option `-P` keeps its working directory out."""
+    found = [path for path in sys.path if path]
+    if "" in sys.path:
+        with contextlib.suppress(FileNotFoundError):
+            found.insert(0, os.getcwd())
+    return os.pathsep.join([*found, *FOLDERS])
 
 
 def reference(value: Any) -> str | dict[str, str]:

@@ -22,6 +22,7 @@ class Suite:
     pattern: str = ""  # what its names look like there, a regular expression with one group
     hidden: str = "(?!)"  # a regular expression of the names of those that cannot be made by name here
     needs: tuple[tuple[str, str], ...] = ()  # packages that it does not bring, and regular expressions of the names for them
+    code: tuple[str, ...] = ()  # parameters, at any depth, that name programs to run, pickles to load or files to write
 
     @property
     def install(self) -> str:
@@ -85,7 +86,9 @@ SUITES: dict[str, Suite] = {
         Suite("brax", "brax", (0, 14), "brax", "Brax", ("brax/envs/__init__.py",), _IN_TABLE),
         Suite("craftax", "craftax", (1, 5), "craftax", "Craftax", ("craftax/craftax_env.py",),
               r'"(Craftax-[\w-]+-v1)"', hidden=".*AutoReset.*"),
-        Suite("envpool", "envpool", (1, 2), "envpool", "EnvPool"),
+        # ViZDoom runs the program `vzd_path`, or that of the file `cfg_path`; its `game_args` may name files to write.
+        Suite("envpool", "envpool", (1, 2), "envpool", "EnvPool",
+              code=("vzd_path", "cfg_path", "wad_path", "iwad_path", "base_path", "game_args", "lmp_save_dir")),
         # Versions that Gymnasium keeps for an error message alone have no path of a class; Pusher-v4 needs an old MuJoCo.
         Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "Gymnasium",
               ("gymnasium/envs/__init__.py",), r'id="([^"]+)",\s+entry_point="', hidden="Pusher-v4",
@@ -93,7 +96,8 @@ SUITES: dict[str, Suite] = {
         Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "JaxMARL", ("jaxmarl/registration.py",), _IN_LIST,
               hidden="LearnedPolicyEnemySMAX",  # which takes a policy and its parameters
               needs=(("brax", r"ant_4x2|halfcheetah_6x1|hopper_3x1|humanoid_9\|8|walker2d_2x3"),
-                     ("jaxrobotarium", "JaxRobotarium.*"))),
+                     ("jaxrobotarium", "JaxRobotarium.*")),
+              code=("dir_path",)),  # of the maps of JaxNav, which are pickled
         Suite("jumanji", "jumanji", (1, 1), "jumanji", "Jumanji", ("jumanji/__init__.py",), _ID),
         Suite("navix", "navix", (4, 0), "navix", "NAVIX", ("navix/environments/*.py",),
               r'"(Navix-[\w-]+-v\d+)"'),

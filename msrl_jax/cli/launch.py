@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from msrl_jax._naming import paths
+
 # Environment variables that tell a process where process 0 is, how many there are, and which one it is.
 ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"
 LOST = 76  # exit code if a process ended, so that the others stopped too
@@ -43,9 +45,9 @@ def launch(argv: Sequence[str], count: int) -> int:
             if handler is not signal.SIG_IGN:
                 signal.signal(s, forward)
         for i in range(count):
-            settings = os.environ | {ADDRESS: address, COUNT: str(count), INDEX: str(i)}
+            settings = os.environ | {ADDRESS: address, COUNT: str(count), INDEX: str(i), "PYTHONPATH": paths()}
             child = subprocess.Popen(
-                [sys.executable, "-m", "msrl_jax", *argv], env=settings, stdin=subprocess.PIPE, start_new_session=True,
+                [sys.executable, "-P", "-m", "msrl_jax", *argv], env=settings, stdin=subprocess.PIPE, start_new_session=True,
                 stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
             )  # fmt: skip
             children.append(child)

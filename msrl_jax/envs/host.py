@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import _simulate
+from msrl_jax._naming import paths
 from msrl_jax._simulate import NO_METRIC, Layout, Order
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics, Wrapper
@@ -392,22 +393,14 @@ class Workers:
         files = [child.fileno(), self._file, read]
         # A session of its own: Ctrl-C reaches the parent alone, which decides.
         process.process = subprocess.Popen(
-            [sys.executable, "-m", _simulate.__name__, *map(str, files)],
-            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env=_environment(),
+            [sys.executable, "-P", "-m", _simulate.__name__, *map(str, files)],
+            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": paths()},
         )  # fmt: skip
         child.close()
         os.close(read)
         process.commands, process.patience, process.last_heard = commands, self._timeout + _START, time.monotonic()
         commands.send_bytes(pickle.dumps(tuple(Order("make", (), payload=(self._layout, self._factory)))))
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a worker: it finds the modules that this process finds."""
-    paths = [str(path) for path in sys.path if path]
-    if "" in sys.path:
-        with contextlib.suppress(FileNotFoundError):
-            paths.insert(0, os.getcwd())
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _stop(processes: Iterable[_Process], file: int) -> None:

@@ -1,7 +1,7 @@
 """Environments by name: `make`, `register`, `names`."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from msrl_jax import _checks, _naming, _suites
@@ -76,11 +76,20 @@ def make(name: str, **params: Any) -> Environment:
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a class or function of a module, which `make` imports."""
+    """Whether a name has `make` run code of its own: a class or function of a module, or what a parameter of a suite names."""
     if name in _factories:
         return False
-    name = parse_spec(name, prefixes=True)[0]
-    return ":" in name and name not in _factories and _suites.suite_of(name) is None
+    name, params = parse_spec(name, prefixes=True)
+    suite = _suites.suite_of(name)
+    return ":" in name and name not in _factories and (suite is None or any(key in suite.code for key in _keys(params)))
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """The keys of dicts in a value, at any depth."""
+    if isinstance(value, dict):
+        yield from value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
+        yield from _keys(each)
 
 
 def _from_module(name: str, params: dict[str, Any]) -> Environment:

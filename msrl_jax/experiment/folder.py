@@ -136,7 +136,8 @@ def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
-    check_links(path, (*_WRITTEN, ROWS, ARRIVALS, CHECKPOINTS))
+    saved = [f"{CHECKPOINTS}/{each.name}" for each in (path / CHECKPOINTS).glob("*")]
+    check_links(path, (*_WRITTEN, ROWS, ARRIVALS, CHECKPOINTS, *saved))
     if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
         raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]

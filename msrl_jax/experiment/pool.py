@@ -34,6 +34,7 @@ _POLL = 0.2  # seconds between two looks whether the run has to stop
 _LINGER = 5.0  # seconds in which actors hear that the run is over
 _UNPROVED = 64  # connections at a time that have not proved that they have the key
 _PENALTY = 1.0  # seconds in which another one does not take the place of one that could not prove it
+_SAID = 1000  # most letters of why an actor is refused
 _FLAWED = 10  # unrolls in a row with nan or infinities after which an actor is refused
 _FILES = 2**16  # most files that the process wants to have open
 _SAVING = 256  # most files that are kept for saving
@@ -43,7 +44,8 @@ class Refusal(Exception):
     """Why an actor cannot act for this run, in one sentence."""
 
     def __init__(self, text: str):
-        super().__init__("".join(c if c.isprintable() else " " for c in text))  # parts of it are the actor's words
+        # Parts of it are the actor's words.
+        super().__init__("".join(c if c.isprintable() else " " for c in text[:_SAID]))
 
 
 class Published(NamedTuple):
@@ -263,7 +265,8 @@ class Pool:
             if theirs.get(name) != mine[name]:
                 raise Refusal(f"it has {name} {theirs.get(name)}, and the learner has {mine[name]}; install the same")
         ticket = hello.get("ticket")
-        if ticket is not None and (hello.get("run") != self._record.run or ticket not in range(self._record.tickets)):
+        is_given = type(ticket) is int and ticket in range(self._record.tickets)  # which True and 0.0 are in, too
+        if ticket is not None and (hello.get("run") != self._record.run or not is_given):
             raise Refusal("its ticket is of another run; start the actor again")
         await peer.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self.packing.name})
         ready, _ = await peer.receive()

@@ -11,7 +11,7 @@ import numpy as np
 
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import REPEAT, check_target, write_text
+from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
 from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
@@ -168,6 +168,7 @@ def _film(folder: Path) -> str:
     if not films:
         return ""
     step, file = films[-1]
+    check_links(folder, (FILMS, f"{FILMS}/{file.name}"))
     picture = base64.b64encode(file.read_bytes()).decode()
     return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>after {step:,} steps</figcaption></figure>'
 
@@ -178,6 +179,7 @@ def _each(found: Mapping[str, Outcome]) -> str:
         parts.append(f"<h3>{escape(name)}</h3><pre>{escape(str(run))}</pre>")
         parts.append("" if run.folder is None else _film(run.folder))
         if run.folder is not None and (file := run.folder / REPEAT).is_file():
+            check_links(run.folder, (REPEAT,))
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
             text = escape(file.read_text("utf-8", "replace"))
             parts.append(f"<details><summary>{REPEAT}</summary><pre>{text}</pre></details>")

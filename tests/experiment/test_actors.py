@@ -270,8 +270,8 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert said(address, hello | {"ticket": 0, "run": run}) == stale  # nobody has one yet
     other = said(address, hello, {"fingerprint": "another\n\x1b[2J"})
     assert other["refused"].startswith("its programs are not those of the learner; give both the same code")
-    forged = said(address, hello, {"cannot": "\x1b[2J\nforged"})
-    assert forged == {"refused": "it cannot build the experiment:  [2J forged"}
+    forged = said(address, hello, {"cannot": "\x1b[2J\nforged" + "!" * 10**6})["refused"]
+    assert forged.startswith("it cannot build the experiment:  [2J forged!") and len(forged) == 1000  # a line of a log
 
     experiment = msrl.Experiment(algorithm=msrl.algorithms.IMPALA(**TINY), total_steps=2 * STEPS)
     parts = parts_of(experiment).halves
@@ -287,7 +287,8 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
         answer = {"refused": f"what it sent is no unroll of this run: {text}; start the actor again"}
         assert channel.receive(2**20)[0] == answer
         channel.close()
-    assert said(address, hello | {"ticket": len(faults), "run": run}) == stale  # the next one that will be given
+    for never in (len(faults), False, 0.0, [0]):  # the first is the next one that will be given
+        assert said(address, hello | {"ticket": never, "run": run}) == stale
 
     channel, token, ticket = enter(address, ready)
     bad = [np.full(x.shape, np.nan, x.dtype) if x.dtype == np.float32 else np.zeros(x.shape, x.dtype) for x in kinds]
@@ -316,7 +317,7 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert sum("refused" in line for line in lines) == pool._FLAWED and sum("refuses" in line for line in lines) == len(faults)
     assert_same_state(replay_arrivals(tmp_path / "run"), found[0].state)
     said_of = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
-    assert len(said_of) == 7 + len(faults) + 1
+    assert len(said_of) == 10 + len(faults) + 1
 
 
 def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_path, monkeypatch):

@@ -222,6 +222,14 @@ def test_bad_options_start_nothing(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_launched_run_listens_for_this_machine_alone(monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    processes.start("127.0.0.1:7", 2, 0)
+    assert given["coordinator_bind_address"] == "127.0.0.1:7"  # by default JAX listens at all addresses
+
+
 def test_an_error_of_a_collective_is_put_in_words(monkeypatch):
     """Only where there are other processes, and only errors that come from collectives."""
     gloo = ValueError("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:52894")

@@ -1,7 +1,9 @@
 """What a folder, a file or a learner names is imported only on the user's word, and called only if it is of the right kind."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -33,6 +35,10 @@ PLACES = {
     "env, a subprocess": {"env_spec": "subprocess:run:args=['touch','MARK']"},
     "env, a module": {"env_spec": "evil:Env"},
     "env, a function that is no environment": {"env_spec": "gymnax:make:env_id='CartPole-v1'"},
+    "env, a program": {"env_spec": "envpool:D1Basic-v1:vzd_path='./evil.sh'"},
+    "env, a file that names a program": {"env_spec": "envpool:D1Basic-v1:cfg_path='evil.cfg'"},
+    "env, a file to write": {"env_spec": "envpool:D1Basic-v1:game_args='+logfile MARK'"},
+    "env, a pickle": {"env_spec": "jaxmarl:jaxnav:map_id='Grid-Buffer',map_params={'map_size':(7,7),'dir_path':'.'}"},
     "algo, a file": {"algorithm": "evil", "class": "evil.py:Evil"},
     "algo, a module": {"algorithm": "evil", "class": "evil:Evil"},
     "algo, as if it were ours": {"algorithm": "evil.py", "class": "msrl_jax.algorithms.evil:Evil"},
@@ -176,6 +182,31 @@ def test_with_trust_the_kind_is_checked_before_a_call(trust, sent, tmp_path, cap
         assert message in one_line(words, capsys)
 
 
+MINE = """
+import gymnasium, numpy as np
+from msrl_jax.envs import GymnasiumEnvironment
+class Cart(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    def reset(self, seed=None, options=None): return np.ones(2, np.float32), {}
+    def step(self, action): return np.ones(2, np.float32), 0.0, False, False, {}
+def make() -> GymnasiumEnvironment: return GymnasiumEnvironment(Cart)
+"""
+
+
+def test_processes_that_this_one_starts_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of msrl-jax
+    (tmp_path / "mine.py").write_text(MINE)
+    for name in ("enum", "numpy", "jax"):
+        (tmp_path / f"{name}.py").write_text("open('MARK', 'w')")
+    start = "from msrl_jax.cli.launch import launch; raise SystemExit(launch(['--version'], 1))"
+    subprocess.run([sys.executable, "-P", "-c", start], env=os.environ | {"PYTHONPATH": _naming.paths()}, check=True)
+    for env in ("gymnasium:CartPole-v1", "mine:make"):  # that the user names the second lets workers find its module
+        _, obs = envs.make(env).vectorize(1).reset(jax.random.key(0))
+        assert np.isfinite(obs).all()
+    assert not (tmp_path / "MARK").exists()
+
+
 def test_no_kind_of_name_reaches_the_standard_library():
     def optimizer(name):
         return algorithms.words.objects(algorithms.PPO(optimizer=name))
@@ -238,6 +269,25 @@ def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys)
     with pytest.raises(RunFolderError, match="is a link"), folder.locked(run):
         pass
     assert [p.name for p in precious.iterdir()] == ["notes"] and (precious / "notes").read_text() == "mine"
+
+
+def test_no_link_among_checkpoints_leads_to_those_of_another_run(sent, tmp_path, capsys):
+    shutil.copytree(run := sent(), other := tmp_path / "other")
+    for saved in checkpoint.complete(run):  # the next save would delete the seals of old ones
+        shutil.rmtree(saved.path)
+        saved.path.symlink_to(other / "checkpoints" / saved.path.name)
+    assert "is a link" in one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
+
+
+@pytest.mark.parametrize("name", ["run.toml", "videos/9.gif", "videos"])
+def test_no_link_has_a_page_show_another_file(name, sent, tmp_path, capsys):
+    run = sent()
+    (home := tmp_path / "home").mkdir()
+    (home / "9.gif").write_text("secret")
+    (run / "run.toml").unlink(missing_ok=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(home if name == "videos" else home / "9.gif")
+    assert f"{name} is a link" in one_line(["report", "run"], capsys)
 
 
 @pytest.mark.parametrize("name", ["workers", "members", "rounds.jsonl", "lock"])
