@@ -46,6 +46,7 @@ def pixels(*shape):
         (envs.Box(-np.inf, np.inf, (64, 40)), False),
         (envs.Box(0, 1, (8, 8, 119)), False),
         (envs.Dict({"grid": envs.Box(0, 5, (12, 12), jnp.int32), "speed": envs.Box(-1, 1, (4,))}), False),
+        (envs.Dict({"table": envs.Box(0, 1, (40, 40, 3)), "speed": envs.Box(-1, 1, (4,))}), False),
     ],
     ids=str,
 )
@@ -62,6 +63,7 @@ def test_images_that_networks_take_for_vectors_are_named(space, told):
         ((8, 9), lambda x: x[..., None]),
         ((4, 8, 9), lambda x: np.stack([*x], -1)),
         ((8, 9, 4), lambda x: x),
+        ((8, 9, 8), lambda x: x),
         ((4, 8, 9, 3), lambda x: np.concatenate([*x], -1)),
         ((4, 3, 8, 9), lambda x: np.concatenate([np.stack([*frame], -1) for frame in x], -1)),
     ],
