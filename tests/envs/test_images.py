@@ -95,6 +95,15 @@ def test_parts_become_channels_of_one_image():
     assert env.observation_space.contains(obs)
 
 
+def test_who_acts_in_a_film_sees_the_image():
+    class Filmed(Seen):
+        def film(self, act, seed, max_steps):
+            return act(jnp.zeros((4, 8, 9), jnp.uint8)).shape, seed, max_steps
+
+    assert envs.AsImage(Filmed(pixels(4, 8, 9))).film(lambda obs: obs, 3, 5) == ((8, 9, 4), 3, 5)
+    assert not hasattr(envs.AsImage(Seen(pixels(4, 8, 9))), "film")
+
+
 @pytest.mark.parametrize("space", [envs.Box(0, 1, (4,)), envs.Dict({"a": pixels(8, 8, 3), "b": pixels(9, 9, 3)})], ids=str)
 def test_what_is_no_image_is_refused(space):
     with pytest.raises(ValueError, match=r"AsImage makes one image of arrays .* Seen has observations"):
