@@ -80,7 +80,7 @@ class Teams:
             for entry in entries:
                 own = {name.partition("/")[2]: x for name, x in numbers.items() if name.partition("/")[0] == entry.name}
                 team = entry.config and words.with_numbers_of(words.objects(entry.config), own)
-                teams[entry.name] = _build_team(dataclasses.replace(entry, config=team), venv, len(members[entry.name]), self)
+                teams[entry.name] = _build_team(dataclasses.replace(entry, config=team), venv, members[entry.name], self)
             return teams_agent(venv, teams, unroll_length=self.unroll_length)
 
         schedules = {e.name: words.check(e.config) for e in entries if e.config is not None}
@@ -207,18 +207,21 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
-    """Builds a team; errors name it."""
+def _build_team(entry: Entry, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
+    """Builds a team of agents with these numbers; errors name it."""
     if entry.config is None:
-        return random_team(venv, num_agents, run.unroll_length)
+        return random_team(venv, len(members), run.unroll_length, seed=members[0])
     try:
-        return entry.config.build_team(venv, num_agents)
+        return entry.config.build_team(venv, len(members))
     except (ValueError, TypeError) as error:
         raise type(error)(f"team {entry.name!r}: {error}") from None
 
 
-def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> Team:
-    """A team of uniformly random legal actions, also outside of training, where its carry counts steps to draw keys."""
+def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int, seed: int) -> Team:
+    """A team of uniformly random legal actions, also outside of training, where its carry counts steps to draw keys.
+
+    The seed is for actions without a key, which would otherwise be those of other such teams.
+    """
     space = check_policy_space(venv.action_space)
 
     @fragment(role="actor")
@@ -243,7 +246,7 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
 
     def choose_action(params: Any, rest: Any, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
         (steps,) = carry
-        keys = jax.random.split(jax.random.key(0) if key is None else key, len(steps))
+        keys = jax.random.split(jax.random.key(seed) if key is None else key, len(steps))
         return sample(obs, jax.vmap(jax.random.fold_in)(keys, steps)), (steps + 1,)
 
     return Team(

@@ -11,9 +11,11 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, data, envs
+from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.games import RockPaperScissors
+from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_counted
 from tests.support.lock import COUNT, SIZES, Lock, OneInteger
 from tests.support.many_agents import Homes
@@ -140,6 +142,36 @@ def test_choices_that_start_elsewhere_train_as_those_from_0(algo, config):
     jax.tree.map(np.testing.assert_array_equal, *states)
     np.testing.assert_array_equal(chosen[0] + 10, chosen[1])
     assert {*np.unique(chosen[0])} <= {0, 1, 2}
+
+
+class Typed(RandomWalk):
+    """Its actions are of another type than those that networks count."""
+
+    action_space = envs.Discrete(3, np.uint8, start=10)
+
+    def step(self, key, state, action):
+        assert action.dtype == np.uint8
+        return super().step(key, state, action.astype(jnp.int32) - 10)
+
+
+@pytest.mark.parametrize(
+    ("algo", "config"),
+    [
+        ("ppo", PROXIMAL),
+        ("pqn", PROXIMAL),
+        ("es", CONFIGS["es"]),
+        ("dqn", REPLAYING),
+        ("muzero", REPLAYING | PLANNING | {"act_simulations": 0}),
+    ],
+)
+def test_every_choice_reaches_the_environment_in_its_space(algo, config):
+    """In training, as the types show, and outside of it; the first action is best if all numbers of a network are 0."""
+    agent = msrl.algorithms.build(msrl.algorithms.get(algo)(**config), Typed())
+    start = jax.eval_shape(agent.init, jax.random.key(0))
+    jax.eval_shape(lambda state: agent.iteration(state, Progress(counter())), start)
+    still = start._replace(params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start.params))
+    action = agent.act(still, jnp.ones((8, 3)), None)
+    assert action.dtype == np.uint8 and action.tolist() == [10] * 8
 
 
 @pytest.mark.long

@@ -69,13 +69,29 @@ def test_every_team_acts_for_its_agents_and_learns_from_their_rewards():
 
 def test_random_actions_are_legal_and_uniform():
     """Chi-square over 4,096 draws, beyond its quantile at a false alarm of 1e-6; fixed keys."""
-    team = random_team(VectorizedAgents(Wishes(), 1024), 4, 1)
+    team = random_team(VectorizedAgents(Wishes(), 1024), 4, 1, seed=0)
     obs = MaskedObservation(jnp.zeros((1024, 4, 4)), jnp.broadcast_to(jnp.array([True, False, True, True]), (1024, 4, 4)))
     action, _ = team.choose_action((), (), obs, None, team.initial_carry(1024))
     counts = np.bincount(np.asarray(action).ravel(), minlength=4)
     assert action.shape == (1024, 4) and counts[1] == 0
     expected = 4096 / 3
     assert ((counts[[0, 2, 3]] - expected) ** 2 / expected).sum() < 27.6
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(1)], ids=["greedy", "random"])
+def test_teams_draw_actions_independently_of_each_other(key):
+    agent = make_still("teams", Wishes(), **SMALL, teams={"red": TEXT, "blue_0": "random", "blue_1": "random"})
+    start = jax.eval_shape(agent.init, jax.random.key(0))
+    start = start._replace(params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start.params))
+    obs = MaskedObservation(jnp.zeros((64, 4, 4)), jnp.ones((64, 4, 4), bool))
+    action, _ = jax.jit(lambda obs: agent.act(start, obs, key, agent.initial_carry(64)))(obs)
+    assert 4 < (action[:, 1] == action[:, 3]).sum() < 32 and len(np.unique(action[:, [1, 3]])) == 4
+
+
+def test_a_run_is_long_enough_for_every_team():
+    waiting = "vdn:hidden_sizes=(8,),trace_length=4,batch_size=4,learning_starts=300"
+    agent = make_still("teams", Wishes(), **SMALL, teams={"red": waiting, "blue": "random"})
+    assert agent.learning_starts == 304  # 19 steps of 16 environments
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
+from msrl_jax.algorithms.losses import critics
 from msrl_jax.envs.base import narrow
 from msrl_jax.experiment.arguments import make_experiment
 from tests.support.many_agents import Homes
@@ -23,7 +24,7 @@ SIZES = {
 WINDOWS = {"trace_length": 4, "n_step": 1}
 PARTICULAR = {
     "r2d2": {"burn_in": 0, **WINDOWS}, "qmix": {"trace_length": 4}, "vdn": {"trace_length": 4},
-    "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"},
+    "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"}, "apex_dqn": {"distribution": "c51"},
     "sac": {"distribution": "qr", "normalize_observations": True},
     "ppo": {"intrinsic_coef": 0.5}, "mappo": {"normalize_values": True}, "impala": {"core": "lru"}, "a2c": {"core": "gru"},
     "muzero": {"model_steps": 2, "n_step": 2},
@@ -65,12 +66,25 @@ def types(name):
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "sac", "recurrent_ppo", "es", "qmix"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "apex_dqn", "sac", "recurrent_ppo", "es", "qmix"))
 def test_states_and_metrics_have_the_types_of_32_bits(name):
     expected = types(name)
     with jax.enable_x64(True):
         assert types(name) == expected
     assert expected[1] <= {"float32"}
+
+
+@pytest.mark.parametrize("prediction", [critics.categorical(5, -1.0, 1.0), critics.truncated_quantiles(5, 1)])
+def test_returns_losses_and_errors_of_critics_have_32_bits(prediction):
+    outputs = jax.ShapeDtypeStruct((2, 3, 5), np.float32)
+
+    def every(outputs):
+        target = prediction.target(outputs, lambda returns: np.float32(0.9) * returns)
+        scores = prediction.loss(outputs, target), prediction.error(outputs, target)
+        return target, prediction.expected(outputs), prediction.value(outputs), *scores
+
+    with jax.enable_x64(True):
+        assert {x.dtype.name for x in jax.eval_shape(every, outputs)} == {"float32"}
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn"))

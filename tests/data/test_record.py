@@ -252,6 +252,13 @@ def test_random_and_sampled_actions_have_their_frequencies(recorded):
     assert (sampled.action != half.action).any()
 
 
+def test_the_seed_of_a_run_records_other_episodes_than_those_of_its_training(recorded):
+    result, path = recorded
+    trained, dataset = data.load(path), data.record(result, 64, seed=3, num_envs=8)
+    first, others = trained.obs[trained.episodes[0]], dataset.obs[dataset.episodes[0]]
+    assert len(others) >= 8 and not (first[:, None] == others).all(-1).any()
+
+
 @pytest.mark.slow
 def test_a_carry_is_reset_at_the_start_of_an_episode():
     result = train(algo="recurrent_ppo", env=RandomWalk(), config=OTHERS["recurrent_ppo"], iterations=3)

@@ -46,6 +46,7 @@ def pixels(*shape):
         (envs.Box(-np.inf, np.inf, (64, 40)), False),
         (envs.Box(0, 1, (8, 8, 119)), False),
         (envs.Dict({"grid": envs.Box(0, 5, (12, 12), jnp.int32), "speed": envs.Box(-1, 1, (4,))}), False),
+        (envs.Dict({"table": envs.Box(0, 1, (40, 40, 3)), "speed": envs.Box(-1, 1, (4,))}), False),
     ],
     ids=str,
 )
@@ -62,6 +63,7 @@ def test_images_that_networks_take_for_vectors_are_named(space, told):
         ((8, 9), lambda x: x[..., None]),
         ((4, 8, 9), lambda x: np.stack([*x], -1)),
         ((8, 9, 4), lambda x: x),
+        ((8, 9, 8), lambda x: x),
         ((4, 8, 9, 3), lambda x: np.concatenate([*x], -1)),
         ((4, 3, 8, 9), lambda x: np.concatenate([np.stack([*frame], -1) for frame in x], -1)),
     ],
@@ -91,6 +93,15 @@ def test_parts_become_channels_of_one_image():
     np.testing.assert_array_equal(env.observation_space.low[3, 4], [0, 0, 0, 0, 0, -1, 0, 0])
     np.testing.assert_array_equal(env.observation_space.high[3, 4], [1, 1, 1, 1, 1, 1, np.inf, 2])
     assert env.observation_space.contains(obs)
+
+
+def test_who_acts_in_a_film_sees_the_image():
+    class Filmed(Seen):
+        def film(self, act, seed, max_steps):
+            return act(jnp.zeros((4, 8, 9), jnp.uint8)).shape, seed, max_steps
+
+    assert envs.AsImage(Filmed(pixels(4, 8, 9))).film(lambda obs: obs, 3, 5) == ((8, 9, 4), 3, 5)
+    assert not hasattr(envs.AsImage(Seen(pixels(4, 8, 9))), "film")
 
 
 @pytest.mark.parametrize("space", [envs.Box(0, 1, (4,)), envs.Dict({"a": pixels(8, 8, 3), "b": pixels(9, 9, 3)})], ids=str)

@@ -105,6 +105,7 @@ def with_mask(mask, **changes):
         (with_mask(jnp.ones(2)), r"Corridor\.action_mask is float32\[2\]; return bool\[2\]"),
         (with_mask(jnp.ones((), bool)), r"is bool\[\]; return bool\[2\], whether each action of Discrete\(2\)"),
         (with_mask(jnp.ones(2, bool), action_space=envs.Box(0, 1, (), jnp.int32)), "only actions of a Discrete space can be"),
+        (with_mask(jnp.ones(2, bool), action_space=envs.Discrete(2, start=5)), r"use Discrete\(2\), and add 5 to the"),
     ],
 )
 def test_a_wrong_mask_is_refused_with_the_value_named(env, message):

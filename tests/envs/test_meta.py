@@ -136,6 +136,10 @@ class Ending:
         return {"steps": state}
 
 
+class Shifted(Ending):
+    action_space = envs.Discrete(2, start=1)
+
+
 def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_nothing():
     env = envs.RL3(envs.RL2(Ending(), 6, 3), discount=1.0, smoothing=0.1)
     state, _ = env.reset(jax.random.key(0))
@@ -177,6 +181,7 @@ def test_actions_and_observations_of_other_spaces():
         (lambda: envs.RL2(Homes(), 8, 4), TypeError, "of one agent"),
         (lambda: envs.RL3(MDP), TypeError, r"write RL3\(RL2\(env, ...\)\)"),
         (lambda: envs.RL3(envs.RL2(Corridor(), 8, 4)), TypeError, "where both are Discrete"),
+        (lambda: envs.RL3(envs.RL2(Shifted(), 8, 4)), TypeError, "where both are Discrete from 0"),
         (lambda: envs.RL3(RL2, smoothing=0), ValueError, "smoothing=0 finite and above 0"),
         (lambda: envs.RL3(RL2, smoothing=np.inf), ValueError, "smoothing=inf finite"),
         (lambda: envs.RL2(envs.make("gymnasium:CartPole-v1"), 8, 4), TypeError, "is simulated on the host"),

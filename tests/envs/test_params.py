@@ -118,6 +118,17 @@ def test_parameters_are_drawn_independently_of_each_other():
     assert np.abs(between - np.eye(3)).max() < 5 / np.sqrt(1000)
 
 
+def test_parameters_are_drawn_independently_of_first_states():
+    class Starting(Weighing):
+        def reset(self, key):
+            state, obs = super().reset(key)
+            return state, obs.at[0].set(jax.random.uniform(jax.random.split(key)[0]))
+
+    env = envs.RandomizeParams(Starting(), {"weight": envs.uniform(0, 1)})
+    state, obs = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 1000))
+    assert abs(np.corrcoef(state.params["weight"], obs[:, 0])[0, 1]) < 5 / np.sqrt(1000)
+
+
 def test_a_function_draws_what_it_likes():
     def heavier(key):
         steps = jax.random.randint(key, (), 1, 4)

@@ -55,6 +55,23 @@ def test_statistics_of_small_batches_are_not_biased(size, steps):
     np.testing.assert_allclose(end.var, values.var(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_the_first_batch_replaces_the_statistics_of_no_values(scale):
+    batch = np.float32(scale * np.random.default_rng(0).normal(size=(1, 64, 3)))
+    end = run(running.empty(jax.ShapeDtypeStruct((3,), jnp.float32)), batch)
+    np.testing.assert_allclose(end.mean, batch[0].astype(np.float64).mean(0), rtol=1e-4)
+    np.testing.assert_allclose(end.var, batch[0].astype(np.float64).var(0), rtol=1e-5)
+
+
+def test_a_variance_follows_changes_that_float32_does_not_resolve():
+    """Each batch has the mean of the values before, and another variance."""
+    stats = running.empty(jax.ShapeDtypeStruct((), jnp.float32)).replace(count=counters.counter(2**31), var=jnp.float32(4))
+    batches = np.full((10_000, 8), [5, -5] * 4, np.float32)
+    end, (_, mean, var) = run(stats, batches), reference(2**31, 0.0, 4.0, batches)
+    assert end.mean == mean == 0 and var > 4 * (1 + 1e-4)
+    np.testing.assert_allclose(end.var, var, rtol=1e-6)
+
+
 def test_a_batch_of_another_shape_is_refused():
     with pytest.raises(AssertionError):
         running.update(running.empty(jax.ShapeDtypeStruct((3,), jnp.float32)), jnp.zeros((4, 2)))

@@ -35,7 +35,10 @@ def test_box_samples_the_widest_bounds_without_overflow():
     assert np.all(np.isfinite(x)) and x.max() > limit / 2
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("float32", np.finfo(np.float32).max), ("float16", 65504), ("float32", 1e300)])
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("float32", np.finfo(np.float32).max), ("float64", np.finfo(np.float32).max), ("float16", 65504), ("float32", 1e300)],
+)
 def test_the_largest_float_is_no_bound(dtype, largest):
     assert envs.Box(-largest, largest, (2,), dtype) == envs.Box(-np.inf, np.inf, (2,), dtype)
     one_sided = envs.Box([-largest, 0], [1, largest], (2,), dtype)

@@ -83,6 +83,12 @@ class Images(Echo):
         return dict.fromkeys(self.agents, one)
 
 
+def test_actions_that_start_elsewhere_reach_the_agents_as_they_are():
+    env = envs.stack_agents(echo((envs.Discrete(3, start=10),) * 2))
+    assert env.action_space == envs.Discrete(3, start=10)
+    assert env.step(KEY, (), jnp.array([10, 12]))[0] == {"cat": 10, "dog": 12}
+
+
 def test_own_masks_and_the_global_state_are_kept():
     own = {"cat": jnp.array([False, True]), "dog": jnp.array([True, False, False, True])}
     env = envs.stack_agents(echo(action_mask=lambda state: own, global_state=lambda state: jnp.arange(5.0)))
@@ -110,6 +116,7 @@ def image(*shape):
         ({"observations": (image(2, 2, 1), image(3, 3, 1))}, r"the observations of agent 'cat' are in Box\(0, 255"),
         ({"observations": (box(2), envs.Box(0, 1, (2,), jnp.int32))}, r"those of agent 'dog' in Box\(0, 1, \(2,\), int32\)"),
         ({"observations": (box(2), envs.Discrete(3))}, r"the observations of agent 'cat' .* can be padded to one space; give"),
+        ({"actions": (envs.Discrete(2), envs.Discrete(4, start=1))}, r"'dog' in Discrete\(4, start=1\); .* dtype and start"),
         ({"actions": (envs.Discrete(2), box(2))}, r"the actions of agent 'cat' are in Discrete\(2\), those of agent 'dog'"),
         ({"actions": (box(2), box(3, -2, 2))}, r"the actions of agent 'cat' are in .* \(for actions, with equal bounds\)"),
     ],

@@ -35,7 +35,7 @@ def test_a_state_of_probability_0_never_follows(monkeypatch):
     parts = np.random.default_rng(0).dirichlet(np.ones(7), 50)
     env = envs.TabularMDP(np.pad(parts, ((0, 0), (1, 42)))[:, None], np.zeros((50, 1)))
     for number in (0.0, np.nextafter(np.float32(1), np.float32(0))):
-        monkeypatch.setattr(jax.random, "uniform", lambda key, *_, number=number: jnp.float32(number))
+        monkeypatch.setattr(jax.random, "uniform", lambda key, *_, number=number, **__: jnp.float32(number))
         after = jax.vmap(lambda state: env.step(jax.random.key(0), state, 0)[0])(jnp.arange(50))
         assert ((after >= 1) & (after <= 7)).all()
 

@@ -33,8 +33,8 @@ def test_a_run_without_an_update_is_refused_before_anything_compiles(algo, env, 
 
 
 def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd):
-    options = {"eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
-    result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options, **SMALL)
+    options = SMALL | {"learning_starts": 112, "eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
+    result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options)
     assert np.isnan(result.history["loss"][:-1]).all() and np.isfinite(result.history["loss"][-1])
     assert "replay ratio: 0.125 updates per environment step, of batch_size=16\n" in capfd.readouterr().err
     with pytest.warns(UserWarning, match="the schedule now spans"):

@@ -13,6 +13,7 @@ from scipy import stats
 from msrl_jax import replay
 from msrl_jax.envs.goals import Goals
 from msrl_jax.replay import relabelling as module
+from tests.support.keys import key_uses, reused_keys
 
 E, T, L, TOTAL, B, KEYS, DISCOUNT = 8, 4, 40, 100, 256, 16, 0.9
 
@@ -148,6 +149,13 @@ def test_the_same_batches_after_two_to_the_31_episodes():
     states = [filled(buffer, items, state) for state in (empty, late)]
     assert states[1].items[-1].min() < 0 < states[1].items[-1].max()
     jax.tree.map(np.testing.assert_array_equal, *(batches(buffer, state) for state in states))
+
+
+@pytest.mark.parametrize("by", ["episode", "geometric"])
+def test_goals_are_drawn_with_keys_of_their_own(by):
+    buffer = make(replay.uniform, relabelling=replay.Relabelling(GOALS, 0.5, by))
+    uses = key_uses(lambda state, key: buffer.sample(state, key).experience, buffer.init(), jax.random.key(0))
+    assert uses and reused_keys(uses) == []
 
 
 def test_a_share_of_0_changes_no_batch_and_a_discount_may_be_traced():

@@ -48,6 +48,15 @@ def test_categorical_samples_have_the_probabilities_of_the_logits():
     assert samples.dtype == jnp.int32
 
 
+def test_an_offset_of_all_logits_changes_no_sample():
+    """Although the exponential of all of them is 0 or infinite in float32."""
+    logits = jnp.float32([0, 1, -2, 3]) + jnp.float32([[0], [-1e4], [1e4]])
+    keys = jax.random.split(jax.random.key(0), 99)
+    drawn = jax.jit(jax.vmap(lambda key: Categorical(logits).sample(jnp.stack([key] * 3))))(keys)
+    np.testing.assert_array_equal(drawn, jnp.broadcast_to(drawn[:, :1], (99, 3)))
+    assert len(np.unique(drawn)) > 2
+
+
 def test_normal_samples_have_mean_and_scale():
     keys = jax.random.split(jax.random.key(0), (20_000, 7))
     tile = lambda x: jnp.broadcast_to(x, (20_000, 7, 3))  # noqa: E731
