@@ -1,9 +1,12 @@
 """Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import queue
 import re
 import resource
 import signal
@@ -13,6 +16,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -519,6 +524,45 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     assert acted == [0]
 
 
+def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_it():
+    """Nine unrolls with nan, a good one, and nine again; then parameters that are not finite make another one nan."""
+    kinds = [jax.ShapeDtypeStruct((1,), np.float32)]
+    rewards = [*[np.nan] * 9, 1.0, *[np.nan] * 9, np.nan]
+    newest = pool.Published(0, [np.zeros(1, np.float32)])
+
+    class Peer:
+        sent = 0
+
+        async def send(self, header, arrays=()):
+            if self.sent == len(rewards) - 1:
+                learner._newest = pool.Published(0, [np.float32([np.inf])])
+
+        async def receive(self, payload=0):
+            if self.sent == len(rewards):
+                raise wire.WireError("it is gone")
+            self.sent += 1
+            token = {"run": "a", "unroll": self.sent - 1, "life": 0, "version": 0}
+            return token, memoryview(np.float32([rewards[self.sent - 1]]).tobytes())
+
+    record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
+    learner: Any = SimpleNamespace(
+        parts=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _record=record, _learned={0: "reward"}, _newest=newest,
+        _arrived=queue.SimpleQueue(), _say=lambda line: None,
+    )  # fmt: skip
+    learner._flaw = functools.partial(pool.Pool._flaw, learner)
+
+    async def exchange():
+        actor = pool.Actor(0, Peer(), SimpleNamespace(message=lambda packed: (None, packed)))  # type: ignore[arg-type]
+        for _ in range(len(rewards) + 1):
+            actor.answers.put_nowait(newest)
+        await pool.Pool._exchange(learner, actor)
+
+    with pytest.raises(wire.WireError, match="it is gone"):
+        asyncio.run(exchange())
+    flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
+    assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
+
+
 def test_nobody_there():
     with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
         msrl.experiment.act()
@@ -539,21 +583,26 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
         first.take(0, 1, 0, 1, 2, 1), first.take(0, 1, 0, 1, 3, 1),  # the same one twice
     ]  # fmt: skip
     assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
+    first.refuse(1, "it is no unroll")
+    first.take(1, 2, 0, 2, 2, 1, "obs has nan")
     second = Arrivals(tmp_path)  # after a checkpoint of 2 iterations
+    assert (second.dropped, second.refused) == (first.dropped, first.refused) == (2, 2)
     second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
     assert second.take(1, 0, 0, 0, 2, 9) == "it came twice"  # before the checkpoint
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
-    assert len(read(tmp_path / FILE)) == 14
+    assert len(read(tmp_path / FILE)) == 16
 
 
-def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
+@pytest.mark.parametrize("part", ['{"joi', '{"refuses": 0, "because": "' + 300 * "x"], ids=["shorter", "longer"])
+def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(part, tmp_path):
+    """The part of a line is shorter or longer than what is written next."""
     first = Arrivals(tmp_path)
     first.begin(0)
-    with (tmp_path / FILE).open("ab") as file:
-        file.write(b'{"joi')
+    with (tmp_path / FILE).open("a") as file:
+        file.write(part)
     Arrivals(tmp_path).begin(0)
     assert [line["begins"] for line in read(tmp_path / FILE)] == [0, 0]
     (tmp_path / FILE).write_text("5\n")
@@ -588,6 +637,28 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     record.close()
     assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2, 3]
+
+
+def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
+    """The learner notes what it takes while the thread that talks to actors lets some in."""
+    record, fstat, inside, together = Arrivals(tmp_path), os.fstat, threading.Lock(), list[int]()
+
+    def slow(file):
+        together.append(not inside.acquire(blocking=False))
+        time.sleep(0.02)
+        if not together[-1]:
+            inside.release()
+        return fstat(file)
+
+    record.begin(0)
+    monkeypatch.setattr(arrivals.os, "fstat", slow)
+    threads = [threading.Thread(target=record.refuse, args=(i, "bad")) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(together) and sorted(line["refuses"] for line in read(tmp_path / FILE)[1:]) == list(range(8))
+    assert record.refused == 8
 
 
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
