@@ -596,13 +596,11 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert len(read(tmp_path / FILE)) == 16
 
 
-@pytest.mark.parametrize("part", ['{"joi', '{"refuses": 0, "because": "' + 300 * "x"], ids=["shorter", "longer"])
-def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(part, tmp_path):
-    """The part of a line is shorter or longer than what is written next."""
+def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
     first = Arrivals(tmp_path)
     first.begin(0)
-    with (tmp_path / FILE).open("a") as file:
-        file.write(part)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"joi')
     Arrivals(tmp_path).begin(0)
     assert [line["begins"] for line in read(tmp_path / FILE)] == [0, 0]
     (tmp_path / FILE).write_text("5\n")
@@ -677,3 +675,24 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
     (tmp_path / "moved").rename(tmp_path / FILE)
     record.close()
     assert read(tmp_path / FILE)[1:] == [{"gap": 2}, {"joins": 2}]
+
+
+def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
+    """One of them and a part of the other could be written; what follows is shorter, and a gap that is the last line counts."""
+    monkeypatch.setattr(arrivals, "_KEPT", 1)
+    record, file = Arrivals(tmp_path), tmp_path / FILE
+    record.begin(0)
+    limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), file.stat().st_size
+    try:
+        for room in (5, 250):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+            record._again = 0.0  # a second later
+            with pytest.warns(msrl.experiment.SaveWarning, match="No space left"):
+                record.refuse(0, 150 * "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.stat().st_size == size + 250
+    record.close()
+    assert read(file)[1:] == [{"gap": 2}]
+    record.join()
+    assert read(file)[1:] == [{"gap": 2}, {"joins": 0}]

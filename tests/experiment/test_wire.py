@@ -239,8 +239,8 @@ def proved(server, client):
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        with contextlib.closing(client.wrap_socket(near)) as wrapped:
-            return wrapped.version() == "TLSv1.3"
+        client.wrap_socket(near).close()
+        return True
     except ssl.SSLError:
         return False
     finally:
