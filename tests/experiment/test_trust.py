@@ -11,6 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import _naming, algorithms, envs, policies
 from msrl_jax._naming import TrustError
+from msrl_jax.algorithms import code_names
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
@@ -218,6 +219,12 @@ def test_what_may_return_something_else_is_not_called():
 
     fits = lambda kind: issubclass(kind, (Experiment, Result))  # noqa: E731
     assert _naming.makes(both, fits) and _naming.makes(Result, fits) and not _naming.makes(either, fits)
+
+
+def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
+    assert code_names.code_of({"data": "minari:Door", "optimizer": "adam:eps=1e-5"}) == {}
+    for kind in (list, tuple):
+        assert code_names.code_of({"teams": kind(["a=ippo", "b=evil.py"])}).keys() == {"teams"}
 
 
 def test_no_kind_of_name_reaches_the_standard_library():
