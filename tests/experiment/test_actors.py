@@ -91,7 +91,7 @@ class Live:
 
     def act(self, count=1):
         for _ in range(count):
-            self.actors.append(start(self.folder / f"actor{len(self.actors)}.log", "act", self.address, "--wait", "60s"))
+            self.actors.append(start(self.folder / f"actor{len(self.actors)}.log", "act", self.address, "--wait", "300s"))
 
     def rows(self):
         file = self.run / "metrics.jsonl"
@@ -341,7 +341,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
             patch.setenv(keys.VARIABLE, str(tmp_path / "another key.pem"))
             with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*another key\.pem, which all"):
                 msrl.experiment.act(address)
-        assert msrl.experiment.act(address, wait=60) >= 4
+        assert msrl.experiment.act(address, wait=300) >= 4
     thread.join(300)
     assert found[0].status == "finished"
 
@@ -445,7 +445,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     for iterations, guard in ((3, "halt"), (6, "skip")):
         options = {"total_steps": iterations * STEPS, "guard": guard, "anneal_learning_rate": True, "resume": iterations > 3}
         thread, found = learner_in_a_thread(address, folder, **options)
-        msrl.experiment.act(address, wait=60)
+        msrl.experiment.act(address, wait=300)
         thread.join(300)
         assert found[0].history["step"][-1] == iterations * STEPS
     assert_same_state(replay_arrivals(folder), found[0].state)
@@ -454,7 +454,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
-        msrl.experiment.act(address, wait=60)
+        msrl.experiment.act(address, wait=300)
     thread.join(300)
     assert isinstance(found[0], msrl.experiment.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
@@ -472,7 +472,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
         raise raised
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
-    assert main(["act", address, "--wait", "60s"]) == 2
+    assert main(["act", address, "--wait", "300s"]) == 2
     thread.join(300)
     assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
     assert found[0] is raised or found[0].interrupted
@@ -506,7 +506,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     channel = wait_for(lambda: reached(address), "no learner")
     channel.send({"versions": versions(), "ticket": None, "run": None})
     about, _ = channel.receive()
-    assert msrl.experiment.act(address, wait=60)  # another one
+    assert msrl.experiment.act(address, wait=300)  # another one
     assert channel.receive()[0] == {"over": True}
     channel.close()
     thread.join(300)

@@ -222,7 +222,7 @@ def test_a_save_that_fails_before_it_begins_leaves_nothing_and_what_is_left_stop
             raise OSError(28, "No space left on device")
 
         patch.setattr("orbax.checkpoint.AsyncCheckpointer.save", fails)
-        with pytest.raises(OSError, match="000000000001 cannot be written: .*No space left"):
+        with pytest.raises(OSError, match=r"000000000001 cannot be written: .*No space left"):
             writer.save(1, {"x": jnp.ones(3)}, (), {}, None)
     assert not any(folder.iterdir())
     (folder / "000000000001").mkdir()

@@ -17,6 +17,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.experiment import Result, checkpoint
 from msrl_jax.experiment.checkpoint import CheckpointError, complete
+from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import (
     NotSavedError,
     RunFolderError,
@@ -26,6 +27,7 @@ from msrl_jax.experiment.folder import (
     rewind_rows,
     write_table,
 )
+from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.store import ResumeWarning, check_saved
 from msrl_jax.experiment.store import complete as complete_folder
 from tests.support import processes
@@ -312,6 +314,19 @@ def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
     )
     assert_same_run(Result.load(result.folder), result)
     shutil.rmtree(result.folder.parent)
+
+
+def test_a_folder_tells_how_its_run_ended_and_what_its_steps_are(copy):
+    """A run that diverged has its checkpoint from before; any other summary of other steps is of a checkpoint that is gone."""
+    config, summary = (json.loads((copy / name).read_text()) for name in ("config.json", "summary.json"))
+    for status, told in {"diverged": "diverged", "finished": "unfinished"}.items():
+        (copy / "summary.json").write_text(json.dumps(summary | {"status": status, "total_steps": 10**6}))
+        assert Outcome.read(copy).status == Result.load(copy).status == told
+    for unit in ("environment steps", "updates"):
+        (copy / "config.json").write_text(json.dumps(config | {"unit": unit}))
+        assert Outcome.read(copy).unit == unit and f" {unit.split()[-1]}/s" in str(Outcome.read(copy))
+    of_rates = [fingerprint(config | {"rollbacks": [{"to": 1, "learning_rate": rate}]}) for rate in (0.1, 0.2)]
+    assert len({*of_rates, fingerprint(config)}) == 3
 
 
 def test_a_line_that_a_crash_cut_off_does_not_count(copy, stopped):

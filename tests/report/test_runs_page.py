@@ -81,8 +81,8 @@ def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_
 
 def test_every_fact_that_two_runs_differ_in_is_a_row(run, tmp_path):
     facts = {
-        "algorithm": "a", "env": "b", "env_params": {"c": 1}, "total_steps": 2, "seed": 3, "seeds": 3, "settings": {"discount": [1.0]},
-        "rank_by": "return", "guard": "skip", "data": {"e": 1}, "policy": "f",
+        "algorithm": "a", "env": "b", "env_params": {"c": 1}, "total_steps": 2, "seed": 3, "seeds": 3,
+        "settings": {"discount": [1.0]}, "rank_by": "return", "guard": "skip", "data": {"e": 1}, "policy": "f",
     }  # fmt: skip
     other = dataclasses.replace(run, description=run.description | facts, folder=None)
     found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
