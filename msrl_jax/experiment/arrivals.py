@@ -110,7 +110,7 @@ class Arrivals:
     def close(self) -> None:
         """Tries for a last time to write what could not be written."""
         with self._lock:
-            if self._kept and (error := self._flush()) is not None:
+            if (self._kept or self._gap) and (error := self._flush()) is not None:
                 self._warn_of_gap(error)
 
     def _count(self, *lines: dict[str, Any]) -> None:

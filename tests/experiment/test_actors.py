@@ -1,9 +1,12 @@
 """Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import queue
 import re
 import resource
 import signal
@@ -13,6 +16,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,7 +91,7 @@ class Live:
 
     def act(self, count=1):
         for _ in range(count):
-            self.actors.append(start(self.folder / f"actor{len(self.actors)}.log", "act", self.address, "--wait", "60s"))
+            self.actors.append(start(self.folder / f"actor{len(self.actors)}.log", "act", self.address, "--wait", "300s"))
 
     def rows(self):
         file = self.run / "metrics.jsonl"
@@ -337,7 +342,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
             patch.setenv(keys.VARIABLE, str(tmp_path / "another key.pem"))
             with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*another key\.pem, which all"):
                 msrl.experiment.act(address)
-        assert msrl.experiment.act(address, wait=60) >= 4
+        assert msrl.experiment.act(address, wait=300) >= 4
     thread.join(300)
     assert found[0].status == "finished"
 
@@ -441,7 +446,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     for iterations, guard in ((3, "halt"), (6, "skip")):
         options = {"total_steps": iterations * STEPS, "guard": guard, "anneal_learning_rate": True, "resume": iterations > 3}
         thread, found = learner_in_a_thread(address, folder, **options)
-        msrl.experiment.act(address, wait=60)
+        msrl.experiment.act(address, wait=300)
         thread.join(300)
         assert found[0].history["step"][-1] == iterations * STEPS
     assert_same_state(replay_arrivals(folder), found[0].state)
@@ -450,7 +455,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
-        msrl.experiment.act(address, wait=60)
+        msrl.experiment.act(address, wait=300)
     thread.join(300)
     assert isinstance(found[0], msrl.experiment.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
@@ -468,7 +473,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
         raise raised
 
     thread, found = learner_in_a_thread(address, total_steps=50 * STEPS, callbacks=[fails])
-    assert main(["act", address, "--wait", "60s"]) == 2
+    assert main(["act", address, "--wait", "300s"]) == 2
     thread.join(300)
     assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
     assert found[0] is raised or found[0].interrupted
@@ -502,7 +507,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     channel = wait_for(lambda: reached(address), "no learner")
     channel.send({"versions": versions(), "ticket": None, "run": None})
     about, _ = channel.receive()
-    assert msrl.experiment.act(address, wait=60)  # another one
+    assert msrl.experiment.act(address, wait=300)  # another one
     assert channel.receive()[0] == {"over": True}
     channel.close()
     thread.join(300)
@@ -518,6 +523,45 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
         channel.send({"over": True})
     acting.join(300)
     assert acted == [0]
+
+
+def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_it():
+    """Nine unrolls with nan, a good one, and nine again; then parameters that are not finite make another one nan."""
+    kinds = [jax.ShapeDtypeStruct((1,), np.float32)]
+    rewards = [*[np.nan] * 9, 1.0, *[np.nan] * 9, np.nan]
+    newest = pool.Published(0, [np.zeros(1, np.float32)])
+
+    class Peer:
+        sent = 0
+
+        async def send(self, header, arrays=()):
+            if self.sent == len(rewards) - 1:
+                learner._newest = pool.Published(0, [np.float32([np.inf])])
+
+        async def receive(self, payload=0):
+            if self.sent == len(rewards):
+                raise wire.WireError("it is gone")
+            self.sent += 1
+            token = {"run": "a", "unroll": self.sent - 1, "life": 0, "version": 0}
+            return token, memoryview(np.float32([rewards[self.sent - 1]]).tobytes())
+
+    record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
+    learner: Any = SimpleNamespace(
+        parts=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _record=record, _learned={0: "reward"}, _newest=newest,
+        _arrived=queue.SimpleQueue(), _say=lambda line: None,
+    )  # fmt: skip
+    learner._flaw = functools.partial(pool.Pool._flaw, learner)
+
+    async def exchange():
+        actor = pool.Actor(0, Peer(), SimpleNamespace(message=lambda packed: (None, packed)))  # type: ignore[arg-type]
+        for _ in range(len(rewards) + 1):
+            actor.answers.put_nowait(newest)
+        await pool.Pool._exchange(learner, actor)
+
+    with pytest.raises(wire.WireError, match="it is gone"):
+        asyncio.run(exchange())
+    flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
+    assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
 
 
 def test_nobody_there():
@@ -540,14 +584,17 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
         first.take(0, 1, 0, 1, 2, 1), first.take(0, 1, 0, 1, 3, 1),  # the same one twice
     ]  # fmt: skip
     assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
+    first.refuse(1, "it is no unroll")
+    first.take(1, 2, 0, 2, 2, 1, "obs has nan")
     second = Arrivals(tmp_path)  # after a checkpoint of 2 iterations
+    assert (second.dropped, second.refused) == (first.dropped, first.refused) == (2, 2)
     second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
     assert second.take(1, 0, 0, 0, 2, 9) == "it came twice"  # before the checkpoint
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
-    assert len(read(tmp_path / FILE)) == 14
+    assert len(read(tmp_path / FILE)) == 16
 
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
@@ -591,6 +638,28 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2, 3]
 
 
+def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
+    """The learner notes what it takes while the thread that talks to actors lets some in."""
+    record, fstat, inside, together = Arrivals(tmp_path), os.fstat, threading.Lock(), list[int]()
+
+    def slow(file):
+        together.append(not inside.acquire(blocking=False))
+        time.sleep(0.02)
+        if not together[-1]:
+            inside.release()
+        return fstat(file)
+
+    record.begin(0)
+    monkeypatch.setattr(arrivals.os, "fstat", slow)
+    threads = [threading.Thread(target=record.refuse, args=(i, "bad")) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(together) and sorted(line["refuses"] for line in read(tmp_path / FILE)[1:]) == list(range(8))
+    assert record.refused == 8
+
+
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(arrivals, "_KEPT", 1)
     record = Arrivals(tmp_path)
@@ -607,3 +676,24 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
     (tmp_path / "moved").rename(tmp_path / FILE)
     record.close()
     assert read(tmp_path / FILE)[1:] == [{"gap": 2}, {"joins": 2}]
+
+
+def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
+    """One of them and a part of the other could be written; what follows is shorter, and a gap that is the last line counts."""
+    monkeypatch.setattr(arrivals, "_KEPT", 1)
+    record, file = Arrivals(tmp_path), tmp_path / FILE
+    record.begin(0)
+    limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), file.stat().st_size
+    try:
+        for room in (5, 250):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+            record._again = 0.0  # a second later
+            with pytest.warns(msrl.experiment.SaveWarning, match="No space left"):
+                record.refuse(0, 150 * "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.stat().st_size == size + 250
+    record.close()
+    assert read(file)[1:] == [{"gap": 2}]
+    record.join()
+    assert read(file)[1:] == [{"gap": 2}, {"joins": 0}]

@@ -212,6 +212,26 @@ def test_what_a_failed_save_wrote_is_removed_at_once(tmp_path):
     writer.close()
 
 
+def test_a_save_that_fails_before_it_begins_leaves_nothing_and_what_is_left_stops_no_other(tmp_path, monkeypatch):
+    """A part of the same checkpoint may be there that could not be removed."""
+    writer, folder = CheckpointWriter(tmp_path, 1), tmp_path / "checkpoints"
+    with monkeypatch.context() as patch:
+
+        def fails(checkpointer, path, **options):
+            path.mkdir()
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("orbax.checkpoint.AsyncCheckpointer.save", fails)
+        with pytest.raises(OSError, match=r"000000000001 cannot be written: .*No space left"):
+            writer.save(1, {"x": jnp.ones(3)}, (), {}, None)
+    assert not any(folder.iterdir())
+    (folder / "000000000001").mkdir()
+    writer.save(1, {"x": jnp.ones(3)}, (), {}, None)
+    writer.wait()
+    writer.close()
+    verify(complete(tmp_path)[0])
+
+
 def test_checkpoints_leave_no_threads_files_or_writers_behind(tmp_path):
     """What stays is a few strings for each entry, which TensorStore leaks: `docs/runs.md`."""
 

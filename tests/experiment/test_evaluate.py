@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,7 @@ class Answering(WithoutStatistics):
         self.num_envs = num_envs
 
     def vectorize(self, num_envs):
-        return Answering(num_envs)
+        return type(self)(num_envs)
 
     def reset(self, key):
         return jnp.int32(0), jnp.zeros((self.num_envs, 2))
@@ -88,6 +90,24 @@ def test_steps_without_an_answer_and_lost_episodes_do_not_count(tiny):
     played = make_evaluator(Behavior(agent, env), 4)(jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1))
     assert played.returns.tolist() == [7, 2, 7, 2] and played.lengths.tolist() == [3, 2, 3, 2] and played.finished.all()
     assert played.metrics["total"].tolist() == [6, 5, 6, 5] and played.metrics["level"].tolist() == [2, 2.5, 2, 2.5]
+
+
+class Telling(Answering):
+    """It pays what the action says."""
+
+    def step(self, state, action):
+        state, t = super().step(state, action)
+        return state, t._replace(reward=action.astype(float))
+
+
+def test_an_agent_remembers_nothing_of_a_lost_episode(tiny):
+    """Its memory is the number of steps since it began, which is its action."""
+    agent = algorithms.get("ppo")(**tiny).build(env := Telling())
+    counting = dataclasses.replace(
+        agent, initial_carry=lambda count: jnp.zeros(count, jnp.int32), act=lambda state, obs, key, carry: (carry, carry + 1)
+    )
+    played = make_evaluator(Behavior(counting, env), 4)(jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1))
+    assert played.returns.tolist() == [0 + 1 + 2 + 3, 0 + 1] * 2
 
 
 @pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])
@@ -173,6 +193,22 @@ def test_episodes_of_evaluations_are_not_those_with_which_training_began(trained
     ]
     assert len(of_copies[0]) == len(of_copies[1]) == len(obs) and not of_copies[0] & of_copies[1]
     assert not (np.asarray(begun.obs) == obs).all(-1).any()
+
+
+def test_evaluations_that_are_asked_for_have_keys_of_their_own(trained, monkeypatch):
+    """With the seed of training, too: other keys than those of the run and its evaluations, or the same episodes come again."""
+    keys = [trained.experiment.key, evaluation_key(trained.experiment), jax.random.key(trained.experiment.seed)]
+
+    class Playing:
+        env = None
+
+        def __call__(self, state, key):
+            keys.append(key)
+
+    monkeypatch.setattr("msrl_jax.experiment.result.make_evaluator", lambda *args, **options: Playing())
+    monkeypatch.setattr("msrl_jax.experiment.result.release", lambda env: None)
+    trained.evaluate(4, seed=trained.experiment.seed)
+    assert not any((plain(keys[-1]) == plain(key)).all() for key in keys[:-1])
 
 
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):

@@ -228,6 +228,15 @@ def test_members_go_back_with_rates_halved_for_every_rollback():
     assert len(set(keys)) == 4, "each rollback has other random numbers"
 
 
+def test_the_copy_in_memory_is_of_after_the_last_rollback():
+    guard, run = Guard(), SimpleNamespace(path=None, program=None, deployment={"rollbacks": [{}, {}]})
+    guard._kept = None
+    run.experiment = SimpleNamespace(start=lambda program: "initial")
+    assert guard.earlier(run) == ("initial", 0, 0)  # type: ignore[arg-type]
+    guard._kept = "copy", 4
+    assert guard.earlier(run) == ("copy", 4, 2)  # type: ignore[arg-type]
+
+
 def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     """It went back twice to its newest checkpoint, which was written before."""
     module = importlib.import_module("msrl_jax.experiment.train")

@@ -192,3 +192,4 @@ def test_the_summary_says_what_ran(trained, members):
     summary = members.summary()
     assert summary["episode_return"] == pytest.approx(np.mean(summary["episode_return_per_seed"]))
     assert len(summary["eval_return_per_seed"]) == 3
+    assert "episode_length" in members.history and not any("length" in name for name in summary)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.experiment import Result, checkpoint
 from msrl_jax.experiment.checkpoint import CheckpointError, complete
+from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import (
     NotSavedError,
     RunFolderError,
@@ -25,7 +27,9 @@ from msrl_jax.experiment.folder import (
     rewind_rows,
     write_table,
 )
+from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.store import ResumeWarning, check_saved
+from msrl_jax.experiment.store import complete as complete_folder
 from tests.support import processes
 from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
@@ -129,6 +133,7 @@ DAMAGES = [
     (damage("config.json", ""), r"config\.json is damaged"),
     (damage("config.json", "[" * 200_000), r"config\.json is damaged \(it has too many brackets"),
     (damage("config.json", '{"config": ' * 300 + "1" + "}" * 300), r"config\.json is damaged \(it has too many brackets"),
+    (damage("config.json", "[" * 300 + "]" * 300), r"config\.json is damaged \(it has too many brackets"),
     (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it has too many brackets"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
     (damage("config.json", '{"algorithm": "ppo"}'), r"config\.json lacks 'env'"),
@@ -311,6 +316,19 @@ def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
     shutil.rmtree(result.folder.parent)
 
 
+def test_a_folder_tells_how_its_run_ended_and_what_its_steps_are(copy):
+    """A run that diverged has its checkpoint from before; any other summary of other steps is of a checkpoint that is gone."""
+    config, summary = (json.loads((copy / name).read_text()) for name in ("config.json", "summary.json"))
+    for status, told in {"diverged": "diverged", "finished": "unfinished"}.items():
+        (copy / "summary.json").write_text(json.dumps(summary | {"status": status, "total_steps": 10**6}))
+        assert Outcome.read(copy).status == Result.load(copy).status == told
+    for unit in ("environment steps", "updates"):
+        (copy / "config.json").write_text(json.dumps(config | {"unit": unit}))
+        assert Outcome.read(copy).unit == unit and f" {unit.split()[-1]}/s" in str(Outcome.read(copy))
+    of_rates = [fingerprint(config | {"rollbacks": [{"to": 1, "learning_rate": rate}]}) for rate in (0.1, 0.2)]
+    assert len({*of_rates, fingerprint(config)}) == 3
+
+
 def test_a_line_that_a_crash_cut_off_does_not_count(copy, stopped):
     rows = copy / "metrics.jsonl"
     with rows.open("a") as file:
@@ -387,6 +405,56 @@ def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     shutil.rmtree(result.folder.parent)
 
 
+def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
+    rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
+
+    def spoil(tick):
+        if tick.iteration == 1:
+            rows.rename(aside)
+            rows.mkdir()
+        elif tick.iteration == 2:
+            rows.rmdir()
+            aside.rename(rows)
+
+    with pytest.warns(SaveWarning, match="metrics are kept in memory"):
+        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
+    assert result.folder == tmp_path / "run" and not result.save_error
+    assert_same_run(Result.load(result.folder), result)
+
+
+def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monkeypatch):
+    """Both disks are full; what is left of the second attempt would fill the one for temporary files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def fails(result, path):
+        path.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Result, "save", fails)
+    with pytest.warns(SaveWarning, match="only the result in memory has it"):
+        result = complete_folder(trained, tmp_path / "run", OSError("full"))
+    assert result.folder is None and result.save_error == "full" and not any((tmp_path / "temporary").iterdir())
+
+
+def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
+    """Scores are 1, 5, 3, 4 and 2; the second one cannot be saved, so the fourth is kept as the best."""
+    sums, calls, scores = checkpoint._sums, itertools.count(1), [1.0, 5.0, 3.0, 4.0, 2.0]
+
+    def failing(path):
+        if next(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return sums(path)
+
+    monkeypatch.setattr(checkpoint, "_sums", failing)
+    monkeypatch.setattr("msrl_jax.experiment.hooks.score", lambda run: scores[run.iteration - 1])
+    options = {"eval_episodes": 2, "eval_every": 64, "checkpoint_every": 3 * 64, "keep_checkpoints": 9}
+    with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
+        train("ppo", tmp_path / "run", devices=1, iterations=5, chunk=1, **options)
+    found = complete(tmp_path / "run")
+    assert [c.iteration for c in found] == [5, 4, 3, 1] and checkpoint.best(found) == found[1]
+
+
 def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
     """A disk that is full for a while: the state at the end is saved in the folder of the run."""
     sums, calls = checkpoint._sums, itertools.count(1)
@@ -405,16 +473,18 @@ def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monk
     assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
 
 
-def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(tmp_path, monkeypatch):
-    def full(path):
+@pytest.mark.parametrize("full", ["checkpoint._sums", "folder.append_rows"])
+def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_path, monkeypatch):
+    def no_space(*args):
         raise OSError(28, "No space left on device")
 
     def failing(tick):
         raise RuntimeError("of a callback")
 
-    monkeypatch.setattr(checkpoint, "_sums", full)
-    with pytest.raises(RuntimeError, match="of a callback"), pytest.warns(SaveWarning, match="could not be saved: .*No space"):
+    monkeypatch.setattr(f"msrl_jax.experiment.{full}", no_space)
+    with pytest.raises(RuntimeError, match="of a callback"), pytest.warns(SaveWarning) as caught:
         train("ppo", tmp_path / "run", devices=1, iterations=2, callbacks=[failing], chunk=1, eval_episodes=0)
+    assert re.search("ends with an error, and could not be saved: .*No space left", str(caught[-1].message))
 
 
 FULL = """

@@ -13,6 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import _naming, algorithms, envs, policies
 from msrl_jax._naming import TrustError
+from msrl_jax.algorithms import code_names
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
@@ -151,6 +152,13 @@ def test_a_config_file_that_somebody_sent_runs_nothing(command, text, sent, tmp_
     assert "a.toml names code to run" in one_line([command, "--config", "a.toml"], capsys)
 
 
+def test_what_flags_give_in_place_of_a_file_needs_no_trust(sent, tmp_path, capsys):
+    (tmp_path / "a.toml").write_text('env = "evil:Env"\noptimizer = "evil:opt"\ntotal_steps = "many"')
+    words = ["train", "--config", "a.toml", "--env", "CartPole-v1"]
+    assert "names code to run, optimizer=" in one_line(words, capsys)
+    assert "a.toml, line 3: Error parsing total_steps" in one_line([*words, "--optimizer", "adam"], capsys)
+
+
 def test_no_file_trusts_itself(sent, tmp_path, capsys):
     (tmp_path / "a.toml").write_text('trust = true\nenv = "evil:Env"')
     assert "names code to run" in one_line(["train", "--config", "a.toml"], capsys)
@@ -207,6 +215,49 @@ def test_processes_that_this_one_starts_import_nothing_from_the_working_director
     assert not (tmp_path / "MARK").exists()
 
 
+def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
+    """What a folder or a learner names may run then."""
+    sent(), np.savez(tmp_path / "step.npz")
+    asked = []
+
+    def noted(*args, trust=False, **options):
+        asked.append(trust)
+        raise OSError("noted")
+
+    monkeypatch.setattr(Result, "load", noted)
+    monkeypatch.setattr(msrl.experiment, "replay_step", noted)
+    monkeypatch.setattr(msrl.experiment, "train", noted)
+    monkeypatch.setattr(acting, "_act", lambda where, context, actor, limit, say: noted(trust=actor.trust))
+    for words in (*LOADING, ["replay", "step.npz"], ["act", "127.0.0.1:7000"]):
+        assert main([*words, "--trust"]) == 2 and asked.pop() is True, words
+
+
+def test_a_module_that_fails_is_told_as_it_is_and_leaves_no_path(tmp_path, monkeypatch):
+    """One that lacks another module is there itself; and afterwards modules are not looked for in the working directory."""
+    (tmp_path / "lacking.py").write_text("import not_installed_here")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'not_installed_here'$"):
+        envs.make("lacking:Env")
+    with pytest.raises(ValueError, match=r"env(ironment)? 'lackin:Env': No module named 'lackin'; give MODULE:NAME of"):
+        envs.make("lackin:Env")
+    assert sys.path == before
+
+
+def test_what_may_return_something_else_is_not_called():
+    def either() -> Experiment | int: ...  # type: ignore[empty-body]
+    def both() -> Experiment | Result: ...  # type: ignore[empty-body]
+
+    fits = lambda kind: issubclass(kind, (Experiment, Result))  # noqa: E731
+    assert _naming.makes(both, fits) and _naming.makes(Result, fits) and not _naming.makes(either, fits)
+
+
+def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
+    assert code_names.code_of({"data": "minari:Door", "optimizer": "adam:eps=1e-5"}) == {}
+    for kind in (list, tuple):
+        assert code_names.code_of({"teams": kind(["a=ippo", "b=evil.py"])}).keys() == {"teams"}
+
+
 def test_no_kind_of_name_reaches_the_standard_library():
     def optimizer(name):
         return algorithms.words.objects(algorithms.PPO(optimizer=name))
@@ -248,9 +299,9 @@ def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
     board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
     about = {"score": 1.0, "algorithm": "ppo", "step": 1, "parent": None, "worker": "w", "seconds": 1.0, "finished": False}
     (precious := tmp_path / "precious").mkdir()
-    for name, stated in (("a", "a"), ("b", "../../../precious"), ("c", str(precious))):
+    for name, stated in (("a", "a"), ("b", "../../../precious"), ("c", str(precious)), ("d", "d")):
         shutil.copytree(run, member := board.path / "members" / name)
-        (member / "entry.json").write_text(json.dumps(about | {"id": stated}))
+        (member / "entry.json").write_text(json.dumps(about | {"id": stated} | ({"score": "high"} if name == "d" else {})))
     with pytest.warns(ResumeWarning, match="is not what a worker wrote"):
         (member,) = board.entries
     assert member.id == "a" and precious.exists()
@@ -320,6 +371,7 @@ def test_a_sweep_that_somebody_sent_runs_nothing(sent):
     trial = {"number": 0, "program": 0, "values": {}, "returns": [1.0], "run": 0, "member": 0, "steps": 1, "rung": 0}
     (run / "table.json").write_text(json.dumps({"status": "finished", "stop_reason": "", "runs": ["."], "trials": [trial]}))
     found = msrl.SweepResult.load(run)
+    assert msrl.SweepResult.load(run, trust=True).trust and not found.trust
     for look in (found.command, found.run):
         with pytest.raises(TrustError, match=r"names code to run, algo='evil\.py:Evil'"):
             look(0)

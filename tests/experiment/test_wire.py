@@ -141,6 +141,9 @@ def test_a_key_of_another_user_a_damaged_one_and_the_former_secret_are_refused(t
             keys.contexts()
     if not os.geteuid():
         os.chown(path, 0, -1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 12345)
+            keys.contexts()  # what the administrator gave
     path.write_text("no key")
     with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner makes another"):
         keys.contexts()
@@ -223,6 +226,54 @@ def test_who_has_no_key_or_another_one_is_not_let_in(tmp_path, other_key):
         assert "let in" not in wait_for(ends, 4)
         wire.connect(address, keys.contexts()[1]).close()
         assert wait_for(ends, 5)[-1] == "let in"
+
+
+def proved(server, client):
+    """Whether two ends get through the proof."""
+    near, far = socket.socketpair()
+
+    def answer():
+        with contextlib.suppress(ssl.SSLError), contextlib.closing(server.wrap_socket(far, server_side=True)):
+            pass
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        client.wrap_socket(near).close()
+        return True
+    except ssl.SSLError:
+        return False
+    finally:
+        near.close()
+        thread.join(10)
+
+
+def test_neither_end_speaks_an_older_tls():
+    assert proved(*keys.contexts())
+    for end in (0, 1):
+        pair = keys.contexts()
+        pair[end].minimum_version, pair[end].maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+        assert not proved(*pair)
+
+
+def test_after_the_proof_an_actor_waits_as_long_as_it_takes_and_both_ends_look_for_each_other(monkeypatch):
+    """A learner may compile for minutes, and a machine that is gone says nothing."""
+    monkeypatch.setattr(wire, "PATIENCE", 1.0)
+
+    def options(connection):
+        pairs = (socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        return [connection.getsockopt(*pair) for pair in pairs]
+
+    async def late(peer):
+        await peer.receive()
+        await asyncio.sleep(1.2)
+        await peer.send({"late": True})
+        return options(peer._writer.get_extra_info("socket"))
+
+    with learner(late) as (address, ends), contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+        channel.send({})
+        assert channel.receive()[0] == {"late": True}
+        assert all(options(channel._connection)) and all(wait_for(ends)[0])
 
 
 def test_the_proof_as_a_whole_has_a_deadline(monkeypatch):

@@ -79,6 +79,19 @@ def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_
     assert "run.toml</summary>" in text and "training return" in text
 
 
+def test_every_fact_that_two_runs_differ_in_is_a_row(run, tmp_path):
+    facts = {
+        "algorithm": "a", "env": "b", "env_params": {"c": 1}, "total_steps": 2, "seed": 3, "seeds": 3,
+        "settings": {"discount": [1.0]}, "rank_by": "return", "guard": "skip", "data": {"e": 1}, "policy": "f",
+    }  # fmt: skip
+    other = dataclasses.replace(run, description=run.description | facts, folder=None)
+    found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
+    rows = {row[0]: row[1:] for row in found.rows}
+    for name, x in facts.items():
+        was = run.description[name]
+        assert rows[name] == ([str(x)] if x == was else ["-" if was is None else str(was), str(x)]), name
+
+
 def test_names_are_those_of_folders_and_are_escaped(folder, run, tmp_path):
     text = msrl.runs_page([folder, dataclasses.replace(run, folder=None)], tmp_path / "page.html").read_text()
     assert "a&lt;b" in text and "a<b" not in text and "seed 0" in text

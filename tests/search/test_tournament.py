@@ -244,11 +244,12 @@ def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path
 
 def test_a_round_that_could_not_be_saved_ends_the_worker(tmp_path, monkeypatch):
     """The board would hold a folder that nobody can read."""
-    failed = SimpleNamespace(save_error="No space left on device")
-    monkeypatch.setattr("msrl_jax.search.tournament.train", lambda **options: failed)
+    failed, policies = SimpleNamespace(save_error="No space left on device"), []
+    monkeypatch.setattr("msrl_jax.search.tournament.train", lambda **options: policies.append(options["policy"]) or failed)
     with pytest.raises(NotSavedError, match="No space left on device"):
         msrl.compete(tmp_path / "board", "a2c", RandomWalk(), **ONE)
     assert not Leaderboard(tmp_path / "board").entries
+    assert policies == ["GPUOnly"], "and not the one that the folder of a member names"
 
 
 def test_members_that_have_done_all_their_steps_are_drawn_no_more(board, one_device):
