@@ -53,9 +53,9 @@ class AsImage(ObservationWrapper):
 
     Images `[H, W]`, `[C, H, W]`, and frames `[N, H, W, C]` and `[N, C, H, W]` get their channels last, those of the first frame
     first. Where two neighbouring sizes are equal, they are height and width; else the smaller one of the first and the last is
-    that of the channels. Of several parts, images are joined along their channels, in the order of sorted names, and every number
-    of the other parts becomes a channel with this number everywhere; integers of a `Discrete` space are one-hot. The image is
-    uint8 if all parts are images of uint8. Else it is float32, and parts of uint8 are divided by 255.
+    that of the channels. Of several parts, images are joined along their channels, in the order of sorted names, and every
+    number of the other parts becomes a channel with this number everywhere; integers of a `Discrete` space are one-hot. The
+    image is uint8 if all parts are images of uint8. Else it is float32, and parts of uint8 are divided by 255.
 
     Attributes:
       env: the environment, in JAX or on the host; all images in an observation have the same height and width.
