@@ -84,8 +84,10 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
     if isinstance(value, type) or inspect.isroutine(value):
         _check_outside(kind, path, str(value.__module__), what)
     if not fits(value):
-        is_function = inspect.isfunction(value) and "return" not in value.__annotations__
-        remedy = f"annotate what it returns: def {name}(...) -> ..." if is_function else f"give MODULE:NAME of {what}"
+        called, remedy = _called(value), f"give MODULE:NAME of {what}"
+        if inspect.isroutine(called) and _returned(called) is None:
+            wanted = called.__name__ if called.__name__.isidentifier() else name
+            remedy = f"annotate what it returns: def {wanted}(...) -> ..., a class that its module has"
         raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
     return value
 
@@ -97,14 +99,10 @@ def _check_outside(kind: str, path: str, module: str, what: str) -> None:
 
 def makes(value: Any, fits: Callable[[type], bool]) -> bool:
     """Whether a call makes an object of a class that fits: of the class itself, or of a function with such an annotation."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    if isinstance(value, type):
-        return fits(value)
-    try:
-        returned = typing.get_type_hints(value).get("return")
-    except (NameError, TypeError, AttributeError):
-        return False
+    called = _called(value)
+    if isinstance(called, type):
+        return fits(called)
+    returned = _returned(called)
     is_union = typing.get_origin(returned) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(returned) if is_union else (returned,))]
     return all(isinstance(kind, type) and kind is not type(None) and fits(kind) for kind in kinds)
@@ -117,6 +115,24 @@ def paths() -> str:
         with contextlib.suppress(FileNotFoundError):
             found.insert(0, os.getcwd())
     return os.pathsep.join([*found, *FOLDERS])
+
+
+def _called(value: Any) -> Any:
+    """The class or the function that a call of an object runs: what is in a `partial`, or a method `__call__`."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    is_object = callable(value) and not isinstance(value, type) and not inspect.isroutine(inspect.unwrap(value))
+    return type(value).__call__ if is_object else value
+
+
+def _returned(called: Any) -> Any:
+    """What the annotation of a function says that it returns; None if there is none, or if its module lacks that name."""
+    function: Any = inspect.unwrap(called)
+    written = getattr(function, "__annotations__", {})
+    with contextlib.suppress(Exception):  # a text may be any expression
+        hints = types.SimpleNamespace(__annotations__={"return": written["return"]})  # those of arguments do not matter
+        return typing.get_type_hints(hints, getattr(function, "__globals__", {}))["return"]
+    return None
 
 
 def reference(value: Any) -> str | dict[str, str]:

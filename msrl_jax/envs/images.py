@@ -52,10 +52,10 @@ class AsImage(ObservationWrapper):
     """Makes one image `[H, W, C]` of every observation, as networks convolve them.
 
     Images `[H, W]`, `[C, H, W]`, and frames `[N, H, W, C]` and `[N, C, H, W]` get their channels last, those of the first frame
-    first; channels come before height and width where they are fewer than the width. Of several parts, images are joined along
-    their channels, in the order of sorted names, and every number of the other parts becomes a channel with this number
-    everywhere; integers of a `Discrete` space are one-hot. The image is uint8 if all parts are images of uint8. Else it is
-    float32, and parts of uint8 are divided by 255.
+    first. Where two neighbouring sizes are equal, they are height and width; else the smaller one of the first and the last is
+    that of the channels. Of several parts, images are joined along their channels, in the order of sorted names, and every
+    number of the other parts becomes a channel with this number everywhere; integers of a `Discrete` space are one-hot. The
+    image is uint8 if all parts are images of uint8. Else it is float32, and parts of uint8 are divided by 255.
 
     Attributes:
       env: the environment, in JAX or on the host; all images in an observation have the same height and width.
@@ -112,7 +112,8 @@ def _channels_last(shape: tuple[int, ...], x: Any) -> Any:
     if len(shape) == 2:
         return x[..., None]
     before, axes = range(x.ndim - len(shape)), list(range(x.ndim - len(shape), x.ndim))
-    if shape[-3] < shape[-1]:
+    first, middle, last = shape[-3:]
+    if (middle == last) if (first == middle) != (middle == last) else first < last:
         axes = [*axes[:-3], axes[-2], axes[-1], axes[-3]]
     if len(shape) == 4:
         axes = [axes[1], axes[2], axes[0], axes[3]]

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from msrl_jax._checks import whole
+
 
 @dataclass(frozen=True)
 class Discrete:
@@ -19,7 +21,7 @@ class Discrete:
 
     Attributes:
       n: number of values, at least 1.
-      dtype: integer dtype of a value, which holds all of them.
+      dtype: integer dtype of a value, which holds all of them; so does int32, in which policies count.
       start: the first value.
     """
 
@@ -28,9 +30,10 @@ class Discrete:
     start: int = 0
 
     def __post_init__(self):
+        most = np.iinfo(np.int32).max
+        object.__setattr__(self, "n", whole("Discrete: n", self.n, 1, most))
+        object.__setattr__(self, "start", whole("Discrete: start", self.start, -most - 1, most - self.n + 1))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        if self.n < 1:
-            raise ValueError(f"Discrete(n={self.n}) is empty; n must be at least 1")
         if not jnp.issubdtype(self.dtype, jnp.integer):
             raise ValueError(f"Discrete(dtype={self.dtype}) is no integer dtype; use int32")
         for value in (self.start, self.high):
@@ -63,7 +66,11 @@ class Discrete:
         x = jnp.asarray(x)
         if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
             return jnp.asarray(False)
-        return (x >= self.low) & (x <= self.high)
+        limits = jnp.iinfo(x.dtype)
+        low, high = max(self.low, int(limits.min)), min(self.high, int(limits.max))  # the values that its dtype has
+        if low > high:
+            return jnp.asarray(False)
+        return (x >= np.asarray(low, x.dtype)) & (x <= np.asarray(high, x.dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -152,22 +152,21 @@ def locked(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(remove_empty)
         with writing(lock):
-            file = stack.enter_context(lock.open("a+"))
+            file = stack.enter_context(lock.open("ab+", buffering=0))  # nothing is left for its end to write
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not lock.exists() or os.stat(lock).st_ino != os.fstat(file.fileno()).st_ino:
                 raise BlockingIOError  # its owner has just removed it, and a third process may have made another one
         except BlockingIOError:
             file.seek(0)
+            owner = file.read().decode(errors="replace").strip() or "unknown"
             raise RunFolderError(
-                f"another process writes to the run in {path} ({file.read().strip() or 'unknown'}); wait for its end, stop it, "
-                "or name another folder"
+                f"another process writes to the run in {path} ({owner}); wait for its end, stop it, or name another folder"
             ) from None
         stack.callback(lock.unlink, missing_ok=True)
         with writing(lock):
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}\n")
-            file.flush()
+            file.write(f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
 
 

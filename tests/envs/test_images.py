@@ -64,6 +64,8 @@ def test_images_that_networks_take_for_vectors_are_named(space, told):
         ((4, 8, 9), lambda x: np.stack([*x], -1)),
         ((8, 9, 4), lambda x: x),
         ((8, 9, 8), lambda x: x),
+        ((8, 8, 16), lambda x: x),
+        ((20, 7, 7), lambda x: np.stack([*x], -1)),
         ((4, 8, 9, 3), lambda x: np.concatenate([*x], -1)),
         ((4, 3, 8, 9), lambda x: np.concatenate([np.stack([*frame], -1) for frame in x], -1)),
     ],

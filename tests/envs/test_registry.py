@@ -60,19 +60,25 @@ def test_parameters_may_stand_in_the_name():
 def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch):
     code = "from tests.support.corridor import Corridor\ndef walk(length) -> Corridor: return Corridor(2 * length)\n"
     code += "def silent(length): return Corridor(length)\nlimit = 3\n"
+    code += "def typed(length: 'Absent') -> 'Corridor': return Corridor(length)\n"
+    code += "def absent(length) -> 'Absent': return Corridor(length)\n"
+    code += "class Maker:\n    def __call__(self, length) -> Corridor: return Corridor(length)\nmaker = Maker()\n"
+    code += "import functools\npartly = functools.partial(silent, 3)\n"
     (tmp_path / "my_walks.py").write_text(code)
     (tmp_path / "my_broken_walks.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     assert envs.make("my_walks:Corridor:length=9").length == 9
     assert envs.make("my_walks:walk", length=9).length == 18
+    assert envs.make("my_walks:typed", length=9).length == envs.make("my_walks:maker", length=9).length == 9
     assert sys.path == before
     with pytest.raises(ValueError, match=r"module 'my_walks' has no attribute 'Coridor' \(did you mean 'Corridor'\?\)"):
         envs.make("my_walks:Coridor")
     with pytest.raises(ValueError, match="'my_walks:limit' is not an environment: a class with reset and step"):
         envs.make("my_walks:limit")
-    with pytest.raises(ValueError, match="annotate what it returns: def silent"):
-        envs.make("my_walks:silent", length=9)
+    for name, function in {"silent": "silent", "absent": "absent", "partly": "silent"}.items():
+        with pytest.raises(ValueError, match=rf"annotate what it returns: def {function}\(\.\.\.\) -> \.\.\., a class that"):
+            envs.make(f"my_walks:{name}")
     with pytest.raises(ValueError, match=r"No module named 'your_walks'; give MODULE:NAME of an environment.* from "):
         envs.make("your_walks:Corridor")
     with pytest.raises(ValueError, match=r"No module named 'bra'; .* or name a suite \(did you mean 'brax'"):

@@ -90,6 +90,8 @@ def test_integers_that_start_elsewhere_are_counted_from_their_start():
     ("space", "inside", "outside"),
     [
         (envs.Discrete(3), [0, 2], [-1, 3, 1.0, [1]]),
+        (envs.Discrete(1000, start=-5), [np.int8(3), np.int8(-5), np.uint8(255)], [np.int8(-6), np.uint32(2**32 - 1)]),
+        (envs.Discrete(9, start=300), [np.int16(308)], [np.uint8(44), np.int8(127)]),
         (envs.Box(0, [1, 2], (2,)), [[1, 2], [0.5, 0]], [[2, 2], [1, -1], [1], [np.nan, 0]]),
         (envs.Tuple((envs.Discrete(2), envs.Box(0, 1, ()))), [(1, 0.5)], [(1, 2), (2, 0.5), (1,), [1, 0.5]]),
         (envs.Dict({"a": envs.Discrete(2), "b": envs.Discrete(3)}), [{"b": 2, "a": 1}], [{"a": 2, "b": 1}, {"a": 1}]),
@@ -135,7 +137,9 @@ def test_spaces_print_briefly():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: envs.Discrete(0), "n must be at least 1"),
+        (lambda: envs.Discrete(0), "Discrete: n=0: use an integer of at least 1"),
+        (lambda: envs.Discrete(2.5), "Discrete: n=2.5: use an integer of at least 1"),
+        (lambda: envs.Discrete(4, jnp.uint32, start=3_000_000_000), "start=3000000000: use an integer of at most 2147483644"),
         (lambda: envs.Discrete(2, jnp.float32), "is no integer dtype"),
         (lambda: envs.Discrete(200, jnp.int8), r"the value 199 of Discrete\(200\) is not one of int8, which has -128 to 127"),
         (lambda: envs.Discrete(3, jnp.int8, start=126), r"the value 128 of Discrete\(3, start=126\) is not one of int8"),

@@ -31,6 +31,7 @@ from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.store import ResumeWarning, check_saved
 from msrl_jax.experiment.store import complete as complete_folder
 from tests.support import processes
+from tests.support.full_disk import no_file_above
 from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
 CONFLICTS = [
@@ -345,6 +346,13 @@ def test_two_runs_cannot_write_to_one_folder(copy):
     with locked(copy), pytest.raises(RunFolderError, match=message):
         msrl.train(resume=copy, progress=False)
     assert not (copy / "lock").exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path):
+    path = tmp_path / "run"
+    with no_file_above(0), pytest.raises(OSError, match=r"File too large: .*/run/lock") as caught, locked(path):
+        pass
+    assert os.path.dirname(caught.value.filename) == str(path) and not path.exists()
 
 
 def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_device):
