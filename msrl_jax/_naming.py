@@ -29,11 +29,11 @@ class TrustError(ValueError):
 
 def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
     """Raises TrustError if something, described by `where`, names code of its own (by argument), unless it is trusted."""
-    if names and not trust:
-        name, text = next(iter(names.items()))
+    if names and trust is not True:  # trust="no" is none
+        named = ", ".join(f"{name}={text!r}" for name, text in names.items())
         raise TrustError(
-            f"{where} names code to run, {name}={text!r}; if you trust who made it, pass trust=True (--trust on the command "
-            f"line), or give {name} again yourself"
+            f"{where} names code to run, {named}; if you trust who made it, pass trust=True (--trust on the command line), or "
+            f"give {' and '.join(names)} again yourself, as train and Result.load allow"
         )
 
 
@@ -43,7 +43,7 @@ def is_path(text: Any) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
-def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> Any:
+def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is_made: bool = False) -> Any:
     """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
 
     Args:
@@ -51,6 +51,7 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
       path: MODULE:NAME.
       what: what it has to be, in words: "a class with a method layout(devices, sizes)".
       fits: whether an object is that.
+      is_made: whether it may be a function that is annotated with what it makes.
 
     Raises:
       ValueError: if there is no such object, if it does not fit, or if it is of the standard library.
@@ -77,15 +78,18 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
     if isinstance(value, type) or inspect.isroutine(value):
         _check_outside(kind, path, str(value.__module__), what)
     if not fits(value):
-        is_function = inspect.isfunction(value) and "return" not in value.__annotations__
-        remedy = f"annotate what it returns: def {name}(...) -> ..." if is_function else f"give MODULE:NAME of {what}"
+        is_bare = is_made and inspect.isfunction(value) and "return" not in value.__annotations__
+        remedy = f"annotate what it returns: def {name}(...) -> ..." if is_bare else "give MODULE:NAME of one"
         raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
     return value
 
 
 def _check_outside(kind: str, path: str, module: str, what: str) -> None:
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}")
+        raise ValueError(
+            f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}, and rename a file of yours that has "
+            "the name of a standard module"
+        )
 
 
 def makes(value: Any, fits: Callable[[type], bool]) -> bool:
