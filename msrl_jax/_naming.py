@@ -34,11 +34,11 @@ FOLDERS: list[str] = []
 
 def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
     """Raises TrustError if something, described by `where`, names code of its own (by argument), unless it is trusted."""
-    if names and not trust:
-        name, text = next(iter(names.items()))
+    if names and trust is not True:  # trust="no" is none
+        named = ", ".join(f"{name}={text!r}" for name, text in names.items())
         raise TrustError(
-            f"{where} names code to run, {name}={text!r}; if you trust who made it, pass trust=True (--trust on the command "
-            f"line), or give {name} again yourself"
+            f"{where} names code to run, {named}; if you trust who made it, pass trust=True (--trust on the command line), or "
+            f"give {' and '.join(names)} again yourself, as train and Result.load allow"
         )
 
 
@@ -48,7 +48,7 @@ def is_path(text: Any) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
-def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> Any:
+def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is_made: bool = False) -> Any:
     """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
 
     Args:
@@ -56,6 +56,7 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
       path: MODULE:NAME.
       what: what it has to be, in words: "a class with a method layout(devices, sizes)".
       fits: whether an object is that.
+      is_made: whether it may be a function that is annotated with what it makes.
 
     Raises:
       ValueError: if there is no such object, if it does not fit, or if it is of the standard library.
@@ -84,8 +85,8 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
     if isinstance(value, type) or inspect.isroutine(value):
         _check_outside(kind, path, str(value.__module__), what)
     if not fits(value):
-        called, remedy = _called(value), f"give MODULE:NAME of {what}"
-        if inspect.isroutine(called) and _returned(called) is None:
+        called, remedy = _called(value), "give MODULE:NAME of one"
+        if is_made and inspect.isroutine(called) and _returned(called) is None:
             wanted = called.__name__ if called.__name__.isidentifier() else name
             remedy = f"annotate what it returns: def {wanted}(...) -> ..., a class that its module has"
         raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
@@ -94,7 +95,10 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool]) -> An
 
 def _check_outside(kind: str, path: str, module: str, what: str) -> None:
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}")
+        raise ValueError(
+            f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}, and rename a file of yours that has "
+            "the name of a standard module"
+        )
 
 
 def makes(value: Any, fits: Callable[[type], bool]) -> bool:

@@ -216,7 +216,7 @@ def _named_optimizer(text: str) -> Named:
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:
     """A transformation of one's own, which says in words what does not fit when it is first traced."""
-    what: Any = _naming.imported("optimizer", given, _MADE, _is_optimizer) if isinstance(given, str) else given
+    what: Any = _naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
     name = f"optimizer={_checks.name_of(given)}"
     if callable(what) and not _needed(what):
         what = what()

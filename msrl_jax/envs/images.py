@@ -21,9 +21,9 @@ def unseen_images(env: Any) -> Iterator[str]:
         if isinstance(space, spaces.Box) and _is_unseen(space, is_whole=not path):
             what = f"the part {path} of the observations" if path else "the observations"
             yield (
-                f"{what} of {env_name(env)} seem to be images, {space.dtype}{list(space.shape)}, but networks convolve (and "
-                "scale) observations [H, W, C] alone; wrap the environment in msrl_jax.envs.AsImage, or give network= a module "
-                "of your own"
+                f"{what} of {env_name(env)} seem to be images, {space.dtype}{list(space.shape)}, but networks convolve "
+                "and scale only observations [H, W, C]; wrap the environment in msrl_jax.envs.AsImage, or pass a custom module "
+                "as network="
             )
 
 

@@ -1,8 +1,9 @@
 """Environments by name: `make`, `register`, `names`."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from msrl_jax import _checks, _naming, _suites
 from msrl_jax._checks import suggestion
@@ -59,7 +60,7 @@ def make(name: str, **params: Any) -> Environment:
         name, in_name = parse_spec(name, prefixes=True)
         params = in_name | params
     if name in _factories:
-        return _factories[name](**params)
+        return _called(name, _factories[name], params)
     if suite := _suites.suite_of(name):
         suite.check_installed()
         adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
@@ -99,7 +100,18 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
         raise ValueError(f"cannot read {attribute!r} in {name!r}; parameters are written {module}:key=value,key=value")
     near = suggestion(module, _suites.SUITES)
     what = f"an environment: a class with reset and step, or a function that returns one{near and f', or name a suite{near}'}"
-    return cast(Environment, _naming.imported("environment", name, what, _is_made)(**params))
+    return _called(name, _naming.imported("environment", name, what, _is_made, is_made=True), params)
+
+
+def _called(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
+    """Calls a factory; raises ValueError if it does not take these parameters."""
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**params)
+    except TypeError as error:
+        known = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"environment {name!r}: {error}; its parameters are: {known}") from None
+    return factory(**params)
 
 
 def _is_made(value: Any) -> bool:

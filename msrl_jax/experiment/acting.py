@@ -176,7 +176,7 @@ def _act(where: tuple[str, int], context: ssl.SSLContext, actor: _Actor, limit: 
                 since = time.monotonic()
             pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
             if time.monotonic() + pause - since > limit:
-                text = f"no learner of a run answers at {address}: {error}; start one with --actors-at"
+                text = f"no learner of a run answers at {address}: {error}; start one with --actors-at, or correct the address"
                 raise ConnectionError(text) from error
             attempts += 1
             time.sleep(pause)

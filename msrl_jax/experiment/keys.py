@@ -40,6 +40,8 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     path = file()
     if not path.exists():
         _make(path)
+    if not path.is_file():
+        raise ValueError(f"the key {path} is not a file; name a file in {VARIABLE}")
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise ValueError(f"the key {path} belongs to another user; name a file of your own in {VARIABLE}")
@@ -55,7 +57,8 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror
             raise ValueError(
-                f"the key {path} cannot be used ({reason}); delete the file, and the next learner makes another one"
+                f"the key {path} cannot be used ({reason}); delete the file, and the next learner makes another one, or copy "
+                "it again from the machine that made it"
             ) from error
     learner.num_tickets = 0  # an actor that comes back proves the key again
     return learner, actor

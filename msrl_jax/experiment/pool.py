@@ -235,7 +235,7 @@ class Pool:
         except (PermissionError, WireError) as error:
             self._strangers += (is_refused := isinstance(error, PermissionError))  # else it is gone
             if is_refused and not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
-                self._say(f"an actor was refused, of {self._strangers} that did not prove that they have the key: {error}")
+                self._say(f"connections refused so far, as they did not prove the key: {self._strangers}; the last: {error}")
             await asyncio.sleep(_PENALTY)
             return
         finally:

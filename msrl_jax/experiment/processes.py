@@ -95,9 +95,11 @@ def in_words() -> Iterator[None]:
 def start(address: str | None = None, number: int | None = None, index: int | None = None) -> None:
     """Joins the processes of a run; before anything of JAX starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    waits = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": 60}
     try:  # at the address alone: by default JAX listens for all machines
-        jax.distributed.initialize(address, number, index, coordinator_bind_address=address, **waits)
+        jax.distributed.initialize(
+            address, number, index, coordinator_bind_address=address, heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=60,
+        )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(

@@ -190,8 +190,8 @@ def _proving() -> Iterator[None]:
     except WireError as error:
         if isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError):
             raise PermissionError(
-                f"the other end is none of this package, or has another key; the key of this one is {keys.file()}, which all "
-                "have to share"
+                f"the other end has another key, or is not msrl-jax; this process has the key {keys.file()}: copy the same "
+                "file to every learner and actor"
             ) from error
         raise
 

@@ -79,6 +79,8 @@ def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch
     for name, function in {"silent": "silent", "absent": "absent", "partly": "silent"}.items():
         with pytest.raises(ValueError, match=rf"annotate what it returns: def {function}\(\.\.\.\) -> \.\.\., a class that"):
             envs.make(f"my_walks:{name}")
+    with pytest.raises(ValueError, match=r"'my_walks:walk': .* 'length'; its parameters are: length"):
+        envs.make("my_walks:walk:lenght=9")
     with pytest.raises(ValueError, match=r"No module named 'your_walks'; give MODULE:NAME of an environment.* from "):
         envs.make("your_walks:Corridor")
     with pytest.raises(ValueError, match=r"No module named 'bra'; .* or name a suite \(did you mean 'brax'"):

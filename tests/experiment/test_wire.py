@@ -144,6 +144,9 @@ def test_a_key_of_another_user_a_damaged_one_and_the_former_secret_are_refused(t
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
             keys.contexts()  # what the administrator gave
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{tmp_path} is not a file; name a file in"):
+        patch.setenv(keys.VARIABLE, str(tmp_path))
+        keys.contexts()
     path.write_text("no key")
     with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner makes another"):
         keys.contexts()
@@ -221,7 +224,7 @@ def test_who_has_no_key_or_another_one_is_not_let_in(tmp_path, other_key):
                 wrapped.sendall(wire._LENGTHS.pack(2, 0) + b"{}")
                 assert is_cut(wrapped)
                 wrapped.close()
-        with pytest.raises(PermissionError, match=r"has another key; the key of this one is .*, which all have to share"):
+        with pytest.raises(PermissionError, match=r"has another key, .*; this process has the key .*: copy the same"):
             wire.connect(address, other_key[1])
         assert "let in" not in wait_for(ends, 4)
         wire.connect(address, keys.contexts()[1]).close()

@@ -51,7 +51,7 @@ def as_network(given: Any) -> Network | Whole:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
-    what = _naming.imported("network", given, _NAMED, _is_network) if isinstance(given, str) else given
+    what = _naming.imported("network", given, _NAMED, _is_network, is_made=True) if isinstance(given, str) else given
     if isinstance(what, Whole):
         return Whole(*(None if part is None else as_network(part) for part in what))
     name = f"network={given!r}" if isinstance(given, str) else f"network={_name(what)}"
