@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
+from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.passes.repairs import repaired
 from tests.support import processes
 from tests.support.slow import slow_unless
 
@@ -142,6 +144,17 @@ def test_xla_takes_windows_of_a_convolution_from_the_wrong_places():
     assert np.asarray(by_kernel(kernel, x)).ravel().tolist() == [12, 16, 12]
     x = over(8, x, P(None, None, "devices"))
     assert np.asarray(jax.jit(by_kernel)(kernel, x)).ravel().tolist() != [12, 16, 12]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_the_upper_half_of_a_product_has_all_carries(dtype):
+    rng, limits = np.random.default_rng(0), np.iinfo(dtype)
+    x, y = rng.integers(limits.min, limits.max, (2, 999), dtype, endpoint=True)
+    x[:4], y[:4] = [limits.min, limits.max, limits.min, limits.max], [limits.min, limits.min, limits.max, limits.max]
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    program = jaxpr_as_fun(repaired(jax.make_jaxpr(jax.lax.mulhi)(x, y), mesh))
+    want = [int(a) * int(b) >> 32 for a, b in zip(x, y, strict=True)]
+    assert np.asarray(jax.jit(program)(over(3, x), over(3, y))[0]).tolist() == want
 
 
 def test_xla_has_no_upper_half_of_a_product():
