@@ -73,7 +73,7 @@ def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch
         envs.make("my_walks:limit")
     with pytest.raises(ValueError, match="annotate what it returns: def silent"):
         envs.make("my_walks:silent", length=9)
-    with pytest.raises(ValueError, match="'my_walks:walk': .* 'length'; its parameters are: length"):
+    with pytest.raises(ValueError, match=r"'my_walks:walk': .* 'length'; its parameters are: length"):
         envs.make("my_walks:walk:lenght=9")
     with pytest.raises(ValueError, match=r"No module named 'your_walks'; give MODULE:NAME of an environment.* from "):
         envs.make("your_walks:Corridor")
