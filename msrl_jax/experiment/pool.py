@@ -246,6 +246,7 @@ class Pool:
         try:
             async with self._let_in(peer) as actor:
                 await self._exchange(actor)
+                await peer.gone()  # it has heard that the run is over
         except Refusal as refusal:
             self._say(f"an actor was refused: {refusal}")
             with contextlib.suppress(WireError):

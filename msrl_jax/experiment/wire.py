@@ -56,6 +56,15 @@ class Peer:
             header, arrays = [await self._reader.readexactly(length) for length in lengths]
             return _header(header), memoryview(arrays)
 
+    async def gone(self) -> None:
+        """Reads and forgets what still comes, until the other end closes.
+
+        A connection that ends while the other end sends is an error there, and what was sent to it before may stay unread.
+        """
+        with contextlib.suppress(OSError):
+            while await self._reader.read(2**16):
+                pass
+
     def cut(self) -> None:
         """Ends the connection, also for a task that waits for a message."""
         self._writer.transport.abort()
