@@ -282,6 +282,6 @@ def test_a_function_has_to_be_given_again(tmp_path):
 
     options = {"total_steps": 256, "eval_episodes": 0, "out": tmp_path / "run", "progress": False, **SMALL["ppo"]}
     msrl.train("ppo", ENV, env_params=drawn, **options)
-    with pytest.raises(RunFolderError, match=r"draws the parameters of its environment by a function .*drawn; give it again"):
+    with pytest.raises(RunFolderError, match=r"draws parameters of its environment by a function .*drawn; give it again"):
         Result.load(tmp_path / "run")
     assert Result.load(tmp_path / "run", env_params=drawn).evaluate(2)
