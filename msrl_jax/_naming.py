@@ -29,7 +29,7 @@ class TrustError(ValueError):
 
 
 FOLDERS: list[str] = []
-"""The folders in which `imported` has found modules, for processes that this one starts."""
+"""The working directories in which `imported` has looked, for processes that this one starts; they come last there."""
 
 
 def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
