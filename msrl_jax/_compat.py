@@ -217,6 +217,16 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def set_dead_code_rule(primitive: Primitive, whole: Callable[[JaxprEqn], bool]) -> None:
+    """Drops unused results and inputs from calls of a primitive with a `call_jaxpr`, but keeps a call for which `whole(eqn)`."""
+
+    def rule(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
+        eqn = live_and_eqn[-1]  # before it, from JAX 0.12 on, comes which inputs live on after the jaxpr
+        return ([True] * len(eqn.invars), eqn) if whole(eqn) else pe.dce_jaxpr_closed_call_rule(used, *live_and_eqn)
+
+    pe.dce_rules[primitive] = rule
+
+
 def used_inputs(jaxpr: Jaxpr) -> list[bool]:
     """Whether each input of a jaxpr is used by an output."""
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]

@@ -26,7 +26,7 @@ from msrl_jax._compat import (
     jaxpr_as_fun,
     jaxprs_in,
     mlir,
-    pe,
+    set_dead_code_rule,
 )
 
 P = ParamSpec("P")
@@ -116,18 +116,13 @@ def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_
     return [next(grads) if lin else None for lin in linear]
 
 
-def _drop_unused(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Keeps a call of the host whole: its function takes all arguments and makes all results."""
-    return ([True] * len(eqn.invars), eqn) if is_host_call(eqn) else pe.dce_jaxpr_closed_call_rule(used, eqn)
-
-
 fragment_p.def_impl(_evaluate)
 fragment_p.def_effectful_abstract_eval(lambda *_, call_jaxpr, **__: (call_jaxpr.out_avals, call_jaxpr.effects))
 mlir.register_lowering(fragment_p, mlir.lower_fun(_evaluate, multiple_results=True))
 batching.fancy_primitive_batchers[fragment_p] = _batch
 ad.primitive_jvps[fragment_p] = _jvp
 ad.primitive_transposes[fragment_p] = _transpose
-pe.dce_rules[fragment_p] = _drop_unused
+set_dead_code_rule(fragment_p, whole=lambda eqn: "host" in eqn.params)  # its function takes and makes all values
 
 
 def is_fragment(eqn: JaxprEqn) -> bool:
