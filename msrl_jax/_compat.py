@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
 from jax.core import ShapedArray as ShapedArray
 from jax.core import Tracer as Tracer
 from jax.extend import core
@@ -15,6 +16,8 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as pe
 from jax.ref import AbstractRef as AbstractRef
+
+JAXLIB = tuple(int(number) for number in jaxlib.__version__.split(".")[:3])  # its version, without what comes after a patch
 
 ClosedJaxpr = core.ClosedJaxpr
 DebugInfo = core.DebugInfo
@@ -218,7 +221,7 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def set_dead_code_rule(primitive: Primitive, whole: Callable[[JaxprEqn], bool]) -> None:
-    """Drops unused results and inputs from calls of a primitive with a `call_jaxpr`, but keeps a call for which `whole(eqn)`."""
+    """Drops what nobody uses of a primitive's `call_jaxpr`, its results and its inputs, unless `whole(eqn)`."""
 
     def rule(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
         eqn = live_and_eqn[-1]  # before it, from JAX 0.12 on, comes which inputs live on after the jaxpr

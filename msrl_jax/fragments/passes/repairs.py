@@ -1,8 +1,8 @@
 """Rewrites operations that XLA's partitioner computes wrongly or not at all where an array is split over devices.
 
-- Operations that pad an array at its edges (cumulative operations, windows, `pad`): the partitioner keeps the padded shard of
-  one and gives it to another with the same window, whatever that pads with. An operation that pads with anything but zero
-  gets an array of its own, behind a barrier, so only those that pad with zero share shards.
+- Operations that pad an array at its edges (cumulative operations, windows, `pad`), before jaxlib 0.12: the partitioner
+  keeps the padded shard of one and gives it to another with the same window, whatever that pads with. An operation that pads
+  with anything but zero gets an array of its own, behind a barrier, so only those that pad with zero share shards.
 - Gradients of windows that take the largest element: they lack the terms of windows that cross from one shard to the next.
   Dimensions along which windows are longer than one element are made whole.
 - Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
@@ -17,13 +17,16 @@
 - Updates of one element beyond the end, which JAX moves to the last place: several devices write it nowhere. Indices are
   clamped first.
 - The upper half of a product of integers is no operation of the partitioner: it is computed from halves.
+- Updates of a part of an array by values computed from that array, on CPUs, on one device too: if the result gets another
+  shape, XLA gives the array that shape first, and then overwrites elements before it reads them. A barrier keeps the new shape
+  away.
 - Loops of no steps whose body has effects, on one device too: a program that has ordered effects and no callback is called
   without the token that it takes, or, on several devices, ends the process when JAX writes it to its compilation cache.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -32,17 +35,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax._compat import (
+    JAXLIB,
     Atom,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
+    Var,
     aval,
+    call_body,
     inlined_at,
     jaxpr_as_fun,
     replace_jaxprs,
     scan_p,
     scan_parts,
+    sub_jaxprs,
     with_equations,
 )
 
@@ -61,11 +68,13 @@ _OPAQUE = frozenset(("pallas_call", "shard_map"))
 def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     """Rewrites a program so that XLA partitions it rightly over a mesh.
 
-    It is `closed` itself if it has none of these operations; on one device, all but loops of no steps stay as they are.
+    It is `closed` itself if it has none of these operations.
     """
-    if mesh.size == 1 and not closed.effects:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if mesh.size == 1 and not (on_cpu or closed.effects):
         return closed
     known: dict[int, Jaxpr] = {}
+    overlapping = {id(eqn) for eqn in _overlapping_updates(closed.jaxpr)} if on_cpu else set()
 
     def of(jaxpr: Jaxpr) -> Jaxpr:
         if id(jaxpr) not in known:
@@ -77,6 +86,9 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         if eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
             yield from inlined_at(eqn, _no_steps(eqn))
+        elif id(eqn) in overlapping:
+            compute = (_rewritten(eqn, mesh) if mesh.size > 1 else None) or partial(eqn.primitive.bind, **eqn.params)
+            yield from inlined_at(eqn, lambda *xs: jax.lax.optimization_barrier(compute(*xs)))
         elif mesh.size > 1 and (rewritten := _rewritten(eqn, mesh)):
             yield from inlined_at(eqn, rewritten)
         else:
@@ -96,7 +108,7 @@ def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
         return lambda x, value: _pad_then_slice(_fenced([x])[0], value, p["padding_config"])
     if name.startswith("reduce_window") and any(low < 0 for low, _ in p["padding"]) and max(p["base_dilation"]) > 1:
         return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs]))
-    if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
+    if JAXLIB < (0, 12) and name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
         return lambda *xs: bind(*_fenced(xs))
     if name == "select_and_scatter_add":
         return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
@@ -130,6 +142,35 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
         return [*carry, *(jax.lax.empty(kind.shape, kind.dtype) for kind in stacks)]
 
     return results
+
+
+def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations that update one part of an array by values computed from what the array is computed from."""
+    stack, seen = [(jaxpr, False)], set()
+    while stack:
+        current, related = stack.pop()
+        inputs = (*current.constvars, *current.invars)
+        # The inputs from which a value is computed, as bits. Those of a call may come from one array.
+        sources: dict[Atom, int] = {v: 1 if related else 1 << i for i, v in enumerate(inputs)}
+        for eqn in current.eqns:
+            of = [sources.get(a, 0) for a in eqn.invars if isinstance(a, Var)]
+            sources |= dict.fromkeys(eqn.outvars, reduce(operator.or_, of, 0))
+            if (update := _one_update(eqn)) and sources.get(eqn.invars[0], 0) & sources.get(update, 0):
+                yield eqn
+            new = [(sub, call_body(eqn) is not None) for sub in sub_jaxprs(eqn) if id(sub) not in seen]
+            seen |= {id(sub) for sub, _ in new}
+            stack += new
+
+
+def _one_update(eqn: JaxprEqn) -> Var | None:
+    """The values that an equation writes in one piece into an array, if they are several."""
+    if eqn.primitive.name == "dynamic_update_slice":
+        update = eqn.invars[1]
+    elif eqn.primitive.name.startswith("scatter") and aval(eqn.invars[1]).size == aval(eqn.invars[1]).shape[-1]:
+        update = eqn.invars[2]
+    else:
+        return None
+    return update if isinstance(update, Var) and aval(update).size > 1 else None
 
 
 def _is_zero(atom: Atom) -> bool:

@@ -20,6 +20,7 @@ from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.compact import compacted, kernels_matter
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.placement import Placement
 from msrl_jax.fragments.runtime.changes import changes_of, compile_patching
@@ -299,6 +300,7 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
 
 def suited(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
     """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
+    warn_of_known_faults(program, placement.mesh)
     program = repaired(program, placement.mesh)
     return compacted(program) if kernels_matter(placement) else program
 
