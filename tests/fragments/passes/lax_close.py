@@ -15,6 +15,7 @@ _UNARY = (
     *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "cos", "cosh"),
     *("digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "is_finite", "lgamma", "log", "log1p", "logistic"),
     *("neg", "reciprocal", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "tan", "tanh"),
+    *(name for name in ("log2", "one_minus_square") if hasattr(lax, name)),  # from JAX 0.12 on
 )
 _BINARY = ("add", "atan2", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "nextafter", "pow", "rem", "sub")
 
@@ -227,3 +228,5 @@ CLOSE = {
     },
     "reduce_window tangent": _tangent,
 }
+if hasattr(lax, "polynomial"):  # from JAX 0.12 on
+    CLOSE["polynomial"] = lambda s, d: lax.polynomial(s.y, [1.0, -0.5, s.y, *[0.25] * 9])
