@@ -31,12 +31,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "search", "example_rl_darts", "actors",
+    "profiling", "tree_search", "example_rl_darts", "actors",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, SEARCH, RL_DARTS, ACTORS,
+    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -81,9 +81,9 @@ RUN_HERE = (
     (PARAMETERS, "Of your own environment"),
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
-    (SEARCH, TOP),
-    (SEARCH, "Ratings"),
-    (SEARCH, "MuZero"),
+    (TREE_SEARCH, TOP),
+    (TREE_SEARCH, "Ratings"),
+    (TREE_SEARCH, "MuZero"),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
     (RUNS, "Logging"),
@@ -511,19 +511,19 @@ def test_self_play(run_sections):
 
 @pytest.mark.slow
 def test_search(run_sections):
-    _, output = run_sections(SEARCH, TOP, games=20)
+    _, output = run_sections(TREE_SEARCH, TOP, games=20)
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
 
 
 @pytest.mark.slow
 def test_ratings(run_sections):
-    _, output = run_sections(SEARCH, "Ratings", games=2)
+    _, output = run_sections(TREE_SEARCH, "Ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
 
 
 @pytest.mark.slow
 def test_search_in_a_learned_model(run_sections):
-    _, output = run_sections(SEARCH, "MuZero", episodes=2)
+    _, output = run_sections(TREE_SEARCH, "MuZero", episodes=2)
     assert output.count("Evaluation(2 episodes") == 2
 
 

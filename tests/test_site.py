@@ -1,6 +1,7 @@
 """The reference pages of the docs name all that there is; Sphinx builds them without a warning."""
 
 import dataclasses
+import html
 import importlib
 import inspect
 import re
@@ -64,6 +65,21 @@ def build(*arguments):
     return {path: path.read_text() for path in Path(arguments[-1]).rglob("*.html")}, ended.stderr
 
 
+def words(text):
+    return set(re.findall(r"[^\W\d_]{3,}", text))
+
+
+def words_of_source(text):
+    """The words of a page in Markdown that are shown: without code blocks, comments, tags, pictures and addresses of links."""
+    return words(re.sub(r"```.*?```|<.*?>|!\[.*?\]\(.*?\)|\]\(.*?\)", " ", text, flags=re.DOTALL))
+
+
+def words_of_page(text):
+    """The words of the article of a page in HTML."""
+    article = text.partition("<article")[2].partition("</article>")[0]
+    return words(html.unescape(re.sub(r"<.*?>", " ", article, flags=re.DOTALL)))
+
+
 @pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path):
     site = tmp_path / "site"
@@ -72,6 +88,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     for path, text in pages.items():
         for link in re.findall(r'href="([^"#:]+)(?:#[^"]*)?"', text):
             assert (path.parent / link.partition("?")[0]).exists(), (path, link)
+    for source in DOCS.rglob("*.md"):  # none is overwritten, as search.md would be by the page of Sphinx's own search
+        page = pages[site / source.relative_to(DOCS).with_suffix(".html")]
+        assert words_of_source(source.read_text()) <= words_of_page(page), source
     for notebook in NOTEBOOKS:
         page = pages[site / "notebooks" / f"{notebook.stem}.html"]
         assert f'href="notebooks/{notebook.stem}.html"' in pages[site / "notebooks.html"].partition("<article")[2]

@@ -242,8 +242,6 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
     if args.envs_per_device is not None and not args.devices:
         raise UsageError("--envs-per-device needs --devices")
-    if args.out is not None:
-        _check_picture(args.out, max(1, len(args.devices)) * (1 + len(args.beside)))
     if args.devices:
         from msrl_jax.fragments.plan.topologies import cpus_of
 
@@ -253,17 +251,23 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
     from msrl_jax.experiment.choosing import choose_policy, is_auto
     from msrl_jax.experiment.folder import write_text
     from msrl_jax.fragments.plan.picture import page_of
+    from msrl_jax.policies.base import spec
     from msrl_jax.report.scaling import format_table, plans
 
     common = {"seeds": args.seeds, "env_params": args.env_params}
-    names, rows = (args.policy, *args.beside), []
-    for name in names if args.devices else ():
-        rows += plans(args.algo, args.env, name, args.devices, args.envs_per_device, **common, **config)
     experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-    note = functools.partial(print, file=sys.stderr)
-    reasons = [choose_policy(experiment, note=note)] if any(map(is_auto, names)) and not rows else []
-    usual = [name or experiment.usual_policy for name in names if not rows]
-    placed = [reasons[0].policy if is_auto(name) else policies.get(name) for name in usual]
+    names = list(dict.fromkeys(name or experiment.usual_policy for name in (args.policy, *args.beside)))
+    if args.out is not None:
+        _check_picture(args.out, max(1, len(args.devices)) * len(names))
+    rows, reasons, placed = [], [], []
+    if args.devices:
+        for name in names:
+            rows += plans(args.algo, args.env, name, args.devices, args.envs_per_device, **common, **config)
+    else:
+        note = functools.partial(print, file=sys.stderr)
+        reasons = [choose_policy(experiment, note=note)] if any(map(is_auto, names)) else []
+        each = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
+        placed = {spec(policy): policy for policy in each}.values()
     found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if args.out is not None:
         page = found[0].svg() if args.out.suffix == ".svg" else page_of(found, f"{args.algo} on {args.env}")

@@ -5,6 +5,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -116,7 +117,8 @@ def act(
     on the ticket that it gets. If the learner is away, it waits, and goes on where it was.
 
     Args:
-      *addresses: the learner's, `HOST:PORT`; those of several learners, each of which has a run and a policy of its own.
+      *addresses: the learner's, `HOST:PORT`, or the path of a file with it, such as `/shared/learner`, which need not exist yet
+        and is read again whenever the learner is away; those of several learners, each with a run and a policy of its own.
       experiment: what the run computes; needed if the learner's environment or a part of its config is an object.
       wait: how long it waits for the learner each time, in seconds or as text such as `"10m"`.
       trust: whether the code that a learner names may run here: modules (`my_module:MyEnv`) and files of algorithms.
@@ -134,19 +136,22 @@ def act(
     limit = seconds("wait", wait)
     if not addresses:
         raise ValueError("an actor needs the address of its learner; give HOST:PORT, such as 127.0.0.1:7000")
-    reached, (_, context) = [wire.address_of(address, "address") for address in addresses], keys.contexts()
+    for address in addresses:
+        if not _is_file(address):
+            wire.address_of(address, "address")
+    _, context = keys.contexts()
     outcomes: list[int | Exception] = []
 
-    def act_at(where: tuple[str, int]) -> None:
+    def act_at(address: str) -> None:
         try:
-            outcomes.append(_act(where, context, _Actor(experiment, trust), limit, say))
+            outcomes.append(_act(address, context, _Actor(experiment, trust), limit, say))
         except Exception as error:
             outcomes.append(error)
-            if len(reached) > 1:  # the others may go on for days
-                say(f"acting for {':'.join(map(str, where))} ended with an error: {error}")
+            if len(addresses) > 1:  # the others may go on for days
+                say(f"acting for {address} ended with an error: {error}")
 
     with _compiling.on_disk():
-        threads = [threading.Thread(target=act_at, args=(where,), daemon=True) for where in reached]
+        threads = [threading.Thread(target=act_at, args=(address,), daemon=True) for address in addresses]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -156,13 +161,27 @@ def act(
     return sum(x for x in outcomes if isinstance(x, int))
 
 
-def _act(where: tuple[str, int], context: ssl.SSLContext, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
-    address = ":".join(map(str, where))
+def _is_file(address: str) -> bool:
+    return isinstance(address, str) and "/" in address
+
+
+def _where(address: str) -> tuple[str, int]:
+    """Where the learner listens; raises WireError if the file that says so is not there yet, or not yet whole."""
+    if not _is_file(address):
+        return wire.address_of(address, "address")
+    try:
+        return wire.address_of(Path(address).read_text().strip(), address)
+    except (OSError, ValueError) as error:
+        raise WireError(str(error)) from error
+
+
+def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
     since, attempts = time.monotonic(), 0
     while True:
         try:
-            with contextlib.closing(wire.connect(where, context)) as channel:
-                say(f"acting for {address}")
+            host, port = _where(address)
+            with contextlib.closing(wire.connect((host, port), context)) as channel:
+                say(f"acting for {host}:{port}")
                 attempts = 0
                 actor.act_for(channel)
         except _Over as over:

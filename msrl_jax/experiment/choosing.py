@@ -1,7 +1,7 @@
 """`policy="auto"`: the synchronous policy whose iterations take the least time, by a short calibration of each.
 
-Policies without staleness and lossy codecs compute the same training run, so the choice changes how long it takes and nothing
-else. Every candidate is compiled and runs a few iterations of a state that is thrown away.
+Policies without staleness and lossy codecs compute the same mathematics, so the choice changes how long training takes, and the
+numbers only by float rounding. Every candidate is compiled and runs a few iterations of a state that is thrown away.
 """
 
 import dataclasses

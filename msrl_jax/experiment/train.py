@@ -80,8 +80,9 @@ def train(
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); `"auto"` measures which is the
-        fastest of those that compute the same run, see `choose_policy`. By default `"GPUOnly"`, or `"MultiLearner"` if the
-        host simulates the environment. It decides where the parts run and does not change the computation.
+        fastest of those that compute the same mathematics, see `choose_policy`. By default `"GPUOnly"`, or `"MultiLearner"` if
+        the host simulates the environment. It decides where the parts run, and changes numbers only by float rounding, unless
+        it has staleness or a codec that loses bits.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.

@@ -12,19 +12,20 @@ import numpy as np
 
 from msrl_jax._compiling import MOST_CPU_DEVICES, use_cpu_devices
 from msrl_jax.experiment.history import last_known
-from msrl_jax.report.statistics import estimate, mean
+from msrl_jax.report.statistics import Estimate, estimate, mean
 
 _POINTS = 50  # of a curve in a figure
 
 
 def mean_curve(
-    steps: Sequence[int] | np.ndarray, values: np.ndarray
+    steps: Sequence[int] | np.ndarray, values: np.ndarray, *, spread: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The mean over seeds, in about 50 groups of points.
 
     Args:
       steps: steps of each point, `[C]`.
       values: values `[C, S]`, nan where nothing is known; the last one that is known counts.
+      spread: whether to return the lowest and the highest value in place of the interval.
 
     Returns:
       Steps, the mean over the seeds, and the ends of its 95% interval, nan with one seed. `[N]` each
@@ -32,9 +33,10 @@ def mean_curve(
     groups = np.array_split(np.arange(len(values)), min(_POINTS, max(len(values), 1)))
     means = np.array([[_known(column) for column in values[rows].T] for rows in groups])
     known = last_known(means)  # where no episode ended, the last mean counts
-    found = [(rows[-1], estimate([row], mean)) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
-    low, high = (np.array([getattr(each, name) for _, each in found]) for name in ("low", "high"))
-    return np.asarray(steps)[[row for row, _ in found]], np.array([each.value for _, each in found]), low, high
+    found = [(rows[-1], row) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
+    each = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in found]
+    middle, low, high = (np.array([getattr(x, name) for x in each]) for name in ("value", "low", "high"))
+    return np.asarray(steps)[[row for row, _ in found]], middle, low, high
 
 
 def _known(values: np.ndarray) -> float:
@@ -61,14 +63,15 @@ def figure_of(panels: int) -> tuple[Any, Any]:
 def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
     """Draws a curve and its interval, in the colour of its number; a single point is a dot."""
     panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
-    panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=0)
+    panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=4 * (len(steps) == 1))
 
 
 def finished(figure: Any) -> Any:
     """The figure, with grids and legends."""
     for panel in figure.axes:
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
     return figure
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_CURVES = 10  # of settings of one run; more are one curve
+_MOST_CURVES = 10  # of settings of one run; more are one curve, with a band from the lowest to the highest member
 _X = {"steps": "step", "time": "seconds"}  # columns of the history
 
 
@@ -28,12 +28,14 @@ def plot_runs(
     metrics: Sequence[str] = (),
     x: Literal["steps", "time"] = "steps",
 ) -> "Figure":
-    """Draws the curves of runs, with 95% intervals over seeds.
+    """Draws a curve for each setting of each run, with a 95% interval over its seeds, and a panel for each environment.
+
+    A population, or more than 10 settings of one run, are one curve: the mean, a band from the lowest to the highest member.
 
     Args:
       runs: a run, or several: results, or folders of runs; a mapping gives them names.
       path: file for the figure, `.pdf`, `.svg` or `.png`; None writes none.
-      metrics: columns of the history, a panel each; those of returns and of `rank_by` if empty.
+      metrics: columns of the history, a panel for each and each environment; those of returns and of `rank_by` if empty.
       x: against steps, or against the seconds since the start of training.
 
     Returns:
@@ -102,32 +104,57 @@ def is_known(column: Any) -> bool:
     return column is not None and not np.isnan(column).all()
 
 
+def environments_of(found: Mapping[str, Outcome]) -> dict[str, dict[str, Outcome]]:
+    """The runs of each environment, whose returns have one scale."""
+    each: dict[str, dict[str, Outcome]] = {}
+    for name, run in found.items():
+        each.setdefault(run.description["env"], {})[name] = run
+    return each
+
+
 def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "steps") -> "Figure":
-    """A panel for each metric, with a curve for each run, or for each of its settings over their seeds."""
+    """A panel for each metric of each environment, with a curve for each run, or for each of its settings over their seeds."""
+    environments = environments_of(found)
+    wanted = [
+        (metric, env, runs)
+        for metric in metrics
+        for env, runs in environments.items()
+        if any(metric in run.history for run in runs.values())
+    ]
     with styled():
-        figure, panels = figure_of(len(metrics))
-        for panel, metric in zip(panels, metrics, strict=True):
-            number = 0
-            for name, run in found.items():
-                for label, members in _groups(run):
-                    column = run.history.get(metric)
-                    if column is None or not is_known(column):
-                        continue
-                    values = np.reshape(column, (len(column), -1))[:, members]
-                    known = ~np.isnan(values).all(1)  # evaluations are few
-                    curve = mean_curve(run.history[_X[x]][known], values[known])
-                    draw(panel, ", ".join(filter(None, [name, label])), number, *curve)
-                    number += 1
-            panel.set(ylabel=metric.replace("_", " "))
-        units = dict.fromkeys(run.unit for run in found.values())
-        panels[-1].set(xlabel=" or ".join(units) if x == "steps" else "seconds")
+        figure, panels = figure_of(len(wanted))
+        for panel, (metric, env, runs) in zip(panels, wanted, strict=True):
+            groups = [(name, run, group) for name, run in runs.items() for group in groups_of(run, _MOST_CURVES)]
+            for number, (name, run, group) in enumerate(groups):
+                column = run.history.get(metric)
+                if column is None or not is_known(column):
+                    continue
+                values = np.reshape(column, (len(column), -1))[:, group.members]
+                known = ~np.isnan(values).all(1)  # evaluations are few
+                curve = mean_curve(run.history[_X[x]][known], values[known], spread=group.mixed)
+                words = [name, group.label, "lowest to highest" * group.mixed]
+                draw(panel, ", ".join(filter(None, words)), number, *curve)
+            units = dict.fromkeys(run.unit for run in runs.values())
+            panel.set(ylabel=metric.replace("_", " "), xlabel=" or ".join(units) if x == "steps" else "seconds")
+            panel.set_title(env if len(environments) > 1 else "")
         return finished(figure)
 
 
-def _groups(run: Outcome) -> list[tuple[str, list[int]]]:
-    """The members of each setting of a run, with its words."""
-    groups: dict[str, list[int]] = {}
+class Group(NamedTuple):
+    """Members of a run that are shown as one."""
+
+    label: str  # their setting; empty if the run has one
+    members: list[int]
+    mixed: bool  # whether they are not only seeds of one setting, so that no interval over them tells the luck of seeds
+
+
+def groups_of(run: Outcome, most: int) -> list[Group]:
+    """The members of each setting of a run; all members as one if they have more than `most` settings, or are a population."""
+    each: dict[str, list[int]] = {}
     for member, setting in enumerate(run.settings):
-        groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-    several = 1 < len(groups) <= _MOST_CURVES and run.description["pbt"] is None
-    return list(groups.items()) if several else [("", list(range(run.members)))]
+        each.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
+    if run.description["pbt"] is not None:
+        return [Group(f"population of {run.members}", list(range(run.members)), True)]
+    if len(each) > most:
+        return [Group(f"{len(each)} settings", list(range(run.members)), True)]
+    return [Group(label if len(each) > 1 else "", members, False) for label, members in each.items()]

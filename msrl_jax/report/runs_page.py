@@ -12,21 +12,24 @@ import numpy as np
 from msrl_jax._checks import as_path
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
+from msrl_jax.experiment.history import decimals, value_in_words
 from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of
-from msrl_jax.report.runs_figure import curves_of, named, shown_of, what
+from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, named, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886 }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 72rem }
 table { border-collapse: collapse; display: block; overflow-x: auto } pre { overflow-x: auto; font-size: 13px }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
-th, .bar { white-space: nowrap }
-.curves svg { background: #fff; max-width: 100%; height: auto } .bar { display: flex; height: 1rem; min-width: 12rem }
+td, th { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
+td, th { white-space: nowrap } .settings td:not(:first-child) { white-space: normal; overflow-wrap: anywhere; min-width: 6rem }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr)); gap: 1rem }
+.curves svg { width: 100% } .curves svg, .profile svg { background: #fff; max-width: 100%; height: auto }
+.bar { display: flex; height: 1rem; min-width: 12rem }
 .bar i:nth-child(5n+1) { background: #2f7ed8 } .bar i:nth-child(5n+2) { background: #d0661f }
 .bar i:nth-child(5n+3) { background: #2a9d6f } .bar i:nth-child(5n+4) { background: #8a4fc7 } .bar i { background: #7b8494 }
 """
@@ -37,8 +40,9 @@ _PAGE = """<!doctype html>
 </body></html>
 """
 _WHOLE = (
-    "algorithm", "env", "env_params", "total_steps", "seed", "seeds", "settings", "pbt", "rank_by", "guard", "data",
+    "algorithm", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard", "data",
 )  # fmt: skip
+_MOST_ROWS = 100  # of settings of one run; more are one row, with the lowest and the highest return
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
 
@@ -51,7 +55,8 @@ def runs_page(
     plans: bool = False,
     trust: bool = False,
 ) -> Path:
-    """Writes a page about runs: their curves with 95% intervals over seeds, what they differ in, times, how to repeat each.
+    """Writes a page about runs: returns and curves of each setting, with 95% intervals over its seeds, in what runs differ,
+    times, and how to repeat each.
 
     Args:
       runs: a run, or several: results, or folders of runs; a mapping gives them names.
@@ -87,26 +92,51 @@ def runs_page(
 
 
 def _overview(found: Mapping[str, Outcome]) -> str:
-    head = ("run", "algorithm", "environment", "policy", "seeds", "steps", "status", "training return", "greedy", "steps/s")
+    """A row for each setting of each run."""
+    head = ["run", "setting", "training return", "greedy return", "seeds"]
+    head += ["environment", "algorithm", "policy", "steps", "status"]
     rows = []
     for name, run in found.items():
         s = run.summary()
-        greedy = "" if run.evaluation is None else str(_mean(np.atleast_1d(run.evaluation.mean_return)))
-        seeds = f"{s['seed']} to {s['seed'] + s['seeds'] - 1}" if s["seeds"] > 1 else s["seed"]
-        rows.append([
-            name, s["algorithm"], s["env"], s["policy"], seeds, f"{s['total_steps']:,}", s["status"],
-            str(_mean(np.atleast_1d(run.final("episode_return")))), greedy, f"{s['steps_per_second']:,.0f}",
-        ])  # fmt: skip
-    return _table(head, rows)
+        whole = [s["env"], s["algorithm"], s["policy"], f"{s['total_steps']:,}", s["status"]]
+        greedy = np.nan if run.evaluation is None else run.evaluation.mean_return
+        for group in groups_of(run, _MOST_ROWS):
+            seeds = list(dict.fromkeys(run.settings[member]["seed"] for member in group.members))
+            rows.append([
+                name, group.label, _mean(run.final("episode_return"), group), _mean(greedy, group),
+                f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else seeds[0], *whole,
+            ])  # fmt: skip
+    if not any(row[1] for row in rows):
+        rows = [row[:1] + row[2:] for row in rows]
+        head.remove("setting")
+    notes = [("[", "In brackets: the 95% interval over the seeds."), ("(", "In parentheses: lowest and highest member.")]
+    means = " ".join(row[head.index("training return")] + row[head.index("greedy return")] for row in rows)
+    told = " ".join(text for mark, text in notes if mark in means)
+    return _table(head, rows) + (f"<p>{told}</p>" if told else "")
 
 
-def _mean(values: np.ndarray) -> Any:
+def _mean(returns: Any, group: Group) -> str:
+    """The mean of the members' returns, with its interval over seeds, or from the lowest to the highest."""
+    values = np.reshape(returns, -1)
+    values = values[group.members] if values.size > 1 else values
     known = values[np.isfinite(values)]
-    return estimate([known], mean) if len(known) else "unknown"
+    if not len(known):
+        return ""
+    if not group.mixed:
+        return str(estimate([known], mean))
+    low, middle, high = (f"{x:.{decimals(x, np.ptp(known))}f}" for x in (known.min(), known.mean(), known.max()))
+    return f"{middle} ({low} to {high})"
 
 
 def _curves(found: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
-    return f'<div class="curves">{inline(svg_of(curves_of(found, metrics)))}</div>' if metrics else ""
+    """The curves of each environment, side by side."""
+    parts = []
+    for env, runs in (environments := environments_of(found)).items():
+        known = [metric for metric in metrics if any(metric in run.history for run in runs.values())]
+        figures = "\n".join(inline(svg_of(curves_of(runs, [metric]))) for metric in known)
+        parts.append(f"<h3>{escape(env)}</h3>" if known and len(environments) > 1 else "")
+        parts.append(f'<div class="curves">{figures}</div>' if known else "")
+    return "\n".join(filter(None, parts))
 
 
 def _settings(found: Mapping[str, Outcome]) -> str:
@@ -120,15 +150,27 @@ def _settings(found: Mapping[str, Outcome]) -> str:
     if len(found) > 1 and not rows:
         parts.append("<p>All settings are equal.</p>")
     words = "what they share" if len(found) > 1 else "all"
-    return "\n".join([*parts, f"<details><summary>{words}</summary>{_table(['', 'value'], same)}</details>"])
+    parts.append(f"<details><summary>{words}</summary>{_table(['', 'value'], same)}</details>")
+    return f'<div class="settings">{"".join(parts)}</div>'
 
 
 def _flat(run: Outcome) -> dict[str, str]:
+    """The settings of a run in words; fields in which members differ have all of their values."""
     about = run.description
     whole = {key: x for key, x in about.items() if key in _WHOLE and x is not None}
-    place = {"policy": run.description["policy"], "devices": "{count} {platform}".format(**run.description["devices"])}
-    place |= {f"version of {name}": text for name, text in run.description["versions"].items()}
-    return {key: str(x) for key, x in (whole | about["config"] | place).items()}
+    place = {"policy": about["policy"], "devices": "{count} {platform}".format(**about["devices"])}
+    place |= {f"version of {name}": text for name, text in about["versions"].items()}
+    flat = whole | about["config"] | (about["settings"] or {}) | place
+    return {key: str(x) if key == "seed" else _in_words(x) for key, x in flat.items()}
+
+
+def _in_words(x: Any) -> str:
+    """Plain data as text, such as `0.0001, 0.001`."""
+    if isinstance(x, Mapping):
+        return ", ".join(f"{key}: {_in_words(value)}" for key, value in x.items())
+    if isinstance(x, list | tuple):
+        return ", ".join(f"({_in_words(item)})" if isinstance(item, list | tuple) else _in_words(item) for item in x)
+    return f"{x:,}" if isinstance(x, int) and not isinstance(x, bool) else value_in_words(x)
 
 
 def _times(found: Mapping[str, Outcome]) -> str:
@@ -140,8 +182,8 @@ def _times(found: Mapping[str, Outcome]) -> str:
         shares = {key: 100 * parts.get(key, 0.0) / longest for key in _PARTS}
         bar = "".join(f'<i style="width:{x:.2f}%" title="{_PARTS[key]}"></i>' for key, x in shares.items())
         cells = [escape(name), f"{run.wall_seconds:,.1f} s", *(f"{parts.get(key, 0.0):,.1f} s" for key in _PARTS)]
-        rows.append([*cells, f'<div class="bar">{bar}</div>'])
-    return _table(["run", "wall", *_PARTS.values(), ""], rows, plain=False)
+        rows.append([*cells, f'<div class="bar">{bar}</div>', f"{run.steps_per_second:,.0f}"])
+    return _table(["run", "wall", *_PARTS.values(), "", "steps/s of all members"], rows, plain=False)
 
 
 def _profiles(found: Mapping[str, Outcome]) -> str:
@@ -150,7 +192,7 @@ def _profiles(found: Mapping[str, Outcome]) -> str:
     if not profiles:
         return ""
     tables = "\n".join(f"<pre>{escape(str(each))}</pre>" for each in profiles.values())
-    return f'<div class="curves">{inline(svg_of(profiles_figure(profiles)))}</div>\n{tables}'
+    return f'<div class="profile">{inline(svg_of(profiles_figure(profiles)))}</div>\n{tables}'
 
 
 def _plan(name: str, run: Outcome, trust: bool) -> str:

@@ -203,6 +203,7 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
 def test_explain_draws_plans_side_by_side(capsys, tmp_path):
     out = tmp_path / "plans.html"
     policies = ["--policy", "GPUOnly:num_devices=1", "--beside", "SingleLearnerCoarse:learners=1,actors=1", "--json"]
+    policies[3:3] = ["gpuonly:num_devices=1"]  # the same again, which is drawn once
     assert main(["explain", *TINY, *policies, "--out", str(out)]) == 0
     plans = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert out.read_text().count("<figure>") == len(plans) == 2 and all(plan["policy"] in out.read_text() for plan in plans)

@@ -387,6 +387,32 @@ def ended(connection):
 
 
 @pytest.mark.long
+def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_learner_is_away(tmp_path):
+    """The file is not there yet; then it is not whole; then it names one learner, which moves to another address."""
+    file, lines, ended = tmp_path / "learner", [], []
+    with pytest.raises(ConnectionError, match=rf"no learner of a run answers at {file}: .*No such file"):
+        msrl.experiment.act(str(file), wait=0.05)
+    file.write_text("127.0.0.1")
+    with pytest.raises(ConnectionError, match=f"{file}='127.0.0.1': give HOST:PORT"):
+        msrl.experiment.act(str(file), wait=0.05)
+    file.unlink()
+    act = threading.Thread(target=lambda: ended.append(msrl.experiment.act(str(file), wait=300, say=lines.append)), daemon=True)
+    act.start()
+    wait_for(lambda: lines == [f"no learner at {file}; waiting for one"], lambda: str(lines))
+    for is_over in (False, True):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            where = f"127.0.0.1:{listener.getsockname()[1]}"
+            file.write_text(f"{where}\n")
+            channel = let_in(listener)
+        assert channel.receive()[0]["ticket"] is None
+        if is_over:
+            channel.send({"over": True})
+        channel.close()
+        assert f"acting for {where}" in lines
+    act.join(START)
+    assert ended == [0]
+
+
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
     runs = {address: ("impala", 2), free_address(): ("ppo", 3)}

@@ -70,10 +70,15 @@ def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_
     assert found.titles[0] == "a & b" and not found.loads
     assert ["learning_rate", "0.003", "0.0001"] in found.rows  # what they differ in; the rest is told once
     assert ["num_envs", "8"] in found.rows and ["learning_rate", "0.003"] not in found.rows
-    (first,) = [row for row in found.rows if row[:2] == ["first", "ppo"]]
-    assert first[4:7] == ["0 to 2", "384", "finished"] and first[7] == str(estimate([run.final("episode_return")], mean))
+    head, first, second = found.rows[:3]
+    row = dict(zip(head, first, strict=True))
+    greedy = row["greedy return"], str(estimate([run.evaluation.mean_return], mean))
+    assert row["training return"] == str(estimate([run.final("episode_return")], mean)) and greedy[0] == greedy[1]
+    assert (row["seeds"], row["algorithm"], row["steps"], row["status"]) == ("0 to 2", "ppo", "384", "finished")
+    assert (first[0], second[0]) == ("first", "second") and first[1:] == second[1:] and "setting" not in head
     (times,) = [row for row in found.rows if row[0] == "first" and row[1].endswith(" s")]
-    wall, *parts = (float(cell.removesuffix(" s").replace(",", "")) for cell in times[1:-1])
+    wall, *parts = (float(cell.removesuffix(" s").replace(",", "")) for cell in times[1:-2])
+    assert times[-1] == f"{run.steps_per_second:,.0f}"
     assert abs(wall - run.wall_seconds) < 0.06 and abs(wall - sum(parts)) < 0.5
     assert text.count("FillBetweenPolyCollection") >= 4  # the returns and evaluations of two runs, with their intervals
     assert "run.toml</summary>" in text and "training return" in text
@@ -81,15 +86,72 @@ def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_
 
 def test_every_fact_that_two_runs_differ_in_is_a_row(run, tmp_path):
     facts = {
-        "algorithm": "a", "env": "b", "env_params": {"c": 1}, "total_steps": 2, "seed": 3, "seeds": 3,
-        "settings": {"discount": [1.0]}, "rank_by": "return", "guard": "skip", "data": {"e": 1}, "policy": "f",
+        "algorithm": "a", "env": "b", "env_params": {"c": 1, "d": 0.5}, "total_steps": 3_000_000, "seed": 30_000, "seeds": 3,
+        "settings": {"discount": [0.5, 0.125]}, "rank_by": "success", "guard": "skip", "data": {"path": "e"}, "policy": "f",
     }  # fmt: skip
     other = dataclasses.replace(run, description=run.description | facts, folder=None)
+    other = dataclasses.replace(other, history={}, evaluation=None)
     found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
     rows = {row[0]: row[1:] for row in found.rows}
-    for name, x in facts.items():
-        was = run.description[name]
-        assert rows[name] == ([str(x)] if x == was else ["-" if was is None else str(was), str(x)]), name
+    words = {
+        "algorithm": ["ppo", "a"], "env": [run.description["env"], "b"], "env_params": ["-", "c: 1, d: 0.5"],
+        "total_steps": ["384", "3,000,000"], "seed": ["0", "30000"], "seeds": ["3"], "discount": ["0.99", "0.5, 0.125"],
+        "rank_by": ["return", "success"], "guard": ["halt", "skip"], "data": ["-", "path: e"], "policy": ["GPUOnly", "f"],
+        "hidden_sizes": ["8"], "max_grad_norm": ["0.5"],
+    }  # fmt: skip
+    assert {name: rows[name] for name in words} == words and "settings" not in rows
+
+
+def with_settings(run, count, pbt=None):
+    """The run as if it had had `count` settings, of three seeds each, whose returns are 100 apart; seeds differ by 1."""
+    about = run.description | {"settings": {"learning_rate": [10.0 ** -i for i in range(count)]}, "pbt": pbt}
+    about |= {"seeds": 1} if pbt else {}
+    returns = np.arange(count if pbt else count * 3)
+    returns = returns if pbt else 100.0 * (returns // 3) + returns % 3
+    history = {name: run.history[name] for name in ("step", "seconds", "iteration")}
+    history["episode_return"] = np.tile(returns.astype(float), (len(history["step"]), 1))
+    return dataclasses.replace(run, description=about, history=history, evaluation=None, folder=None)
+
+
+def test_each_setting_has_a_row_and_a_curve_with_the_interval_of_its_own_seeds(run, tmp_path):
+    sweep = with_settings(run, 3)
+    head, *rows = Reader(msrl.runs_page({"rates": sweep}, tmp_path / "page.html").read_text()).rows[:4]
+    assert [row[head.index("setting")] for row in rows] == ["learning_rate=1", "learning_rate=0.1", "learning_rate=0.01"]
+    for i, row in enumerate(rows):
+        assert row[head.index("training return")] == str(estimate([100.0 * i + np.arange(3)], mean))
+        assert row[head.index("seeds")] == "0 to 2" and row[0] == "rates"
+    (panel,) = msrl.plot_runs({"rates": sweep}).axes
+    assert [line.get_ydata()[-1] for line in panel.get_lines()] == [1, 101, 201]
+    assert all(np.ptp(band.get_paths()[0].vertices[:, 1]) <= 2 for band in panel.collections)
+
+
+PBT = {"members": 4, "every": 2}
+
+
+@pytest.mark.parametrize(("count", "pbt", "label"), [(11, None, "11 settings"), (4, PBT, "population of 4")])
+def test_members_that_are_not_only_seeds_have_no_interval(run, tmp_path, count, pbt, label):
+    mixed = with_settings(run, count, pbt)
+    returns = mixed.history["episode_return"][-1]
+    (panel,) = msrl.plot_runs({"a": mixed}).axes
+    (line,), (band,) = panel.get_lines(), panel.collections
+    assert line.get_label() == f"a, {label}, lowest to highest" and line.get_ydata()[-1] == pytest.approx(returns.mean())
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (returns.min(), returns.max())
+    if pbt:
+        head, row = Reader(text := msrl.runs_page({"a": mixed}, tmp_path / "page.html").read_text()).rows[:2]
+        assert row[head.index("training return")] == "1.5 (0.0 to 3.0)" and row[head.index("setting")] == label
+        assert "In parentheses: lowest and highest member" in text and "In brackets" not in text
+
+
+def test_each_environment_has_a_panel_of_its_own(run, tmp_path):
+    other = with_settings(run, 2)
+    other = dataclasses.replace(other, description=other.description | {"env": "Acrobot-v1"})
+    panels = msrl.plot_runs({"first": run, "second": other}, metrics=["episode_return", "entropy"]).axes
+    assert [panel.get_title() for panel in panels] == [run.description["env"], "Acrobot-v1", run.description["env"]]
+    assert [len(panel.get_lines()) for panel in panels] == [1, 2, 1]  # the second run has no entropy
+    found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
+    curves = found.titles[found.titles.index("Curves") : found.titles.index("Settings")]
+    assert curves == ["Curves", run.description["env"], "Acrobot-v1"]
 
 
 def test_names_are_those_of_folders_and_are_escaped(folder, run, tmp_path):
