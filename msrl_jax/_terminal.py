@@ -1,7 +1,8 @@
-"""Text for the terminal: streams that survive write errors, so that failing output never stops a run; tables that fit."""
+"""Text for the terminal: streams that survive write errors, so that failing output stops no run; numbers; tables that fit."""
 
 import contextlib
 import io
+import math
 import os
 import shutil
 import sys
@@ -77,6 +78,13 @@ def progress_stream() -> Lasting:
 
 def _width() -> int:
     return shutil.get_terminal_size((100, 24)).columns  # 100 if there is no terminal
+
+
+def significant(value: float) -> str:
+    """A number as text: three significant digits, or all digits before the point."""
+    if value == 0 or not math.isfinite(value) or abs(value) >= 999.5:
+        return f"{value + 0.0:.0f}"
+    return f"{value:#.3g}".rstrip(".")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:

@@ -8,6 +8,8 @@ from msrl_jax.algorithms.agent import Agent as Agent
 from msrl_jax.algorithms.agent import Progress as Progress
 from msrl_jax.algorithms.alphazero import AlphaZero as AlphaZero
 from msrl_jax.algorithms.bc import BC as BC
+from msrl_jax.algorithms.config import Tunable as Tunable
+from msrl_jax.algorithms.config import TunableOrNone as TunableOrNone
 from msrl_jax.algorithms.config import config as config
 from msrl_jax.algorithms.config import field as field
 from msrl_jax.algorithms.config import tunable as tunable

@@ -25,7 +25,17 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
 from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
@@ -80,20 +90,20 @@ class AlphaZero:
     unroll_length: int = field(default=16, doc="moves of every game per iteration, `T`. Usual: 16 to 256.")
     num_simulations: int = field(default=32, doc="positions that a search looks at. Usual: 16 to 200; 800 for chess.")
     max_considered: int = field(default=16, doc="moves that a search considers at its root. Usual: 16.")
-    gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
-    random_share: float = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
-    discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
+    gumbel_scale: Tunable = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
+    random_share: Tunable = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
+    discount: Tunable = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
     num_updates: int = field(default=32, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
     batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
     storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
     learning_starts: int | None = field(default=None, doc="positions before learning; None: what a batch needs. Usual: None.")
-    learning_rate: float = tunable(default=2e-3, above=0, doc="step size of updates. Usual: 2e-4 to 2e-3.")
+    learning_rate: Tunable = tunable(default=2e-3, above=0, doc="step size of updates. Usual: 2e-4 to 2e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=1.0, above=0, doc="gradients are clipped to this global norm. Usual: 1.")
-    value_coef: float = tunable(default=1.0, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 2.")
+    max_grad_norm: TunableOrNone = tunable(default=1.0, above=0, doc="gradients are clipped to this global norm. Usual: 1.")
+    value_coef: Tunable = tunable(default=1.0, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 2.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     hidden_sizes: tuple[int, ...] = field(default=(128, 128), doc="widths of dense layers. Usual: (128, 128).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')

@@ -16,7 +16,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -37,6 +37,23 @@ T = TypeVar("T")
 
 ALGORITHMS: dict[str, type] = {}
 """The configs of all algorithms, by name."""
+
+if TYPE_CHECKING:
+
+    class Tunable:
+        """The type of a `tunable` field: given as a number, an array of one, or a schedule; read as a number."""
+
+        def __get__(self, config: object, owner: Any = None) -> float: ...
+        def __set__(self, config: object, value: float | jax.Array | str | Callable[..., Any]) -> None: ...
+
+    class TunableOrNone:
+        """The type of a `tunable` field that may be None."""
+
+        def __get__(self, config: object, owner: Any = None) -> float | None: ...
+        def __set__(self, config: object, value: float | jax.Array | str | Callable[..., Any] | None) -> None: ...
+
+else:
+    Tunable, TunableOrNone = float, float | None
 
 OF_RUNS = {
     "algo", "actors_at", "env", "policy", "total_steps", "seed", "seeds", "devices", "out", "resume", "chunk", "eval_episodes",
@@ -80,8 +97,11 @@ def field(
     return dataclasses.field(default=default, metadata=about)  # type: ignore[return-value]
 
 
-def tunable(*, default: T, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> T:
-    """A `field` of a number that the members of one program may have each for themselves: a leaf of the config."""
+def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> Any:
+    """A `field` of a number that the members of one program may have each for themselves: a leaf of the config.
+
+    Its type is `Tunable` or `TunableOrNone`, with which checkers of types accept schedules; `float` or `float | None` if not.
+    """
     return field(default=default, doc=doc, tunable=True, adaptive=adaptive, once=once, **bounds)
 
 

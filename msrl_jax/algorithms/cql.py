@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
@@ -37,29 +47,29 @@ class CQL:
     The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
     """
 
-    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float = tunable(default=10.0, above=0, doc="largest norm of each network's gradients. Usual: 10.")
+    max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="largest norm of each network's gradients. Usual: 10.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     validation_fraction: float = field(default=0.1, low=0, below=1, doc="share of episodes held out to validate. Usual: 0.1.")
-    conservative_weight: float | None = tunable(
+    conservative_weight: TunableOrNone = tunable(
         default=None,
         low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
         "Usual: 0.1 to 10.",
     )
-    target_gap: float | None = tunable(
+    target_gap: TunableOrNone = tunable(
         default=None,
         doc="target of the gap that the penalty lowers, whose weight is then learned (the paper's Lagrange variant); for "
         "continuous actions. Usual: None, or 5 to 10.",
@@ -71,7 +81,7 @@ class CQL:
     )
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
-    target_entropy: float | None = tunable(default=None, doc="in nats; None: minus the length of an action. Usual: None.")
+    target_entropy: TunableOrNone = tunable(default=None, doc="in nats; None: minus the length of an action. Usual: None.")
     double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")
 
     def check(self) -> None:

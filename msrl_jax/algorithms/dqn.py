@@ -14,7 +14,18 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable, variant
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+    variant,
+)
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.losses.distributional import (
@@ -57,7 +68,7 @@ class DQN:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=128, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
@@ -67,25 +78,29 @@ class DQN:
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     relabel: float = field(default=0.0, low=0, high=1, doc="share of sampled steps given achieved goals (HER). Usual: 0.8.")
     relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
-    learning_rate: float = tunable(default=0.00025, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=0.00025, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
+    max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
     prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
-    alpha: float = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
-    beta: float | None = tunable(
+    alpha: Tunable = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
+    beta: TunableOrNone = tunable(
         default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
     exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
     exploration_steps: int = field(default=10000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
+    final_epsilon: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
+    base_epsilon: Tunable = tunable(
+        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
+    )
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
-    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
-    huber_delta: float | None = tunable(default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1.")
-    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
+    huber_delta: TunableOrNone = tunable(
+        default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1."
+    )
+    adam_epsilon: Tunable = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
@@ -100,15 +115,19 @@ class DQN:
         'Usual: "none".',
     )
     num_atoms: int = field(default=51, low=2, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.")
-    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
-    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
+    v_min: TunableOrNone = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: TunableOrNone = tunable(
+        default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.'
+    )
     num_fractions: int = field(default=8, doc='"iqn": random fractions of an example, `N` in the paper. Usual: 8 to 64.')
     num_target_fractions: int = field(default=8, doc='"iqn": random fractions of its target, `N\'`. Usual: 8 to 64.')
     num_choice_fractions: int = field(default=32, doc='"iqn": midpoints whose mean is the value that chooses, `K`. Usual: 32.')
     munchausen: bool = field(default=False, doc="whether log-policies are rewards (M-DQN, with soft targets). Usual: False.")
-    munchausen_scale: float = tunable(default=0.9, low=0, high=1, doc="M-DQN: weight of these rewards. Usual: 0.9.")
-    munchausen_temperature: float = tunable(default=0.03, above=0, doc="M-DQN: of the policy, in units of values. Usual: 0.03.")
-    munchausen_clip: float = tunable(default=-1.0, high=0, doc="M-DQN: smallest log-policy times temperature. Usual: -1.")
+    munchausen_scale: Tunable = tunable(default=0.9, low=0, high=1, doc="M-DQN: weight of these rewards. Usual: 0.9.")
+    munchausen_temperature: Tunable = tunable(
+        default=0.03, above=0, doc="M-DQN: of the policy, in units of values. Usual: 0.03."
+    )
+    munchausen_clip: Tunable = tunable(default=-1.0, high=0, doc="M-DQN: smallest log-policy times temperature. Usual: -1.")
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, atoms have limits, and M-DQN has single steps and no atoms."""

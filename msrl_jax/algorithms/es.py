@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
@@ -50,15 +50,15 @@ class ES:
         doc="steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps. Usual: the "
         "longest episode.",
     )
-    learning_rate: float = tunable(default=0.05, above=0, doc="step size of updates. Usual: 0.01 to 0.05.")
+    learning_rate: Tunable = tunable(default=0.05, above=0, doc="step size of updates. Usual: 0.01 to 0.05.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     hidden_sizes: tuple[int, ...] = field(default=(32, 32), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    noise_scale: float = tunable(default=0.1, above=0, doc="deviation of the noise on every parameter. Usual: 0.02 to 0.1.")
-    weight_decay: float = tunable(default=0.005, low=0, doc="weight of L2 regularization. Usual: 0.005.")
+    noise_scale: Tunable = tunable(default=0.1, above=0, doc="deviation of the noise on every parameter. Usual: 0.02 to 0.1.")
+    weight_decay: Tunable = tunable(default=0.005, low=0, doc="weight of L2 regularization. Usual: 0.005.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
 
     def check(self) -> None:

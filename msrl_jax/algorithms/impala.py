@@ -14,7 +14,17 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
-from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    CoreKind,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
@@ -62,17 +72,17 @@ class IMPALA:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 20 to 100.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0.001 to 0.01.")
-    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
-    learning_rate: float = tunable(default=0.002, above=0, doc="step size of updates. Usual: 1e-4 to 7e-3.")
+    entropy_coef: Tunable = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0.001 to 0.01.")
+    value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    learning_rate: Tunable = tunable(default=0.002, above=0, doc="step size of updates. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
+    max_grad_norm: Tunable = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
     optimizer: OptimizerKind = field(default="rmsprop", doc='a name, or a transformation of optax. Usual: "rmsprop", "adam".')
-    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
-    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
+    rms_decay: Tunable = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: Tunable = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -80,14 +90,16 @@ class IMPALA:
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
-    vtrace_lambda: float = tunable(default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95.")
-    clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
-    clip_c: float = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
-    clip_pg_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a policy gradient. Usual: 1.")
+    vtrace_lambda: Tunable = tunable(
+        default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95."
+    )
+    clip_rho: Tunable = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
+    clip_c: Tunable = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
+    clip_pg_rho: Tunable = tunable(default=1.0, above=0, doc="largest importance weight of a policy gradient. Usual: 1.")
     normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
     replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
-    intrinsic_coef: float | None = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
+    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
         """Raises ValueError unless there is a batch for every update, and nothing kept whose novelty has gone."""

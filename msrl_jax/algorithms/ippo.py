@@ -27,6 +27,8 @@ from msrl_jax.algorithms.config import (
     NetworkKind,
     Normalization,
     OptimizerKind,
+    Tunable,
+    TunableOrNone,
     config,
     field,
     tunable,
@@ -82,18 +84,20 @@ class IPPO:
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, adaptive=True, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=1e-3, adaptive=True, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
-    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
+    max_grad_norm: TunableOrNone = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    gae_lambda: Tunable = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Normalization = field(default="minibatch", doc='how to standardize advantages. Usual: "minibatch".')
-    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
-    clip_value: float | None = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
-    target_kl: float | None = tunable(default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03.")
-    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
-    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    clip_ratio: Tunable = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
+    clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
+    target_kl: TunableOrNone = tunable(
+        default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03."
+    )
+    entropy_coef: Tunable = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
+    value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
@@ -43,17 +53,17 @@ class IQL:
     deviation depends on the observation; the paper's does not.
     """
 
-    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    max_grad_norm: TunableOrNone = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -67,7 +77,9 @@ class IQL:
     critic: Literal["expectile", "policy"] = field(
         default="expectile", doc='what targets value: an expectile of the data, or the policy (AWAC). Usual: "expectile".'
     )
-    expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
+    expectile: Tunable = tunable(
+        default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9."
+    )
     num_actions: int = field(
         default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
     )
@@ -77,8 +89,10 @@ class IQL:
     weighting: Literal["exp", "binary"] = field(
         default="exp", doc='weight of an action: of its advantage, or 1 if that is above 0, else 0 (CRR). Usual: "exp".'
     )
-    inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")
-    max_weight: float = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
+    inverse_temperature: Tunable = tunable(
+        default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10."
+    )
+    max_weight: Tunable = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
 
     check = check_data
 

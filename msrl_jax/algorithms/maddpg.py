@@ -22,7 +22,17 @@ import numpy as np
 import optax
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, uniform_actions
@@ -45,7 +55,7 @@ class MADDPG:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
+    discount: Tunable = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
@@ -53,18 +63,18 @@ class MADDPG:
     capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 5e-4 (EPyMARL) to 1e-2 (paper).")
+    learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 5e-4 (EPyMARL) to 1e-2 (paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="largest norm of each network's gradients. Usual: 0.5.")
-    tau: float = tunable(default=0.01, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    max_grad_norm: TunableOrNone = tunable(default=0.5, above=0, doc="largest norm of each network's gradients. Usual: 0.5.")
+    tau: Tunable = tunable(default=0.01, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    temperature: float = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
-    output_penalty: float = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
-    exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
+    temperature: Tunable = tunable(default=1.0, above=0, doc="of the softmax of discrete actions. Usual: 1, or to 0.5.")
+    output_penalty: Tunable = tunable(default=1e-3, low=0, doc="weight of the actors' mean squared outputs. Usual: 1e-3, or 0.")
+    exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     share_parameters: bool = field(default=False, doc="whether agents share actor and critic. Usual: False (the paper).")
     agent_ids: bool = field(default=True, doc="whether a shared actor sees which agent it acts for. Usual: True.")
 

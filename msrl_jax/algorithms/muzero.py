@@ -25,7 +25,17 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    Codec,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, unroll_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
 from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
@@ -75,10 +85,10 @@ class MuZero:
     num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
     max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
     act_simulations: int = field(default=0, low=0, doc="the same outside of training; 0: the network alone acts. Usual: 0.")
-    gumbel_scale: float = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
-    value_scale: float = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 0.1; 1 for Go.")
-    random_share: float = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
-    discount: float = tunable(default=0.997, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
+    gumbel_scale: Tunable = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
+    value_scale: Tunable = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 0.1; 1 for Go.")
+    random_share: Tunable = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
+    discount: Tunable = tunable(default=0.997, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
     batch_size: int = field(default=128, doc="windows per update, `B`. Usual: 128 to 1024.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
@@ -87,15 +97,15 @@ class MuZero:
     learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     model_steps: int = field(default=5, doc="steps that the model is unrolled to learn, `M`. Usual: 5.")
     n_step: int = field(default=10, doc="rewards that a value target sums up before it bootstraps. Usual: 5 to 10.")
-    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=1e-3, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
-    value_coef: float = tunable(default=1.0, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
-    reward_coef: float = tunable(default=1.0, low=0, doc="weight of the reward loss. Usual: 1; more for small rewards.")
-    rescale_epsilon: float = tunable(default=1e-3, above=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
+    max_grad_norm: TunableOrNone = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
+    value_coef: Tunable = tunable(default=1.0, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
+    reward_coef: Tunable = tunable(default=1.0, low=0, doc="weight of the reward loss. Usual: 1; more for small rewards.")
+    rescale_epsilon: Tunable = tunable(default=1e-3, above=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
-    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 1000.")
     latent_size: int = field(default=64, doc="size of the model's state, `H`. Usual: 32 to 512.")
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of dense layers of each of the networks. Usual: (64,).")

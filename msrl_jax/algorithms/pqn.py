@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, config, field, tunable
+from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_discrete
 from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times, stepping
@@ -60,17 +60,19 @@ class PQN:
     unroll_length: int = field(default=64, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 128.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 1 to 4.")
     num_minibatches: int = field(default=16, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=5e-4, above=0, doc="step size of updates. Usual: 1e-4 to 5e-4.")
+    learning_rate: Tunable = tunable(default=5e-4, above=0, doc="step size of updates. Usual: 1e-4 to 5e-4.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-5.")
-    max_grad_norm: float | None = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
-    q_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
+    adam_epsilon: Tunable = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-5.")
+    max_grad_norm: TunableOrNone = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    q_lambda: Tunable = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
     exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
     exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: float = tunable(default=0.02, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.001 to 0.1.")
-    base_epsilon: float = tunable(default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.')
+    final_epsilon: Tunable = tunable(default=0.02, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.001 to 0.1.")
+    base_epsilon: Tunable = tunable(
+        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
+    )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (128, 128); (512,) for images.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')

@@ -20,6 +20,8 @@ from msrl_jax.algorithms.config import (
     CoreKind,
     NetworkKind,
     OptimizerKind,
+    Tunable,
+    TunableOrNone,
     config,
     field,
     is_constant,
@@ -59,7 +61,7 @@ class TD3:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions, or windows, per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
@@ -71,11 +73,11 @@ class TD3:
     relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
-    learning_rate: float = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
+    learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
-    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
-    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    max_grad_norm: TunableOrNone = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -93,17 +95,19 @@ class TD3:
     )
     num_atoms: int = field(default=25, low=2, doc="atoms or quantiles of a critic, `N`. Usual: 25 quantiles, 51 to 251 atoms.")
     num_dropped: int = field(default=2, low=0, doc='"qr": largest quantiles per critic that are no targets. Usual: 2.')
-    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
-    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
+    v_min: TunableOrNone = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: TunableOrNone = tunable(
+        default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.'
+    )
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
-    exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
-    max_exploration_noise: float | None = tunable(
+    exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
+    max_exploration_noise: TunableOrNone = tunable(
         default=None,
         low=0,
         doc="deviation in the last environment, if it rises evenly over all; None: the same in all. Usual: None, or 0.4.",
     )
-    policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
-    noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
+    policy_noise: Tunable = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
+    noise_clip: Tunable = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""

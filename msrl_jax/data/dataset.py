@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from msrl_jax._terminal import significant
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.check_types import show
 from msrl_jax.envs.privileged import PrivilegedObservation
@@ -173,7 +174,7 @@ class Dataset:
         returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
         of += f", {self.reward.shape[1]} agents" if self.has_agents else ""
-        mean = f": return {returns.mean():.1f} ± {returns.std():.1f}" if len(returns) else ""
+        mean = f": return {significant(returns.mean())} ± {significant(returns.std())}" if len(returns) else ""
         noun = "episode" if len(returns) == 1 else "episodes"
         parts = f", and parts of {cut:,} more" if cut else ""
         return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from msrl_jax._checks import whole
-from msrl_jax._terminal import Lasting, progress_stream
+from msrl_jax._terminal import Lasting, progress_stream, significant
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.evaluate import MOST_SHOWN
@@ -251,21 +251,36 @@ def choose_display(progress: Progress) -> Display:
     return displays[progress]
 
 
-def _facts(tick: Tick) -> str:
+def _facts(tick: Tick, members: int = 1) -> str:
     """The most important metrics as text, averaged over the members."""
-    facts = [f"{tick.metrics['steps_per_second']:,.0f} {tick.unit.removeprefix('environment ')}/s"]
+    rate, unit = tick.metrics["steps_per_second"] / members, tick.unit.removeprefix("environment ")
+    facts = [f"{rate:,.0f} {unit}/s{_each(members)}"]
     known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
     for name, word in _SHOWN.items():
-        teams = [f"{team} {x:.1f}" for column, x in known.items() if (team := team_of(column, name))]
+        teams = [f"{team} {significant(x)}" for column, x in known.items() if (team := team_of(column, name))]
         if name in known:
-            facts.append(f"{word} {known[name]:.1f}" + f" ({', '.join(teams)})" * bool(teams))
+            facts.append(f"{word} {significant(known[name])}" + f" ({', '.join(teams)})" * bool(teams))
     measured = [name for name in known if name.startswith("episode_") and name.partition("/")[0] not in _USUAL]
-    facts += [f"{name.removeprefix('episode_').replace('_', ' ')} {known[name]:.3g}" for name in measured[:MOST_SHOWN]]
+    facts += [f"{name.removeprefix('episode_').replace('_', ' ')} {significant(known[name])}" for name in measured[:MOST_SHOWN]]
     return "  ".join(facts)
 
 
+def _each(members: int) -> str:
+    return " per member" * (members > 1)
+
+
+def _line(tick: Tick, total_steps: int, unit: str, members: int) -> str:
+    done = f"{tick.step:,}/{total_steps:,} {unit}{_each(members)} ({tick.step / total_steps:.0%})"
+    return f"{done}  {_facts(tick, members)}"
+
+
+def _is_evaluated(tick: Tick) -> bool:
+    """Whether an evaluation followed the chunk; every display keeps its line."""
+    return not np.isnan(tick.metrics.get("eval_return", np.nan)).all()
+
+
 @contextlib.contextmanager
-def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -275,8 +290,10 @@ def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
 
     console = Console(file=progress_stream())  # type: ignore[arg-type]
     narrow = console.width < 100
-    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}", table_column=Column(no_wrap=True))
-    name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=30))
+    each = _each(members)
+    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}{each}", table_column=Column(no_wrap=True))
+    widest = 30 - len(each) * narrow
+    name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=widest))
     elapsed = () if narrow else (TimeElapsedColumn(),)
     bar = Bar(
         SpinnerColumn(), name, BarColumn(bar_width=12 if narrow else 40), count, *elapsed, TextColumn("eta"),
@@ -291,13 +308,15 @@ def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
 
         def show(tick: Tick) -> None:
             bar.update(task, completed=tick.step)
-            live.update(lines(_facts(tick)))
+            live.update(lines(_facts(tick, members)))
+            if _is_evaluated(tick):  # stays above the bar
+                live.console.print(Text(_line(tick, total_steps, unit, members)))
 
         yield show
 
 
 @contextlib.contextmanager
-def _lines(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+def _lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     stream = progress_stream()
     print(f"{title}: compiling", file=stream, flush=True)
     last = -np.inf
@@ -305,24 +324,29 @@ def _lines(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
     def show(tick: Tick) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= 1 or tick.step >= total_steps:
+        if now - last >= 1 or tick.step >= total_steps or _is_evaluated(tick):
             last = now
-            done = f"{tick.step:,}/{total_steps:,} {unit} ({tick.step / total_steps:.0%})"
-            print(f"{title}: {done}  {_facts(tick)}", file=stream, flush=True)
+            print(f"{title}: {_line(tick, total_steps, unit, members)}", file=stream, flush=True)
 
     yield show
 
 
 @contextlib.contextmanager
-def _notebook(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+def _notebook(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from IPython.display import HTML, display
 
     def page(step: int, facts: str) -> HTML:
         return HTML(
             f"<div><b>{html.escape(title)}</b> <progress max='{total_steps}' value='{step}'></progress> "
-            f"{step:,}/{total_steps:,} {html.escape(unit)} &nbsp; {html.escape(facts)}</div>"
+            f"{step:,}/{total_steps:,} {html.escape(unit)}{_each(members)} &nbsp; {html.escape(facts)}</div>"
         )
 
     handle = display(page(0, "compiling"), display_id=True)
     assert handle is not None  # display_id=True asks for one
-    yield lambda tick: handle.update(page(tick.step, _facts(tick)))
+
+    def show(tick: Tick) -> None:
+        handle.update(page(tick.step, _facts(tick, members)))
+        if _is_evaluated(tick):  # stays below the bar
+            display(HTML(f"<div>{html.escape(_line(tick, total_steps, unit, members))}</div>"))
+
+    yield show

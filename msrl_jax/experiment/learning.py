@@ -50,7 +50,10 @@ class Learning:
 
     def initialize(self, init: Callable[..., Any], *args: Any) -> Any:
         """Computes a state."""
-        return jax.jit(init, out_shardings=self.parts.at)(*args)
+        start = time.perf_counter()
+        compiled = jax.jit(init, out_shardings=self.parts.at).lower(*args).compile()
+        self.compile_seconds += time.perf_counter() - start
+        return compiled(*args)
 
     def place(self, state: Any) -> Any:
         """Copies a state."""

@@ -160,9 +160,10 @@ class Watch:
         registers = state.registers if isinstance(state, Delayed) else ()
         values = jax.device_put([*jax.tree.leaves(program.unwrap(state)), *registers], device)
         # One after another: JAX sorts the keys of a dict, and variables have no order.
-        env = dict(zip(region.carry, values, strict=True)) | {v: jax.device_put(x, device) for v, x in graph.constants.items()}
+        env = dict(zip(region.carry, values, strict=True))
+        constants = {v: jax.device_put(x, device) for v, x in graph.constants.items()}
         wanted = [*(region.next_carry[i] for i in self._everything), *region.results]
-        return find_origin([node.eqn for node in region.nodes], env, wanted)
+        return find_origin([node.eqn for node in region.nodes], env, wanted, constants)
 
 
 # --- the first step with a nan or infinity: in words, and as an npz archive without pickled objects, with the operands of the
@@ -220,9 +221,10 @@ class Failure:
         member = "" if self.member is None else f" of member {self.member}"
         also = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
         source = f" at {o.source}" if o.source else ""
+        constant = "" if o.constant is None else f" and the constant {o.constant}"
         alone = "" if o.eager else ". Its operations are finite if they run one by one, without being compiled together"
         return (
-            f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands. "
+            f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands{constant}. "
             f"The operation is {o.primitive}{source}{alone}"
         )
 

@@ -25,7 +25,7 @@ class Outcome:
       description: what the run computed, and where it ran, as plain data: the content of `config.json`.
       history: columns with one value per chunk, as of `Result`. shape=[C] or [C, M]
       status: how it ended, as of `Result`.
-      compile_seconds: time for tracing and compiling the training program.
+      compile_seconds: time for tracing and compiling the training program and the initial state.
       wall_seconds: total time of the run, without saving.
       evaluation: the last evaluation, if there was one.
       folder: the run's folder, if it has one.

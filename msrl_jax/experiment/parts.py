@@ -63,28 +63,34 @@ class Parts:
 def parts_of(experiment: Experiment, device: Any = None) -> Parts:
     """The parts of an experiment; raises ValueError, with what to do, if actors of other processes cannot act for it."""
 
-    def refused(why: str) -> ValueError:
-        return ValueError(
-            f"{experiment.name} on {experiment.env_name} cannot learn from actors in other processes: {why}. Leave actors_at "
-            "out, or train impala, ppo or a2c"
-        )
+    def refused(why: str, remedy: str) -> ValueError:
+        what = f"{experiment.name} on {experiment.env_name} cannot learn from actors in other processes"
+        return ValueError(f"{what}: {why}. Leave out actors_at{remedy}")
 
     if jax.process_count() > 1:
-        raise refused(f"its learner would be {jax.process_count()} processes")
+        raise refused(f"its learner would be {jax.process_count()} processes", ", or start the learner as one process")
     if experiment.has_members:
-        raise refused(f"it has {experiment.members} members, whose data would be of several policies")
+        why = f"it has {experiment.members} members, whose data would be of several policies"
+        raise refused(why, ", or train one seed with one value of each setting")
     if is_on_host(experiment.environment):
-        raise refused("the host simulates its environments")
+        raise refused("the host simulates its environments", ", or use an environment that is written in JAX")
     if experiment.env_params is not None:
-        raise refused("env_params are kept in its state, which actors do not read; fix them in the name of the environment")
+        why = "env_params are kept in its state, which actors do not read"
+        raise refused(why, ", or fix them in the name of the environment")
     if (agent := experiment.behavior.agent).unit != "environment steps":
-        raise refused("it learns from data alone")
+        raise refused("it learns from data alone", "; no actors are needed")
     env_state = getattr(jax.eval_shape(agent.init, jax.random.key(0)), "env_state", ())
     if env_state and jax.tree.leaves(jax.eval_shape(agent.env.statistics, env_state)):
-        raise refused("each actor would normalize by statistics of its own (normalize_observations, normalize_rewards)")
+        why = "each actor would normalize by statistics of its own"
+        raise refused(why, ", or normalize_observations and normalize_rewards")
+
+    def loop_refused(why: str) -> ValueError:
+        takes = experiment.name in ("impala", "ppo", "a2c")  # but not with all settings, such as replay_batches
+        return refused(why, f", or train {experiment.name} with its defaults" if takes else ", or train impala, ppo or a2c")
+
     device = jax.local_devices()[0] if device is None else device
     program = experiment.compile(Apart(device), [device])
-    return Parts(experiment, halves(program.schedule, refused), program.traced.metrics, device)
+    return Parts(experiment, halves(program.schedule, loop_refused), program.traced.metrics, device)
 
 
 @dataclass(frozen=True, eq=False)

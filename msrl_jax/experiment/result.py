@@ -54,13 +54,13 @@ class Result(Outcome):
         continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
         finite; "unfinished" for the folder of a run that is in progress or was killed.
-      compile_seconds: time for tracing and compiling the training program.
+      compile_seconds: time for tracing and compiling the training program and the initial state.
       wall_seconds: total time of the run, without saving.
       evaluation: the last evaluation, if there was one.
       registers: the parameters on their way to the actors at the end, if the policy has staleness.
       folder: the folder that holds the run; None if it has none, or if it could be saved nowhere.
       stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
-      timings: other parts of `wall_seconds`: `setup_seconds` (building the agent, planning, the initial state),
+      timings: other parts of `wall_seconds`: `setup_seconds` (imports, building the agent, planning),
         `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
         callbacks and metrics.
       save_error: why the run could not be saved in its own folder; empty if it was saved there, or has none. `folder` is then

@@ -133,7 +133,7 @@ class Run:
 
     @property
     def times(self) -> dict[str, float]:
-        """Time since the start, and its parts: on compiling (tracing the training program and waiting for it), and others."""
+        """Time since the start, and its parts: on compiling (tracing programs and waiting for XLA), and others."""
         compiling = self.compiled_before + self.program.compile_seconds
         return {"wall_seconds": time.perf_counter() - self.started, "compile_seconds": compiling, **self.seconds}
 

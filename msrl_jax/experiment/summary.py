@@ -64,7 +64,10 @@ def describe(result: Result) -> str:
     why = f" of {asked:,} asked for (whole iterations of {_per_iteration(result.history):,})" if partly else ""
     each = " per member" if fields else " per seed" * (s["seeds"] > 1)
     steps = f"{s['total_steps']:,} {unit}{each}{why}"
-    rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if result.history else ""
+    rate = ""
+    if result.history:
+        total = f" ({s['steps_per_second']:,.0f} of all {result.members})" if each else ""
+        rate = f"; the median chunk trains {s['steps_per_second'] / result.members:,.0f} {unit}/s{each}{total}"
     lines = [
         f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
         f"  {steps} in {s['wall_seconds']:.1f} s{rate}",

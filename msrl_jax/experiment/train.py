@@ -202,7 +202,7 @@ def train(
             if policy is None and simulated:
                 print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
-        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit))
+        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit, experiment.members))
         evaluating = None
         if watching["eval_episodes"]:
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])

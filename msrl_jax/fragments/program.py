@@ -189,10 +189,12 @@ class Program(Generic[State]):
           The placed state, as `place` returns it.
         """
         self._check_present()
-        closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
+        with self._executables.timed():
+            closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
         self._expected.check_tree(jax.tree.structure(shapes))
         registers = [i for i in self.graph.delayed for _ in range(self.layout.staleness)]
-        return self._wrap(initialize(closed, jax.tree.leaves(args), self._shardings, registers))
+        leaves = initialize(closed, jax.tree.leaves(args), self._shardings, registers, self._executables.evaluate)
+        return self._wrap(leaves)
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.

@@ -37,7 +37,7 @@ class Measurement:
     devices: int  # in use
     num_envs: int
     unroll_length: int  # steps of every environment per iteration
-    compile_seconds: float  # to trace and compile the program of the first chunk, or to load it from disk
+    compile_seconds: float  # to trace and compile the initial state and the first chunk, or to load them from disk
     steps_per_second: float  # environment steps per second, median of `runs`
     updates_per_second: float  # gradient steps per second at that rate, skipped steps (`target_kl`) included
     runs: tuple[float, ...]  # environment steps per second of every timed run

@@ -2,9 +2,13 @@
 
 import dataclasses
 import fractions
+import json
 import math
 import re
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,28 @@ import pytest
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPO, config, field, make, tunable
 from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields, variant
+
+TYPED = """
+from msrl_jax.algorithms import PPO, SAC
+
+config = PPO(learning_rate="cosine:1e-3", max_grad_norm="linear:0.1", discount=0.9)
+PPO(learning_rate=lambda progress: 1e-3 * (1 - progress), clip_value=None)
+rate: float = config.learning_rate
+norm: float | None = config.max_grad_norm
+SAC(initial_temperature="linear:0.1")
+PPO(learning_rate=[1e-3])
+"""
+
+
+@pytest.mark.long
+def test_a_type_checker_accepts_schedules_where_they_are_accepted(tmp_path):
+    root = str(Path(__file__).parents[2])
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [root], "include": ["typed.py"]}))
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = ["pyright", "--outputjson", "--pythonpath", sys.executable]
+    found = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    wrong = [TYPED.splitlines()[x["range"]["start"]["line"]].partition("(")[0] for x in found]
+    assert wrong == ["SAC", "PPO"] and all(x["rule"] == "reportArgumentType" for x in found)
 
 
 @pytest.fixture

@@ -435,6 +435,9 @@ def test_several_learners_share_an_actor(address):
         ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
         ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
         ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
+        ({"env": "gymnasium:CartPole-v1"}, r"host simulates .*\. Leave out actors_at, or use an environment .* in JAX$"),
+        ({"seeds": 2}, r"2 members.*\. Leave out actors_at, or train one seed with one value of each setting$"),
+        ({"normalize_rewards": True}, r"\. Leave out actors_at, or normalize_observations and normalize_rewards$"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_before_anything_compiles(given, error):

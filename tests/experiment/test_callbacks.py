@@ -19,13 +19,15 @@ def test_a_pipe_gets_plain_lines_on_stderr(capsys):
     with choose_display("auto")("ppo CartPole-v1", 100) as show:
         show(tick(10, episode_return=7.0))
         show(tick(20, episode_return=8.0))
+        show(tick(30, episode_return=8.0, eval_return=0.959))
         show(tick(100, episode_return=np.array([9.0, 11.0]), eval_return=np.nan))
     captured = capsys.readouterr()
     assert captured.out == ""
-    # The second tick comes within a second of the first: a fast run does not flood a log.
+    # The second tick comes within a second of the first: a fast run does not flood a log. No evaluation is left out.
     assert captured.err.splitlines() == [
         "ppo CartPole-v1: compiling",
-        "ppo CartPole-v1: 10/100 steps (10%)  1,234 steps/s  return 7.0",
+        "ppo CartPole-v1: 10/100 steps (10%)  1,234 steps/s  return 7.00",
+        "ppo CartPole-v1: 30/100 steps (30%)  1,234 steps/s  return 8.00  eval 0.959",
         "ppo CartPole-v1: 100/100 steps (100%)  1,234 steps/s  return 10.0",
     ]
 
@@ -33,7 +35,14 @@ def test_a_pipe_gets_plain_lines_on_stderr(capsys):
 def test_returns_of_teams_stand_behind_their_sum(capsys):
     with choose_display("lines")("teams Tag", 100) as show:
         show(tick(100, **{"episode_return": 1.5, "episode_return/prey": -2.5, "episode_return/hunter": np.array([3.0, 5.0])}))
-    assert capsys.readouterr().err.splitlines()[-1].endswith("return 1.5 (prey -2.5, hunter 4.0)")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("return 1.50 (prey -2.50, hunter 4.00)")
+
+
+def test_steps_and_speed_of_several_members_are_those_of_one(capsys):
+    with choose_display("lines")("ppo CartPole-v1", 100, "steps", 4) as show:
+        show(tick(50, episode_return=np.array([1.0, 2.0, 3.0, 4.0])))
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "ppo CartPole-v1: 50/100 steps per member (50%)  308 steps/s per member  return 2.50"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
@@ -46,12 +55,15 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     with choose_display("auto")("ppo CartPole-v1", 100) as show:
-        show(tick(100, episode_return=7.0, eval_return=8.0))
+        show(tick(90, episode_return=7.0, eval_return=8.0))
+        show(tick(100, episode_return=7.0))
     text = terminal.getvalue()
-    assert "100/100 steps" in text and "return 7.0  eval 8.0" in text and "\x1b[" in text
+    assert "100/100 steps" in text and "return 7.00" in text and "\x1b[" in text
+    assert "90/100 steps (90%)  1,234 steps/s  return 7.00  eval 8.00\n" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", text)
 
 
-def test_a_bar_and_its_facts_fit_a_narrow_terminal(monkeypatch):
+@pytest.mark.parametrize("members", [1, 8])
+def test_a_bar_and_its_facts_fit_a_narrow_terminal(monkeypatch, members):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -60,14 +72,15 @@ def test_a_bar_and_its_facts_fit_a_narrow_terminal(monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    metrics = {"steps_per_second": 137_962.0, "episode_return": 500.0, "eval_return": 500.0}
+    metrics = {"steps_per_second": members * 137_962.0, "episode_return": 500.0, "eval_return": 500.0}
     last = Tick(500_000, 1, 500_000, metrics, lambda: None)
-    with choose_display("bar")("recurrent_ppo Breakout-MinAtar", 500_000) as show:
+    with choose_display("bar")("recurrent_ppo Breakout-MinAtar", 500_000, "steps", members) as show:
         show(last)
     lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.count("━") == 12 and "500,000/500,000 steps" in line for line in lines)
-    assert any("137,962 steps/s  return 500.0  eval 500.0" in line for line in lines)
+    each = " per member" if members > 1 else ""
+    assert any(line.count("━") == 12 and f"500,000/500,000 steps{each}" in line for line in lines)
+    assert any(f"137,962 steps/s{each}  return 500  eval 500" in line for line in lines)
 
 
 class Dead(io.StringIO):
@@ -110,14 +123,15 @@ from msrl_jax.experiment import Tick
 from msrl_jax.experiment.callbacks import choose_display
 with choose_display("auto")("ppo <CartPole>", 100) as show:
     for step in (50, 100):
-        show(Tick(step, 1, 100, {"steps_per_second": 1234.0, "episode_return": 7.0}, lambda: None))
+        evaluated = {"eval_return": 8.0} if step == 50 else {}
+        show(Tick(step, 1, 100, {"steps_per_second": 1234.0, "episode_return": 7.0} | evaluated, lambda: None))
 """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     nbclient.NotebookClient(notebook, timeout=120).execute()
-    (output,) = notebook.cells[0].outputs
-    assert output.output_type == "display_data"
+    output, evaluated = notebook.cells[0].outputs
+    assert output.output_type == "display_data" and "return 7.00  eval 8.00" in evaluated.data["text/html"]
     page = output.data["text/html"]
-    assert "value='100'" in page and "return 7.0" in page and "&lt;CartPole&gt;" in page
+    assert "value='100'" in page and "return 7.00" in page and "&lt;CartPole&gt;" in page
 
 
 @pytest.mark.parametrize(("logger", "module", "arguments"), [(TensorBoard, "tensorboardX", ("x",)), (WandB, "wandb", ())])

@@ -16,7 +16,7 @@ from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.agents import SKIPPED, Member
 from msrl_jax.experiment.guard import MOST_SKIPPED, Divergence, Guard, again
 from msrl_jax.experiment.history import NO_EPISODES
-from msrl_jax.experiment.nonfinite import non_finite
+from msrl_jax.experiment.nonfinite import Failure, non_finite
 from msrl_jax.experiment.run import Ending
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.guarded_envs import Faulty
@@ -317,6 +317,32 @@ def test_infinities_without_effect_are_left_aside():
     env = {v: jnp.arange(3.0) for v in closed.jaxpr.invars}
     origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars)
     assert origin.primitive == "log" and origin.value == "-inf"
+
+
+TABLE = np.array([1.0, np.nan], np.float32)
+CONSTANTS = {  # functions of a finite x, the operation that makes nan of it, and the constant with which it does
+    "where": (lambda x: jnp.where(x > 0.9, jnp.nan, 0.0), "select_n", "nan"),
+    "product": (lambda x: jnp.float32(x > 0.9) * jnp.inf, "mul", "inf"),
+    "table": (lambda x: jnp.asarray(TABLE)[jnp.int32(x > 0.9)], "dynamic_slice", "float32[2] with nan"),
+    "branch": (lambda x: jax.lax.cond(x > 0.9, lambda: jnp.nan, lambda: 0.0), "cond", "nan"),
+    "start of a loop": (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y + x, jnp.nan), "add", "nan"),
+    "no constant": (lambda x: jnp.log(-x), "log", None),
+    "another loop": (lambda x: jax.lax.while_loop(lambda y: y < 2, lambda y: jnp.log(-y), x), "while", None),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_that_is_not_finite_is_named(name):
+    function, primitive, constant = CONSTANTS[name]
+    closed = jax.make_jaxpr(lambda x: jax.jit(function)(x))(1.0)
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    env = {v: jnp.float32(1.0) for v in closed.jaxpr.invars}
+    origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars, constants)
+    assert (origin.primitive, origin.constant, origin.eager) == (primitive, constant, True)
+    assert origin.source.startswith(__file__)
+    said = str(Failure.of(origin, 1, False))
+    assert (f"from finite operands and the constant {constant}. The" in said) == (constant is not None)
+    assert "one by one" not in said
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])

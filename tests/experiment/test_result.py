@@ -189,6 +189,7 @@ def test_the_summary_says_what_ran(trained, members):
     assert f"the median chunk trains {trained.steps_per_second:,.0f} steps/s" in text
     assert str(trained.folder) in text
     assert "seeds 3 to 5" in repr(members)
+    assert f"{members.steps_per_second / 3:,.0f} steps/s per seed ({members.steps_per_second:,.0f} of all 3)" in repr(members)
     summary = members.summary()
     assert summary["episode_return"] == pytest.approx(np.mean(summary["episode_return_per_seed"]))
     assert len(summary["eval_return_per_seed"]) == 3

@@ -1,13 +1,13 @@
 """Finds where the first nan or infinity of an iteration comes from, by evaluating its equations one after another.
 
 From a bad result the search goes back through operands that are not finite, to the computations that made such a result of
-finite operands; the first of them is the cause. So infinities that have no effect, such as those of a mask, are left aside. The
-cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
+finite operands and constants; the first of them is the cause. So infinities that have no effect, such as those of a mask, are
+left aside. The cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from msrl_jax.fragments.graph.marker import is_fragment
 
 @dataclass(frozen=True)
 class Origin:
-    """The first computation of an iteration with a non-finite result from finite operands."""
+    """The first computation of an iteration with a non-finite result from finite operands and constants."""
 
     fragment: str | None  # name of the innermost fragment that holds it; None if it is outside of all fragments
     role: str | None  # the role of that fragment
@@ -53,11 +53,12 @@ class Origin:
     primitive: str  # JAX's name of the operation
     source: str | None  # `FILE:LINE (function)` of the operation, outside of libraries; None if unknown
     eager: bool  # whether the fragment's result is non-finite too if its operations run one by one
-    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite
+    constant: str | None  # the constant among the operands of the operation that is not finite, such as "nan"; None if all are
+    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite but for constants
 
 
 class _Cause(NamedTuple):
-    """A computation with a non-finite result from finite operands, and the step of the loop around it."""
+    """A computation with a non-finite result from finite operands and constants, and the step of the loop around it."""
 
     eqn: JaxprEqn
     operands: tuple[Any, ...]
@@ -69,14 +70,16 @@ def is_finite(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
 
 
-def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom]) -> Origin | int | None:
+def find_origin(
+    eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], constants: Mapping[Var, Any] | None = None
+) -> Origin | int | None:
     """Evaluates the equations of an iteration, without effects, and finds where non-finite elements of its results come from.
 
-    `env` has the values, on one device, of variables that no equation makes. Returns the origin; or the number of an entry of
-    `env` that is not finite, if no equation is to blame; or None if all results are finite.
+    `env` and `constants` have the values, on one device, of variables that no equation makes. Returns the origin; or the number
+    of an entry of `env` that is not finite, if no equation is to blame; or None if all results are finite.
     """
     search = _Search()
-    cause = search.cause(eqns, search.values(eqns, env), results, None)
+    cause = search.cause(eqns, search.values(eqns, {**env, **(constants or {})}), results, None, env)
     return search.origin(cause, eqns) if isinstance(cause, _Cause) else None if cause is None else list(env).index(cause)
 
 
@@ -129,9 +132,13 @@ class _Search:
         return env
 
     def cause(
-        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None
-    ) -> _Cause | Var | None:
-        """The first cause of results that are not finite; or a variable that was not finite before; or None."""
+        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None,
+        before: Container[Var] = (),
+    ) -> _Cause | Var | None:  # fmt: skip
+        """The first cause of results that are not finite; or a variable of `before` that is not finite; or None.
+
+        What no equation makes and is not in `before` is a constant, if it is not finite.
+        """
         made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         ahead, seen = [a for a in results if isinstance(a, Var)], set[Var]()
         causes, given = set[int](), list[Var]()
@@ -141,9 +148,10 @@ class _Search:
                 continue
             seen.add(var)
             if var not in made:
-                given.append(var)
+                given += [var] if var in before else []
                 continue
-            worse = [a for a in eqns[made[var]].invars if isinstance(a, Var) and not is_finite(env[a])]
+            operands = [a for a in eqns[made[var]].invars if isinstance(a, Var) and (a in made or a in before)]
+            worse = [a for a in operands if not is_finite(env[a])]
             ahead += worse
             if not worse:
                 causes.add(made[var])
@@ -152,8 +160,8 @@ class _Search:
         eqn = eqns[min(causes)]
         return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
 
-    def part(self, whole: _Cause) -> _Cause | None:
-        """The cause inside of a cause; None if the computation has no parts, or none of them is non-finite by itself."""
+    def part(self, whole: _Cause) -> tuple[_Cause | None, bool]:
+        """The cause inside of a cause, if there is one, and whether the result is non-finite if the parts run one by one."""
         eqn, ins = whole.eqn, whole.operands
         if eqn.primitive is scan_p:
             return self._step(eqn, ins)
@@ -161,7 +169,10 @@ class _Search:
         if eqn.primitive is cond_p:
             branches = eqn.params["branches"]
             body, ins = branches[int(np.clip(int(ins[0]), 0, len(branches) - 1))], ins[1:]
-        return None if body is None else self._of_body(body, ins, None)[0]
+        if body is None:
+            return None, True
+        found, outs = self._of_body(body, ins, None)
+        return found, not all(map(is_finite, outs))
 
     def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
         """The cause in the body of a computation, and its results."""
@@ -171,24 +182,27 @@ class _Search:
         found = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
         return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
 
-    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> _Cause | None:
-        """The cause in the first step of a scan whose carry or row is not finite."""
+    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> tuple[_Cause | None, bool]:
+        """The cause in the first step of a scan whose carry or row is not finite, as `part` gives it."""
         scan = scan_parts(eqn)
         split = scan.num_consts + scan.num_carry
         consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
+        is_bad = False
         for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             rows = [x[step] for x in xs]
             found, outs = self._of_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
-            if not all(map(is_finite, outs)):
-                return found
+            if found is not None:
+                return found, True
+            is_bad |= not all(map(is_finite, outs))
             carry = outs[: scan.num_carry]
-        return None
+        return None, is_bad
 
     def origin(self, cause: _Cause, eqns: Sequence[JaxprEqn]) -> Origin:
         """Follows a cause into its parts as far as it has any."""
-        chain = [cause]
-        while (inner := self.part(chain[-1])) is not None:
+        chain, inner, is_bad = [cause], *self.part(cause)
+        while inner is not None:
             chain.append(inner)
+            inner, is_bad = self.part(inner)
         marked, last = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
         eqn, operands = chain[marked[-1]][:2] if marked else last[:2]
         outs = self.function(eqn)(*operands)
@@ -198,15 +212,25 @@ class _Search:
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
         element = complex(bad[index])
         name = eqn.params["name"] if marked else None
+        lines = (source_line(e.eqn) for e in reversed(chain[marked[-1] + 1 if marked else 0 :]))  # JAX's own parts have none
         return Origin(
             fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
             number=next((i for i, e in enumerate(_fragments(eqns, name)) if e is eqn), 0),
             within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
             value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
             others=tuple(paths[i] for i in rest) if marked else (), steps=tuple(e.step for e in chain if e.step is not None),
-            primitive=last.eqn.primitive.name, source=source_line(last.eqn),
-            eager=not any(True for _ in sub_jaxprs(last.eqn)), operands=operands if marked else (),
+            primitive=last.eqn.primitive.name, source=next(filter(None, lines), None),
+            eager=is_bad, constant=_constant(last), operands=operands if marked else (),
         )  # fmt: skip
+
+
+def _constant(cause: _Cause) -> str | None:
+    """The first operand or constant of a computation that is not finite; None if all are."""
+    inner = [a.val for jaxpr in sub_jaxprs(cause.eqn) for a in jaxpr.outvars if isinstance(a, Literal)]
+    for x in map(np.asarray, (x for x in (*cause.operands, *inner) if not is_finite(jnp.asarray(x)))):
+        bad = str(x[~np.isfinite(x)].flat[0])
+        return f"{x.dtype}{list(x.shape)} with {bad}" if x.ndim else bad
+    return None
 
 
 def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:

@@ -135,6 +135,19 @@ class Executables:
             self.count += 1
         return self._cache[request.all]
 
+    def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
+        """Computes a jitted function once; the time to trace and compile it counts as such."""
+        with self.timed():
+            compiled = jitted.lower(*args).compile()
+        return compiled(*args)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts the time of the context as compiling, if it ends without an error."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
     def begin(self, request: Request) -> None:
         """Traces a function, and has another thread compile it; `compile` of an equal request waits for that."""
         if request.all not in self._cache and request.all not in self._begun:
@@ -143,13 +156,12 @@ class Executables:
 
     @contextlib.contextmanager
     def _compiling(self, request: Request) -> Iterator[None]:
-        start = time.perf_counter()
         try:
-            yield
+            with self.timed():
+                yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             devices = {d for a in request.leaves if a.sharding is not None for d in a.sharding.device_set}
             raise _explained(error, request.fn.__name__, devices) from error
-        self.seconds += time.perf_counter() - start
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:

@@ -198,9 +198,12 @@ def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[
 
 
 def initialize(
-    init: ClosedJaxpr, args: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], registers: Sequence[int]
-) -> Leaves:
+    init: ClosedJaxpr, args: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], registers: Sequence[int],
+    evaluate: Callable[..., Any],
+) -> Leaves:  # fmt: skip
     """Evaluates the initializer of a state; returns its leaves where they are kept, then copies of those in `registers`.
+
+    `evaluate(jitted, *args)` compiles and calls a jitted function.
 
     Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy's, are no part of a
     program. Large leaves are computed where they are kept, so that no device holds more than its part.
@@ -215,15 +218,15 @@ def initialize(
         made = evaluate_with_host(init, args)
         flat |= {i: made[i] for i in small}
     else:
-        flat |= dict(zip(small, jax.jit(lambda *xs: _evaluate(init, xs, small))(*args), strict=True))
+        flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _leaves(init, xs, small)), *args), strict=True))
     to = [*(shardings[i] for i in flat), *shardings[count:]]
     placed = put([*flat.values(), *(flat[i] for i in registers)], to, copy=True)
-    found = _computed_in_place(init, args, {i: shardings[i] for i in large}) | dict(zip(flat, placed, strict=False))
+    found = _computed_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
     return [*(found[i] for i in range(count)), *placed[len(flat) :]]
 
 
 def _computed_in_place(
-    init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
+    init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]], evaluate: Callable[..., Any]
 ) -> dict[int, tuple[jax.Array, ...]]:
     by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
     for i, copies in shardings.items():
@@ -233,13 +236,13 @@ def _computed_in_place(
     for mesh, targets in by_mesh.items():
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers, out = [i for i, _ in targets], [sharding for _, sharding in targets]
-        arrays = jax.jit(lambda *xs, numbers=numbers: _evaluate(init, xs, numbers), out_shardings=out)(*arguments)
+        arrays = evaluate(jax.jit(lambda *xs, numbers=numbers: _leaves(init, xs, numbers), out_shardings=out), *arguments)
         for i, array in zip(numbers, arrays, strict=True):
             found[i] += (array,)
     return found
 
 
-def _evaluate(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+def _leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
     """Some leaves of a state; XLA drops computations that only the others need."""
     flat = jaxpr_as_fun(init)(*args)
     return [flat[i] for i in numbers]

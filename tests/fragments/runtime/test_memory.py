@@ -63,6 +63,13 @@ def test_initialize_equals_place_of_the_same_state(policy):
     np.testing.assert_array_equal(program.unwrap(state).replay[0], program.unwrap(state).obs)
 
 
+def test_compiling_the_initial_state_counts_as_compiling():
+    program, key = make_program(policies.GPUOnly())
+    before = program.compile_seconds
+    program.initialize(init, key)
+    assert program.compile_seconds > before
+
+
 def test_no_device_computes_more_than_its_part_of_a_large_leaf():
     program, key = make_program(policies.MultiLearner())
     before = {id(x) for x in jax.live_arrays()}
