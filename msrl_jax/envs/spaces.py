@@ -5,7 +5,7 @@ A value of a `Tuple` or `Dict` space is a tuple or dict of values of its parts; 
 
 import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -255,7 +255,7 @@ class Tuple(_Compound):
     spaces: tuple["Space", ...]
 
     def __post_init__(self):
-        if not isinstance(self.spaces, list | tuple) or not all(isinstance(part, Space) for part in self.spaces):
+        if not isinstance(self.spaces, Iterable) or isinstance(self.spaces, Mapping):
             raise TypeError(f"Tuple({self.spaces!r}): give one tuple of spaces, such as Tuple((Discrete(2), Discrete(3)))")
         if not isinstance(self.spaces, tuple):
             object.__setattr__(self, "spaces", tuple(self.spaces))
@@ -274,7 +274,7 @@ class Dict(_Compound):
     spaces: Mapping[str, "Space"]
 
     def __post_init__(self):
-        if not isinstance(self.spaces, Mapping) or not all(isinstance(part, Space) for part in self.spaces.values()):
+        if not isinstance(self.spaces, Mapping):
             raise TypeError(f"Dict({self.spaces!r}): give one dict of spaces by name, such as Dict({{'a': Discrete(2)}})")
         object.__setattr__(self, "spaces", dict(sorted(self.spaces.items())))
 
