@@ -232,7 +232,7 @@ class MAML:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Actors, adapters and the learner on devices of their own: a layout lists a role of one's own like any other."""
+    """Actors, adapters and the learner on devices of their own: a layout lists a custom role like any other."""
 
     def layout(self, devices, sizes):  # noqa: D102
         if len(devices) < 3:

@@ -19,6 +19,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from msrl_jax._checks import suggestion
@@ -48,6 +49,16 @@ def is_path(text: Any) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
+def check_no_file(kind: str, path: str) -> None:
+    """Raises ValueError, with the name to write, if FILE.py or FILE.py:NAME stands in place of MODULE:NAME."""
+    file, _, name = path.partition(":")
+    if file.endswith(".py"):
+        module, folder = ".".join(Path(file).with_suffix("").parts), ""
+        if not all(part.isidentifier() for part in module.split(".")):
+            module, folder = Path(file).stem, f", in the folder {Path(file).parent} or where Python looks"
+        raise ValueError(f"{kind} {path!r} is a file; write {module}:{name or 'NAME'}{folder}")
+
+
 def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is_made: bool = False) -> Any:
     """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
 
@@ -59,8 +70,9 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
       is_made: whether it may be a function that is annotated with what it makes.
 
     Raises:
-      ValueError: if there is no such object, if it does not fit, or if it is of the standard library.
+      ValueError: if there is no such object, if it does not fit, if it is of the standard library, or if MODULE is a file.
     """
+    check_no_file(kind, path)
     module, _, name = path.partition(":")
     if not is_path(path):
         raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")

@@ -280,7 +280,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         if Any in kinds and (is_word(value) or is_object(value)):
             return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
-        own = ", an object of one's own, or MODULE:NAME of one" if Any in kinds else ""
+        own = ", your own object, or MODULE:NAME of one" if Any in kinds else ""
         return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}{own}"
     if bool in kinds:
         return None if isinstance(value, bool) else "True or False"

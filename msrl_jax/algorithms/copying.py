@@ -1,4 +1,4 @@
-"""Copies of algorithms as files of one's own: the config and the loop in sight, from the source text of the package.
+"""Copies of algorithms as your own files: the config and the loop in sight, from the source text of the package.
 
 A copy has the definitions that the config needs of its own module and of `algorithms.loops`. All else is imported. Text is cut
 from the sources, so comments and formatting stay.
@@ -265,7 +265,7 @@ def named(algorithm: str, class_name: str, name: str) -> str:
 
 
 def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
-    """Writes an algorithm as a file of one's own, with its config and its loop in sight; it trains the same bits.
+    """Writes an algorithm as your own file, with its config and its loop in sight; it trains the same bits.
 
     Args:
       algorithm: its name, or what else `algorithms.get` takes.

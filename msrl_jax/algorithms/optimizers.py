@@ -1,7 +1,7 @@
-"""Optimizers: optax's by name, and transformations of one's own.
+"""Optimizers: optax's by name, and custom transformations.
 
 A named one turns gradients, clipped by their global norm, into updates; `descend` subtracts a learning rate times these. So the
-learning rate may be a number of a member, of a schedule or of a search. A transformation of one's own follows the convention of
+learning rate may be a number of a member, of a schedule or of a search. A custom transformation follows the convention of
 optax: it gets the gradients as they are, and what it returns is added to the parameters. Clip and learning rate are its own.
 """
 
@@ -45,7 +45,7 @@ class KL:
 
 
 def is_own(optimizer: Any) -> bool:
-    """Whether an optimizer is a transformation of one's own."""
+    """Whether an optimizer is a custom transformation."""
     return isinstance(optimizer, optax.GradientTransformation)
 
 

@@ -148,8 +148,8 @@ def random_network_distillation(
 def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
     """The space of what the networks see, the function that makes it of observations `[B, ...]`, and the networks.
 
-    They see images, or vectors of numbers. The predictor has two layers more than the target (the paper's appendix). A network
-    of one's own has no part in them, since it may take no standardized observations.
+    They see images, or vectors of numbers. The predictor has two layers more than the target (the paper's appendix). RND
+    does not use custom networks here, since they may not take standardized observations.
     """
     kind = config.network if isinstance(config.network, str) else "auto"
     sizes, size = config.hidden_sizes, config.hidden_sizes[-1]

@@ -1,4 +1,4 @@
-"""What stands for something else in a config: schedules, optimizers, networks and cores, as text or as objects of one's own.
+"""What stands for something else in a config: schedules, optimizers, networks and cores, as text or as your own objects.
 
 A config keeps what it was given, which files and command lines can say. `build` puts what algorithms take in its place.
 """
@@ -121,8 +121,8 @@ def check_given(config: Any, names: Collection[str]) -> None:
     for name in _PARTS if is_own(getattr(config, "optimizer", "adam")) else ():
         if name in names:
             raise ValueError(
-                f"{kind}.{name} has no effect on an optimizer of one's own, which has its own learning rate, "
-                f"clip and schedule; make them a part of it, and leave {name} out"
+                f"{kind}.{name} has no effect on your optimizer, which has its own learning rate, clip and schedule; "
+                f"make them a part of it, and leave {name} out"
             )
     for name, need in config.needs.items():
         other, _, text = need.partition("=")
@@ -151,7 +151,7 @@ def _adaptive() -> list[str]:
 
 
 def is_own(optimizer: Any) -> bool:
-    """Whether an optimizer of a config is a transformation of one's own, or the name of one."""
+    """Whether an optimizer of a config is a transformation of the user, or the name of one."""
     return not isinstance(optimizer, str) or (":" in optimizer and optimizer.partition(":")[0] not in NAMED)
 
 
@@ -215,7 +215,7 @@ def _named_optimizer(text: str) -> Named:
 
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:
-    """A transformation of one's own, which says in words what does not fit when it is first traced."""
+    """A transformation of the user, which says in words what does not fit when it is first traced."""
     what: Any = _naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
     name = f"optimizer={_checks.name_of(given)}"
     if callable(what) and not _needed(what):

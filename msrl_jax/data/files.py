@@ -232,17 +232,19 @@ def _array(column: Any, what: str) -> np.ndarray:
 
 def _read_minari(source: str | Path) -> Dataset:
     """Reads a local Minari data set (minari.farama.org): its folder, or its id, such as "mujoco/hopper/medium-v0"."""
-    minari = _require("minari", "a Minari data set")
+    minari, storage = _require("minari", "a Minari data set"), _require("minari.storage", "a Minari data set")
+    folder = source if isinstance(source, Path) else storage.get_dataset_path(source)
+    folder = folder / "data" if isinstance(source, str) or (folder / "data").is_dir() else folder
     try:
-        if isinstance(source, Path):
-            stored = minari.MinariDataset(source / "data" if (source / "data").is_dir() else source)
-        else:
-            stored = minari.load_dataset(source)
-        episodes = [vars(episode) for episode in stored.iterate_episodes()]
-    except (OSError, KeyError, ValueError) as error:
+        refusal = _reaches_out(folder)
+        stored = None if refusal else minari.MinariDataset(folder)
+        episodes = [] if stored is None else [vars(episode) for episode in stored.iterate_episodes()]
+    except (OSError, KeyError, ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise ValueError(
             f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or name its folder"
         ) from error
+    if stored is None:
+        raise ValueError(f"{source} is refused: {refusal}")
     spec = stored.env_spec
     about = {
         "env": spec.id if spec is not None else stored.id,
@@ -251,6 +253,26 @@ def _read_minari(source: str | Path) -> Dataset:
         "made_by": f"Minari data set {stored.id}",
     }
     return from_episodes(episodes, about)
+
+
+def _reaches_out(folder: Path) -> str | None:
+    """Why a Minari data set is refused: it would run code that it names, or read other files; None if it does neither."""
+    said = dict(parse_json((folder / "metadata.json").read_bytes()))
+    if lacking := [name for name in ("observation_space", "action_space") if not isinstance(said.get(name), str)]:
+        return (
+            f"metadata.json has no {lacking[0]}, so Minari would make the environment that it names, which may be any code; if "
+            "you trust it, read the data set yourself, and pass its episodes to msrl_jax.data.from_episodes"
+        )
+    if (path := folder / "main_data.hdf5").exists():
+        h5py = _require("h5py", "a Minari data set in HDF5")
+        with h5py.File(path, "r") as file:
+            where = file.visititems_links(lambda name, link: name if isinstance(link, h5py.ExternalLink) else None)
+            where = where or file.visititems(
+                lambda name, x: name if isinstance(x, h5py.Dataset) and (x.external or x.is_virtual) else None
+            )
+        if where:
+            return f"{where} of {path} is stored in another file; copy what you need of that file into the data set"
+    return None
 
 
 _NAMES = {  # of each field: ours, and those of RLDS and Minari

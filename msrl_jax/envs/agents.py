@@ -15,6 +15,7 @@ from msrl_jax.envs.base import (
     PyTree,
     WithoutStatistics,
     Wrapper,
+    check_made,
     emitted,
     of_env,
     strong,
@@ -59,6 +60,7 @@ def vectorize_agents(
     Raises:
       TypeError: if a result of the environment does not fit the protocol; the message names it.
     """
+    check_made(env)
     own = getattr(env, "vectorize", None)
     return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
 

@@ -5,7 +5,7 @@ In the shape descriptions of this package, `E` is the number of parallel environ
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -234,9 +234,18 @@ def of_env(name: str) -> Any:
 
 
 class Wrapper:
-    """What wrappers share: the name, the spaces and the metrics of `env`, the environment or vector environment inside."""
+    """What wrappers share: the name, the spaces and the metrics of `env`, the environment or vector environment inside.
+
+    `env` is the first argument of every wrapper; TypeError if it is a text or a class.
+    """
 
     env: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Checks `env` before the wrapper reads from it; a copy is made without arguments."""
+        check_made(args[0] if args else kwargs.get("env"))
+        return super().__new__(cls)
+
     name = property(lambda self: env_name(self.env))
     observation_space = of_env("observation_space")
     action_space = of_env("action_space")
@@ -271,7 +280,9 @@ def env_name(env: Environment | VectorEnvironment) -> str:
 
 
 def check_made(env: Any) -> None:
-    """Raises TypeError if an environment is given as a class, not as an instance of it."""
+    """Raises TypeError if an environment is given by its name, or as a class, not as an instance of it."""
+    if isinstance(env, str):
+        raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
 

@@ -65,6 +65,7 @@ def make(name: str, **params: Any) -> Environment:
         suite.check_installed()
         adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
         return adapter.make(name.partition(":")[2], **params)
+    _naming.check_no_file("environment", name)
     if ":" in name:
         return _from_module(name, params)
     if name not in names():

@@ -3,7 +3,9 @@
 A value of a `Tuple` or `Dict` space is a tuple or dict of values of its parts; a value of another space is one array.
 """
 
-from collections.abc import Mapping
+import contextlib
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -33,9 +35,7 @@ class Discrete:
         most = np.iinfo(np.int32).max
         object.__setattr__(self, "n", whole("Discrete: n", self.n, 1, most))
         object.__setattr__(self, "start", whole("Discrete: start", self.start, -most - 1, most - self.n + 1))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        if not jnp.issubdtype(self.dtype, jnp.integer):
-            raise ValueError(f"Discrete(dtype={self.dtype}) is no integer dtype; use int32")
+        object.__setattr__(self, "dtype", _integer_dtype("Discrete", self.dtype, "; the first value is start=..."))
         for value in (self.start, self.high):
             _check_held(value, self.dtype, f"the value {value} of {self!r}")
 
@@ -92,7 +92,11 @@ class Box:
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self):
-        dtype, shape = np.dtype(self.dtype), tuple(self.shape)
+        dtype = _dtype("Box", self.dtype)
+        try:
+            shape = tuple(operator.index(size) for size in self.shape)
+        except TypeError:
+            raise ValueError(f"Box: shape={self.shape!r} is no shape; use a tuple of integers, such as (3,)") from None
         bounds = []
         for name, bound in {"low": self.low, "high": self.high}.items():
             bound = _bound(np.asarray(bound), dtype, name)
@@ -162,9 +166,24 @@ def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
     sizes = np.asarray(nvec)
     if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
         raise ValueError(f"MultiDiscrete(nvec={nvec}): give whole numbers of at least 1, the number of values of each integer")
-    if not jnp.issubdtype(np.dtype(dtype), jnp.integer):
-        raise ValueError(f"MultiDiscrete(dtype={np.dtype(dtype)}) is no integer dtype; use int32")
-    return Box(0, sizes - 1, sizes.shape, dtype)
+    return Box(0, sizes - 1, sizes.shape, _integer_dtype("MultiDiscrete", dtype, "; other lower bounds need a Box of integers"))
+
+
+def _dtype(space: str, given: Any) -> np.dtype[Any]:
+    """A dtype of bools or real numbers; raises ValueError for anything else, such as a value, whose own dtype NumPy takes."""
+    if isinstance(given, str | type | np.dtype):
+        with contextlib.suppress(TypeError):
+            dtype = np.dtype(given)
+            if any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+                return dtype
+    raise ValueError(f"{space}: dtype={given!r} is no dtype of numbers; use one, such as float32 or int32")
+
+
+def _integer_dtype(space: str, given: Any, remedy: str) -> np.dtype[Any]:
+    """A dtype of integers; raises ValueError for anything else, and says what else may have been meant."""
+    if not isinstance(given, str | type | np.dtype) or not jnp.issubdtype(dtype := _dtype(space, given), jnp.integer):
+        raise ValueError(f"{space}: dtype={given!r} is no integer dtype; use int32{remedy}")
+    return dtype
 
 
 def _bound(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
@@ -236,6 +255,8 @@ class Tuple(_Compound):
     spaces: tuple["Space", ...]
 
     def __post_init__(self):
+        if not isinstance(self.spaces, Iterable) or isinstance(self.spaces, Mapping):
+            raise TypeError(f"Tuple({self.spaces!r}): give one tuple of spaces, such as Tuple((Discrete(2), Discrete(3)))")
         if not isinstance(self.spaces, tuple):
             object.__setattr__(self, "spaces", tuple(self.spaces))
 
@@ -253,6 +274,8 @@ class Dict(_Compound):
     spaces: Mapping[str, "Space"]
 
     def __post_init__(self):
+        if not isinstance(self.spaces, Mapping):
+            raise TypeError(f"Dict({self.spaces!r}): give one dict of spaces by name, such as Dict({{'a': Discrete(2)}})")
         object.__setattr__(self, "spaces", dict(sorted(self.spaces.items())))
 
     def __hash__(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, of_env, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, check_made, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.metrics import metrics_of
@@ -69,9 +69,10 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
       The environment.
 
     Raises:
-      TypeError: if a member is missing or no space of this package.
+      TypeError: if a member is missing or no space of this package, or if the environment is a text or a class.
       ValueError: if the spaces of two agents cannot become one; the message names the agents.
     """
+    check_made(env)
     name = env_name(cast(Any, env))
     members = ("agents", "observation_spaces", "action_spaces", "reset", "step")
     if lacking := [member for member in members if not hasattr(env, member)]:

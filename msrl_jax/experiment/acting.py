@@ -44,9 +44,8 @@ class _Actor:
         self.unrolls = 0
         self.waiting: _Sent | None = None
 
-    def act_for(self, channel: Channel) -> None:
+    def act_for(self, channel: Channel, packing: Packing, parts: Parts) -> None:
         """Acts until the connection is lost, or the run is over."""
-        packing, parts = self._enter(channel)
         packed: list[np.ndarray] = []
         others, is_sent = packing.others(packing.packed_kinds), False
         while True:
@@ -67,7 +66,8 @@ class _Actor:
             channel.send(*self.waiting)
             is_sent = True
 
-    def _enter(self, channel: Channel) -> tuple[Packing, Parts]:
+    def enter(self, channel: Channel) -> tuple[Packing, Parts]:
+        """Waits until the learner lets it in, and returns what it acts with."""
         channel.send({"versions": versions(), "ticket": self.ticket, "run": self.run})
         about = _received(channel)[0]
         self.run = about["run"]
@@ -181,9 +181,11 @@ def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say
         try:
             host, port = _where(address)
             with contextlib.closing(wire.connect((host, port), context)) as channel:
-                say(f"acting for {host}:{port}")
+                say(f"found the learner at {host}:{port}; waiting until it is ready")
                 attempts = 0
-                actor.act_for(channel)
+                parts = actor.enter(channel)
+                say(f"acting for {host}:{port}")
+                actor.act_for(channel, *parts)
         except _Over as over:
             if str(over):
                 raise RuntimeError(f"the run at {address} ended with an error: {over}") from None
@@ -191,7 +193,7 @@ def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say
             return actor.unrolls
         except WireError as error:
             if not attempts:
-                say(f"no learner at {address}; waiting for one")
+                say(f"no learner answers at {address} yet; waiting for one")
                 since = time.monotonic()
             pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
             if time.monotonic() + pause - since > limit:

@@ -1,4 +1,4 @@
-"""The key that the learner of a run and its actors share, in a file of the user; the first of them that needs it makes it.
+"""The key that the learner of a run and its actors share, in a file of the user; the first learner makes it.
 
 The file has a private key and a certificate that this key signed for itself, as PEM. Both ends show the certificate, prove that
 they have the key, and trust no other certificate, so that TLS 1.3 lets nobody in, read or change anything without the file.
@@ -9,7 +9,9 @@ import datetime
 import os
 import secrets
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msrl_jax._checks import writing
 
@@ -25,11 +27,15 @@ def file() -> Path:
     return (Path(settings) if os.path.isabs(settings) else Path.home() / ".config") / "msrl-jax" / "actors.pem"
 
 
-def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """What TLS needs at a learner and at an actor; makes the key if there is none.
+def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """What TLS needs at a learner and at an actor.
+
+    Args:
+      said: makes the key if there is none, and is called with a line that says where it is; None at an actor, which makes none.
 
     Raises:
-      ValueError: if others may read the file, it belongs to somebody else, or it is none that this function makes.
+      ValueError: if others may read the file, it belongs to somebody else, it is none that this function makes, or an actor has
+        none.
       ImportError: if there is no key, and what makes one is not installed.
     """
     if _FORMER in os.environ:
@@ -39,7 +45,11 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
         )
     path = file()
     if not path.exists():
+        if said is None:
+            correct = f", or correct the variable {VARIABLE}" if os.environ.get(VARIABLE) else ""
+            raise ValueError(f"there is no key {path}; start the learner first, which makes it, or copy the learner's{correct}")
         _make(path)
+        said(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():
         raise ValueError(f"the key {path} is not a file; name a file in {VARIABLE}")
     status = path.stat()

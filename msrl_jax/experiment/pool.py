@@ -111,7 +111,7 @@ class Pool:
         # The floats that the learner learns from; metrics of episodes may be nan.
         self._learned = {i: v.label for i, v in enumerate(sent) if v not in metrics and _is_float(v.aval)}
         self._address = wire.address_of(address)
-        self._context, _ = keys.contexts()
+        self._context, _ = keys.contexts(say)
         self._arrived: queue.SimpleQueue[Unroll] = queue.SimpleQueue()
         self._held: Unroll | None = None
         self._actors: dict[int, Actor] = {}
@@ -122,17 +122,20 @@ class Pool:
         self._listener = wire.listen(self._address)
         self._record = Arrivals(folder)
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._opened = self._runner.get_loop(), asyncio.Event()
+        self._listening = self._loop.create_task(self._listen())
         self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
 
     def open(self, run: Run) -> None:
-        """Lets actors in, once the folder is that of a run: a record alone would keep the next learner out of it."""
+        """Lets actors in, which wait while the learner compiles, once the folder is that of a run: a record alone would keep
+        the next learner out of it.
+        """
         self.iteration = run.iteration
         computes = {"total_steps": run.experiment.total_steps, "guard": run.experiment.guard}
         self._record.begin(run.iteration, codec=self.packing.name, **computes)
         self.publish(jax.tree.leaves(run.run_state))
-        self._loop = self._runner.get_loop()
-        self._listening = self._loop.create_task(self._listen())
-        self._thread.start()
+        self._loop.call_soon_threadsafe(self._opened.set)
 
     def after(self, run: Run) -> None:
         """Adds what is known of the actors to the row of a chunk."""
@@ -155,6 +158,7 @@ class Pool:
     async def _dismiss(self, over: dict[str, Any]) -> None:
         """Tells all actors something, and waits until they are gone; a suspended actor does not hold up the learner."""
         self._is_over = True
+        self._opened.set()  # of a run that ends with an error before it begins
         proved = {task: peer for task, peer in self._serving.items() if peer is not None}
         telling = [asyncio.create_task(peer.send(over)) for peer in proved.values()]
         for actor in self._actors.values():
@@ -244,6 +248,7 @@ class Pool:
         assert task is not None
         self._serving[task] = peer
         try:
+            await self._opened.wait()
             async with self._let_in(peer) as actor:
                 await self._exchange(actor)
                 await peer.gone()  # it has heard that the run is over

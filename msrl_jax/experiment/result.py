@@ -346,7 +346,7 @@ class Result(Outcome):
     ) -> Video:
         """Plays greedy episodes, and draws them: states are recorded on the device, and drawn afterwards.
 
-        An environment of one's own is drawn by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without
+        A custom environment is drawn by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without
         one, images that the agent sees are shown.
 
         Args:
@@ -424,7 +424,7 @@ class Result(Outcome):
           sample: whether actions are sampled, by the data `[2]` uint32 of a key, `key`; the most probable ones if not. Only for
             `.jaxexport`.
           member: number of the member; the best one if None.
-          batch: number of observations per call; None for any, which a network of one's own may not allow.
+          batch: number of observations per call; None for any, which a custom network may not allow.
 
         Returns:
           The file.

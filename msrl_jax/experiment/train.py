@@ -184,11 +184,11 @@ def train(
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             actors = None if actors_at is None else pool.opened(actors_at, experiment, where, devices, path, say)
+            if actors is not None:
+                stack.callback(actors.close)
             program: Any = experiment.compile(where, devices) if actors is None else Learning(actors)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
-        if actors is not None:
-            stack.callback(actors.close)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if progress is not False and processes.is_first():
             tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None

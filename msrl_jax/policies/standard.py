@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from msrl_jax import _checks, _naming
@@ -306,8 +305,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters
     first, colon, rest = name.partition(":")
-    if first.endswith(".py"):
-        raise ValueError(f"policy {policy!r} is a file; name its class: {Path(first).stem}:CLASS")
+    _naming.check_no_file("policy", name)
     if colon and not is_own(name):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:

@@ -99,7 +99,7 @@ def profile_program(
     trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Measures where the time of a compiled loop goes, as `profile` does; a loop of one's own, from `msrl_jax.compile`.
+    """Measures where the time of a compiled loop goes, as `profile` does; for your own loop, from `msrl_jax.compile`.
 
     Args:
       program: the compiled loop.

@@ -1,4 +1,4 @@
-"""Optimizers by name are those of optax, and transformations of one's own are applied as they are."""
+"""Optimizers by name are those of optax, and custom transformations are applied as they are."""
 
 import types
 
@@ -92,7 +92,7 @@ WRONG = {
     "value": ("adamw:b1=1", "use a finite number of at least 0 and below 1 for b1"),
     "word": ("sgd:nesterov=1", "use True or False for nesterov"),
     "text": ("adamw:0.1", "use adamw:parameter=value"),
-    "number": (3, r"PPO.optimizer=3: use one of \['adam', .*, an object of one's own, or MODULE:NAME of one"),
+    "number": (3, r"PPO.optimizer=3: use one of \['adam', .*, your own object, or MODULE:NAME of one"),
     "a function of arguments": (optax.sgd, "use an optax.GradientTransformation, or a function without arguments"),
     "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
     "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),
@@ -125,5 +125,5 @@ def test_the_norm_of_one_vector_is_that_of_the_leaves():
 
 @pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "anneal_learning_rate"])
 def test_what_has_no_effect_on_a_transformation_of_ones_own_is_refused(name):
-    with pytest.raises(ValueError, match=rf"PPO.{name} has no effect on an optimizer of one's own"):
+    with pytest.raises(ValueError, match=rf"PPO.{name} has no effect on your optimizer"):
         msrl.algorithms.make("ppo", {"optimizer": transformations.falling, name: PPO().__dict__[name]})

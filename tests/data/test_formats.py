@@ -3,9 +3,12 @@
 import dataclasses
 import gc
 import importlib
+import json
+import shutil
 import warnings
 
 import gymnasium
+import h5py
 import minari
 import numpy as np
 import pyarrow as pa
@@ -153,6 +156,47 @@ def test_a_minari_data_set_is_read(how, collected, monkeypatch):
     assert len(dataset.episodes.start) == 3 and dataset.terminated.any()
     assert dataset.about["env"] == "CartPole-v1" and dataset.about["made_by"] == "Minari data set cartpole/some-v0"
     assert data.check_spaces(dataset, envs.make("CartPole-v1")).action.dtype == np.int32
+
+
+@pytest.fixture
+def copied(collected, tmp_path):
+    """The folder of a copy of that data set, to be changed."""
+    return shutil.copytree(collected[0] / "cartpole" / "some-v0" / "data", tmp_path / "data")
+
+
+@pytest.mark.parametrize("how", ["storage", "link", "group", "virtual"])
+def test_a_minari_data_set_does_not_read_other_files(how, copied, tmp_path):
+    raw, other, name = str(tmp_path / "raw"), str(tmp_path / "other.hdf5"), "episode_2/rewards"
+    with h5py.File(copied / "main_data.hdf5", "a") as file, h5py.File(other, "w") as secret:
+        file.copy("episode_2", secret)
+        rewards = file[name][:]
+        (tmp_path / "raw").write_bytes(rewards.tobytes())
+        layout = h5py.VirtualLayout(rewards.shape, rewards.dtype)
+        layout[:] = h5py.VirtualSource(other, name, rewards.shape)
+        del file[name if how != "group" else "episode_2"]
+        if how == "storage":
+            file.create_dataset(name, rewards.shape, rewards.dtype, external=[(raw, 0, rewards.nbytes)])
+        elif how == "virtual":
+            file.create_virtual_dataset(name, layout)
+        elif how == "link":
+            file[name] = h5py.ExternalLink(other, name)
+        else:
+            file["episode_2"] = h5py.ExternalLink(other, "episode_2")
+    with pytest.raises(ValueError, match=r"episode_2(/rewards)? of .*main_data\.hdf5 is stored in another file; copy what"):
+        data.load(copied)
+
+
+@pytest.mark.parametrize("space", ["observation_space", "action_space"])
+def test_a_minari_data_set_runs_no_code(space, copied):
+    """Without one of its spaces, Minari makes the environment of the data set, which here is a shell command."""
+    run = copied.parent / "run"
+    spec = {"id": "any-v0", "entry_point": "os:system", "kwargs": {"command": f"touch {run}"}, "additional_wrappers": []}
+    about = json.loads((copied / "metadata.json").read_text()) | {"env_spec": json.dumps(spec)}
+    del about[space]
+    (copied / "metadata.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=rf"metadata\.json has no {space}, so Minari would make .*data\.from_episodes"):
+        data.load(copied)
+    assert not run.exists()
 
 
 def test_a_minari_data_set_that_is_not_here_says_so(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`check`: what is wrong with an environment, in words; and nothing about one that conforms."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
+from msrl_jax.envs.base import Wrapper
 from tests.support.corridor import Corridor
 from tests.support.leaving import Leaving
 from tests.support.slow import mostly_slow
@@ -205,10 +207,33 @@ def test_what_is_no_array_is_named():
         envs.vectorize(Words(), 2)
 
 
-def test_a_class_in_place_of_an_environment_is_refused():
-    for use in (lambda: envs.vectorize(Walk, 2), lambda: msrl.train("ppo", Walk, total_steps=100)):
-        with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
-            use()
+def wrapped(kind, env):
+    """A wrapper of an environment, with whatever other arguments it needs."""
+    missing = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(kind) if f.init and f.default is missing and f.default_factory is missing]
+    return kind(env, *[1 for name in needed if name != "env"])
+
+
+TAKES_AN_ENVIRONMENT = {
+    **{name: functools.partial(wrapped, x) for name, x in vars(envs).items() if isinstance(x, type) and issubclass(x, Wrapper)},
+    "vectorize": lambda env: envs.vectorize(env, 2),
+    "vectorize_agents": lambda env: envs.vectorize_agents(env, 2),
+    "stack_agents": envs.stack_agents,
+    "by its name": lambda env: envs.TimeLimit(max_steps=5, env=env),
+}
+
+
+@pytest.mark.parametrize("use", TAKES_AN_ENVIRONMENT.values(), ids=TAKES_AN_ENVIRONMENT)
+def test_a_text_or_a_class_in_place_of_an_environment_is_refused(use):
+    with pytest.raises(TypeError, match=r"'CartPole-v1' is a text; give what msrl_jax\.envs\.make\('CartPole-v1'\) returns"):
+        use("CartPole-v1")
+    with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
+        use(Walk)
+
+
+def test_training_in_a_class_is_refused():
+    with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
+        msrl.train("ppo", Walk, total_steps=100)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("dtype", "strict"), ("rank", "raise")])

@@ -83,6 +83,11 @@ def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch
         envs.make("my_walks:walk:lenght=9")
     with pytest.raises(ValueError, match=r"No module named 'your_walks'; give MODULE:NAME of an environment.* from "):
         envs.make("your_walks:Corridor")
+    for file, module in {"my_walks.py": "my_walks", "./my_walks.py": "my_walks", "of/my_walks.py": r"of\.my_walks"}.items():
+        with pytest.raises(ValueError, match=rf"{file}:Corridor' is a file; write {module}:Corridor$"):
+            envs.make(f"{file}:Corridor:length=9")
+    with pytest.raises(ValueError, match=r"'/x/my_walks\.py' is a file; write my_walks:NAME, in the folder /x or where Python"):
+        envs.make("/x/my_walks.py")
     with pytest.raises(ValueError, match=r"No module named 'bra'; .* or name a suite \(did you mean 'brax'"):
         envs.make("bra:halfcheetah")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.experiment import keys
 from tests.support.runs import stop_after, train
 
 TINY = {
@@ -77,5 +78,6 @@ def copy(stopped, tmp_path):
 def key_of_actors(tmp_path_factory):
     """The user's own key is none of the tests' business; processes that they start have the same one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MSRL_JAX_ACTORS_KEY", str(tmp_path_factory.mktemp("key") / "actors.pem"))
+        patch.setenv(keys.VARIABLE, str(tmp_path_factory.mktemp("key") / "actors.pem"))
+        keys.contexts(lambda line: None)
         yield

@@ -531,6 +531,46 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
     assert found[0].status == "finished" and raised
 
 
+@pytest.mark.parametrize("error", [None, OSError("no space is left")])
+def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, error, monkeypatch):
+    """For longer than the proof of the key may take."""
+    monkeypatch.setattr(wire, "PATIENCE", 1.0)
+
+    class Compiling:
+        """A hook that takes its time before the learner lets actors in."""
+
+        begun, ready = threading.Event(), threading.Event()
+
+        def begin(self, run):
+            self.begun.set()
+            assert self.ready.wait(START)
+            if error:
+                raise error
+
+    compiling, lines, ends = Compiling(), [], []
+    thread, found = learner_in_a_thread(address, callbacks=[compiling])
+    assert compiling.begun.wait(START)
+
+    def act():
+        try:
+            ends.append(msrl.experiment.act(address, say=lines.append))
+        except RuntimeError as raised:
+            ends.append(str(raised))
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    wait_for(lambda: lines, "the actor says nothing")
+    time.sleep(1.5)
+    assert lines == [f"found the learner at {address}; waiting until it is ready"]
+    compiling.ready.set()
+    for each in (thread, acting):
+        each.join(300)
+    if error:
+        assert found == [error] and ends == [f"the run at {address} ended with an error: OSError: no space is left"]
+    else:
+        assert lines[1] == f"acting for {address}" and found[0].status == "finished" and ends[0] >= 2
+
+
 def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     thread, found = learner_in_a_thread(address)
     channel = wait_for(lambda: reached(address), "no learner")

@@ -23,7 +23,7 @@ def other_key(tmp_path, monkeypatch):
     """What TLS needs with a key of somebody else."""
     with monkeypatch.context() as patch:
         patch.setenv(keys.VARIABLE, str(tmp_path / "other.pem"))
-        return keys.contexts()
+        return keys.contexts(lambda line: None)
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read
     exists = type(tmp_path).exists
     monkeypatch.setattr(type(tmp_path), "exists", lambda path: together.wait(10) < 0 or exists(path))
     found = []
-    threads = [threading.Thread(target=lambda: found.append(keys.contexts())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(keys.contexts(lambda line: None))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -107,6 +107,18 @@ def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     certificates = [context.get_ca_certs(binary_form=True) for pair in found for context in pair]
     assert certificates == certificates[:1] * 8
+
+
+def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, monkeypatch):
+    path, lines = tmp_path / "mistyped.pem", []
+    monkeypatch.setenv(keys.VARIABLE, str(path))
+    with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
+        msrl.experiment.act("127.0.0.1:7000", wait=0.1)
+    assert not path.exists()
+    keys.contexts(lines.append)
+    keys.contexts(lines.append)
+    assert lines == [f"made a key for learner and actors, {path}; copy it to the machines of actors"]
+    keys.contexts()
 
 
 def test_the_key_is_in_the_users_settings(tmp_path, monkeypatch):
@@ -159,7 +171,7 @@ def test_without_the_package_that_makes_keys_the_error_names_the_extra(tmp_path,
     monkeypatch.setenv(keys.VARIABLE, str(tmp_path / "key.pem"))
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ImportError, match=r"with: pip install 'msrl-jax\[actors\]', or copy .*key\.pem from a machine"):
-        keys.contexts()
+        keys.contexts(lambda line: None)
     assert not any(tmp_path.iterdir())
 
 
@@ -332,7 +344,8 @@ def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
 
         serving = asyncio.create_task(serve())
         await asyncio.sleep(0.1)
-        full, start = SimpleNamespace(_serving={serving: peer}, _actors={}), time.monotonic()
+        full = SimpleNamespace(_serving={serving: peer}, _actors={}, _opened=asyncio.Event())
+        start = time.monotonic()
         await pool.Pool._dismiss(full, {"over": True})  # type: ignore[arg-type]
         ended, waits = time.monotonic() - start, not serving.done()
         peer.cut()

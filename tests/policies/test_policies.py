@@ -161,7 +161,7 @@ def test_unknown_policies_and_parameters_suggest_the_nearest():
         msrl.policies.get(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"no distribution policy: make one, GPUOnly\(\)"):
         msrl.policies.get(msrl.policies.GPUOnly)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'mine\.py' is a file; name its class: mine:CLASS"):
+    with pytest.raises(ValueError, match=r"'mine\.py' is a file; write mine:NAME"):
         msrl.policies.get("mine.py")
 
 

@@ -1,4 +1,4 @@
-"""Layers with a memory, by name or of one's own: objects with `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
+"""Layers with a memory, by name, or custom ones: objects with `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
 
     init(key, inputs [B, I]) -> params
     initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0

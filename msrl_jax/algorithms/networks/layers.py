@@ -188,7 +188,7 @@ class Whole(NamedTuple):
 
 
 class Torso(nn.Module):
-    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a network of one's own."""
+    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a custom network."""
 
     observation_space: Space  # of one observation; of images [H, W, C] if there are convolutions
     hidden_sizes: tuple[int, ...]  # widths of the dense layers

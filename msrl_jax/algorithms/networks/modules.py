@@ -1,4 +1,4 @@
-"""Modules of one's own as networks: of flax.linen, flax.nnx, Equinox or Haiku, or a pair of functions.
+"""Custom modules as networks: of flax.linen, flax.nnx, Equinox or Haiku, or a pair of functions.
 
 A module maps a batch of observations `[B, ...]`, as the environment gives them but without masks, to features `[B, F]`; the
 algorithm adds its heads. What a config takes as `network`, besides names, is one of
