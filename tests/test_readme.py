@@ -31,12 +31,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "example_rl_darts", "actors",
+    "profiling", "tree_search", "example_rl_darts", "actors", "coming_from",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS,
+    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS, COMING_FROM,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -102,6 +102,7 @@ RUN_HERE = (
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
     (ACTORS, "Ray"),
+    (COMING_FROM, "PureJaxRL"),
     (RL_DARTS, "The method"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -438,9 +439,21 @@ def test_a_network_that_is_found(run_sections):
 
 @pytest.mark.long
 def test_optimizers_and_schedules(run_sections):
-    (own, scheduled), _ = run_sections(ALGORITHMS, "Optimizers", "Schedules", steps=8192)
+    (own, frozen, scheduled), _ = run_sections(ALGORITHMS, "Optimizers", "Schedules", steps=8192)
     assert "learning_rate" not in own["result"].history
+    biases = {name: layer for name, layer in frozen["result"].state.params["params"].items() if name.startswith("actor")}
+    assert not biases["actor_torso"]["Dense_1"]["bias"].any() and biases["actor_head"]["bias"].all()  # they begin with 0
     np.testing.assert_allclose(scheduled["result"].history["learning_rate"][-1], 1.5e-3, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_training_inside_a_program_of_ones_own_is_that_of_train(run_sections):
+    (namespace,), _ = run_sections(COMING_FROM, "PureJaxRL", length=3)
+    returns = namespace["returns"]
+    assert returns.total.shape == (8, 3) and len(set(np.asarray(returns.total[:, -1]).tolist())) == 8
+    expected = msrl.train("ppo", total_steps=3 * 4096, learning_rate=1e-4, eval_episodes=0, progress=False, chunk=1)
+    alone = namespace["train"](jax.random.key(0), 1e-4)
+    np.testing.assert_allclose(alone.total / alone.count, expected.history["episode_return"], rtol=1e-5)
 
 
 @pytest.mark.long

@@ -286,7 +286,7 @@ class Export(Command):
 
 @command
 class Report(Command):
-    """Write a page about runs: curves, what they differ in, times, and how to repeat each."""
+    """Write a page about runs: returns and curves of each setting, what they differ in, times, and how to repeat each."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
     out: Path = option(Path("report.html"), "the page, one file that loads nothing.")
@@ -297,7 +297,7 @@ class Report(Command):
 
 @command
 class Plot(Command):
-    """Draw the curves of runs with their intervals over seeds, as a figure for a paper."""
+    """Draw a curve for each setting of each run with its interval over seeds, as a figure for a paper."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
     out: Path = option(Path("curves.pdf"), "the figure: .pdf, .svg or .png")

@@ -129,6 +129,10 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
                 column = run.history.get(metric)
                 if column is None or not is_known(column):
                     continue
+                if column.ndim == 1 and run.members > 1:  # of the whole run, such as its steps per second
+                    if 0 not in group.members:
+                        continue
+                    group = Group("", [0], False)
                 values = np.reshape(column, (len(column), -1))[:, group.members]
                 known = ~np.isnan(values).all(1)  # evaluations are few
                 curve = mean_curve(run.history[_X[x]][known], values[known], spread=group.mixed)

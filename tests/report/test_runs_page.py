@@ -123,6 +123,9 @@ def test_each_setting_has_a_row_and_a_curve_with_the_interval_of_its_own_seeds(r
     (panel,) = msrl.plot_runs({"rates": sweep}).axes
     assert [line.get_ydata()[-1] for line in panel.get_lines()] == [1, 101, 201]
     assert all(np.ptp(band.get_paths()[0].vertices[:, 1]) <= 2 for band in panel.collections)
+    (panel,) = msrl.plot_runs({"rates": sweep}, metrics=["seconds"]).axes
+    (line,) = panel.get_lines()  # of all settings together
+    assert line.get_label() == "rates" and line.get_ydata().tolist() == sweep.history["seconds"].tolist()
 
 
 PBT = {"members": 4, "every": 2}
