@@ -167,15 +167,15 @@ class MAML:
         act_adapted = msrl.fragment(role="actor", name="act_adapted")(jax.vmap(choose))
 
         @msrl.fragment(role="env")
-        def draw_tasks(keys):  # their rollouts begin alike; and keys of both phases, [T, N]
-            keys = jax.vmap(lambda key: jax.random.split(key, 2 + 2 * self.unroll_length), out_axes=1)(keys)
+        def draw_tasks(keys):  # their rollouts begin alike; and keys of actors and environments in both phases, [T, N]
+            keys = jax.vmap(lambda key: jax.random.split(key, 2 + 4 * self.unroll_length), out_axes=1)(keys)
             start = jax.vmap(env.reset)(keys[1])
             start = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), start)
-            return keys[0], (*start, jnp.ones(shape, bool)), keys[2::2], keys[3::2]
+            return keys[0], (*start, jnp.ones(shape, bool)), (keys[2::4], keys[3::4]), (keys[4::4], keys[5::4])
 
         @msrl.fragment(role="env")
         def env_step(keys, env_state, present, action):
-            keys = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, 1), self.num_rollouts))(keys)
+            keys = jax.vmap(lambda key: jax.random.split(key, self.num_rollouts))(keys)
             env_state, obs, reward, terminated, truncated = jax.vmap(jax.vmap(env.step))(keys, env_state, of_env(action))
             return (env_state, obs, present & ~(terminated | truncated)), jnp.where(present, reward, 0.0)
 
@@ -200,8 +200,8 @@ class MAML:
         def play(act, params, start, keys):
             def step(carry, keys):
                 env_state, obs, present = carry
-                action, log_prob = act(params, obs, keys)
-                carry, reward = env_step(keys, env_state, present, action)
+                action, log_prob = act(params, obs, keys[0])
+                carry, reward = env_step(keys[1], env_state, present, action)
                 return carry, (obs, action, log_prob, reward, present)
 
             return judge(*jax.lax.scan(step, start, keys)[1])

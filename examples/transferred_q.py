@@ -245,8 +245,8 @@ def optimal_q(task: Task) -> np.ndarray:
 
 def initial_state(seed: int, setting: Setting, num_sources: int) -> State:
     """A state before the first iteration, in which the first `num_sources` sources count."""
-    (task, rewards), key = draw_tasks(seed, setting), jax.random.key(seed)
-    sources = play_sources(jax.random.fold_in(key, 1), rewards, task.step, setting.source_episodes)
+    (task, rewards), (source_key, key) = draw_tasks(seed, setting), jax.random.split(jax.random.key(seed))
+    sources = play_sources(source_key, rewards, task.step, setting.source_episodes)
     sources = sources._replace(counts=sources.counts * (jnp.arange(setting.sources) < num_sources)[:, None])
     target = jax.tree.map(lambda x: jnp.zeros((1, setting.target_episodes, *x.shape[2:])), sources)
     weights, none = np.array([setting.pooled_weight, setting.correction_weight]), np.zeros_like(task.reward)

@@ -193,7 +193,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     def fill_pool(params, pool):
         due = pool.wait == 0
         put = lambda past, new: past.at[pool.slot].set(jnp.where(due, new, past[pool.slot]))  # noqa: E731
-        filled = jnp.minimum(pool.filled + due, config.pool_size)
+        filled = jnp.minimum(pool.filled + due.astype(pool.filled.dtype), config.pool_size)
         standings = pool.standings
         if weighs:
             standings = jax.lax.cond(due, lambda s: enter(s, pool.slot, filled), lambda s: s, standings)
@@ -241,14 +241,15 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     @fragment(role="env")
     def score(reward, ended, drawn):
         old = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
-        return Mean(jnp.sum(reward[..., 0] * old), jnp.sum(ended * old, dtype=jnp.float32))
+        return Mean(jnp.sum(reward[..., 0] * old.astype(reward.dtype)), jnp.sum(ended * old, dtype=jnp.float32))
 
     @fragment(role="env")
     def score_each(reward, ended, drawn):
         slots = jnp.broadcast_to(drawn, (groups, config.num_opponents)).reshape(-1)
         is_its = slots == jnp.arange(config.pool_size)[:, None]
         own_reward = reward.reshape(config.unroll_length, config.num_envs).sum(0)
-        return (is_its * own_reward).sum(-1), (is_its * ended.sum(0)).sum(-1).astype(jnp.float32)
+        total, games = is_its.astype(own_reward.dtype) * own_reward, is_its.astype(jnp.int32) * ended.sum(0, dtype=jnp.int32)
+        return total.sum(-1), games.sum(-1).astype(jnp.float32)
 
     @fragment(role="actor")
     def keep_score(standings, total, games):

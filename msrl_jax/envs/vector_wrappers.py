@@ -95,14 +95,14 @@ class EpisodeStatistics(VectorWrapper):
         done = ended if present is None else ended & (present | time_step.terminated)
         reduced = metrics.add(self, state.metrics, time_step.metrics, metrics.answered(time_step))
         episode_return = state.episode_return + time_step.reward
-        episode_length = state.episode_length + (1 if present is None else present)
+        episode_length = state.episode_length + (1 if present is None else present.astype(jnp.float32))
         state = EpisodeStatisticsState(
             env_state,
             episode_return=jnp.where(ended, 0, episode_return),
             episode_length=jnp.where(ended, 0, episode_length),
             return_sum=state.return_sum + jnp.where(done, episode_return, 0),
             length_sum=state.length_sum + jnp.where(done, episode_length, 0),
-            num_episodes=state.num_episodes + done,
+            num_episodes=state.num_episodes + done.astype(jnp.float32),
             metrics=metrics.end(self, reduced, ended, done),
         )
         return state, time_step._replace(metrics=None)

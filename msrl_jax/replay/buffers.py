@@ -226,9 +226,9 @@ def fold(
     ends = terminated | truncated
     lives = jnp.concatenate([jnp.ones_like(ends[:1]), jnp.cumsum(ends[:-1], 0) == 0])
     steps = jnp.arange(len(reward), dtype=jnp.int32).reshape(-1, *[1] * (reward.ndim - 1))
-    total = jnp.where(lives, jnp.float32(discount) ** steps * reward, 0.0).sum(0)
+    total = jnp.where(lives, jax.lax.pow(jnp.float32(discount), steps) * reward, 0.0).sum(0)
     last = lives.sum(0, dtype=jnp.int32) - 1
-    return total, last, jnp.where((terminated & lives).any(0), 0.0, jnp.float32(discount) ** (last + 1))
+    return total, last, jnp.where((terminated & lives).any(0), 0.0, jax.lax.pow(jnp.float32(discount), last + 1))
 
 
 def _replay(

@@ -66,7 +66,7 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     high, low = jax.random.split(key)
     # Fractions of the node's sum.
-    target = (jnp.arange(count, dtype=jnp.int32) + jax.random.uniform(high, (count,), jnp.float32)) / count
+    target = (jnp.arange(count, dtype=jnp.float32) + jax.random.uniform(high, (count,), jnp.float32)) / count
     bits = jax.random.bits(low, (count,), jnp.uint32)
     node = jnp.zeros(count, jnp.int32)
     preceding = jnp.triu(jnp.ones((BRANCHES, BRANCHES), jnp.float32), 1)

@@ -14,6 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.config import ALGORITHMS
+from tests.support.keys import key_uses, reused_keys
 from tests.support.small_runs import relative_difference
 
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
@@ -183,6 +184,20 @@ def agent_and_state():
     env = envs.RandomizeParams(example.Navigation(), example.GOALS)
     agent = counted(example.MAML(**SMALL).build(env))
     return agent, jax.jit(agent.init)(jax.random.key(0))
+
+
+class Slippery(example.Navigation):
+    """Its steps need keys."""
+
+    def step(self, key, state, action):
+        return super().step(key, state, action + 0.01 * jax.random.normal(key, action.shape))
+
+
+def test_no_key_is_used_twice():
+    agent = counted(example.MAML(**SMALL).build(envs.RandomizeParams(Slippery(), example.GOALS)))
+    run = lambda key: jax.lax.scan(lambda state, _: agent.iteration(state), agent.init(key), length=2)  # noqa: E731
+    uses = key_uses(run, jax.random.key(0))
+    assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) > 300
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from examples import transferred_q as example
+from tests.support.keys import key_uses, reused_keys
 
 SMALL = example.Setting(
     sources=8, source_episodes=40, target_episodes=8, episodes_per_iteration=4, coordinates=5, relevant=2, changed=1, stages=2
@@ -101,6 +102,12 @@ def outcome(setting, policy, devices, seed=0):
 def on_one_device():
     with jax.enable_x64(True):
         return outcome(SMALL, "GPUOnly", 1)
+
+
+def test_no_key_is_used_twice():
+    iteration = example.make_iteration(SMALL)
+    uses = key_uses(lambda: jax.lax.scan(lambda state, _: iteration(state), example.initial_state(0, SMALL, 3), length=2))
+    assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) > 50
 
 
 @pytest.mark.parametrize("policy", [EIGHT[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in EIGHT[1:])])

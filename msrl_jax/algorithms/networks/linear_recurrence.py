@@ -77,7 +77,8 @@ def lru(size: int) -> Core:
 
     def written(params: Any, inputs: jax.Array) -> jax.Array:
         real, imaginary = per_gate(matmul(inputs, params["input"]), 2)
-        return jax.lax.complex(real, imaginary) * jnp.exp(params["log_gain"])
+        values = jax.lax.complex(real, imaginary)
+        return values * jnp.exp(params["log_gain"]).astype(values.dtype)
 
     def outputs(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         x = nn.gelu(matmul(jnp.concatenate(carry, -1), params["output"]))
