@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from msrl_jax import _checks, _naming, envs
+from msrl_jax._checks import shown
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._naming import reference as reference
 from msrl_jax._spec import parse_spec as parse_spec
@@ -48,7 +49,7 @@ def get(algorithm: str | type) -> type:
             )
         return algorithm
     if not isinstance(algorithm, str):
-        raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
+        raise TypeError(f"the algorithm is {shown(algorithm)}; give a config such as PPO(), or a name: {', '.join(names())}")
     if files.is_file(algorithm):
         return files.load(algorithm)
     if ":" in algorithm:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import _checks, _naming
+from msrl_jax._checks import shown
 from msrl_jax._spec import read_values
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
@@ -48,7 +49,7 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
       TypeError, ValueError: if something in the config is not what it should be, or does not fit the environment.
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise TypeError(f"build({config!r}, env): give a config, such as PPO(learning_rate=3e-4)")
+        raise TypeError(f"build({shown(config)}, env): give a config, such as PPO(learning_rate=3e-4)")
     changing, ready = check(config), objects(config)
     return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
 
@@ -88,7 +89,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
         else:
             continue
         if remedy:
-            raise ValueError(f"{type(config).__name__}.{f.name}={value!r}: use {remedy}")
+            raise ValueError(f"{type(config).__name__}.{f.name}={shown(value)}: use {remedy}")
     found = schedules.check(config)
     if found and hasattr(config, "check"):
         usual = {name: f.default for name, f in config.__dataclass_fields__.items() if name in found}

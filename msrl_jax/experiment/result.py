@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import as_path, check_seed
+from msrl_jax._checks import as_path, check_seed, shown
 from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.dataset import Dataset
@@ -134,7 +134,7 @@ class Result(Outcome):
             return self.best
         if not _is_number(member) or not 0 <= member < self.members:
             which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
-            raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
+            raise ValueError(f"member={shown(member)}: this run has {which}; name one of them, or None for the best one")
         return int(member)
 
     def member_state(self, member: int | None = None) -> Any:
@@ -167,14 +167,14 @@ class Result(Outcome):
           ValueError: if the run has no such settings or member, or if both are given.
         """
         if settings is not None and member is not None:
-            raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
+            raise ValueError(f"settings={shown(settings)} and member={shown(member)} are both given; give one")
         was = self.experiment.settings
         if settings is not None:
             count = len(next(iter(was.values()))) if was else 0
             chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
             if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
                 has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
-                raise ValueError(f"settings={settings!r}: this run has {has}; name some of them, each once")
+                raise ValueError(f"settings={shown(settings)}: this run has {has}; name some of them, each once")
             rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
             return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
         number = self.member(member)

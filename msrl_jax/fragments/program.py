@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from msrl_jax._checks import shown
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
@@ -256,7 +257,7 @@ class Program(Generic[State]):
         self._check_setting()
         for name, number in (("iterations", iterations), ("chunk", 1 if chunk is None else chunk)):
             if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+                raise ValueError(f"{name}={shown(number)} must be an integer of at least 1")
         chunk = min(iterations, 100) if chunk is None else chunk
         leaves = self._fill(state, copy=not donate)
         parts = []

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
-from msrl_jax._checks import suggestion, whole
+from msrl_jax._checks import shown, suggestion, whole
 from msrl_jax._simulate import layout_of, measured
 from msrl_jax.envs import spaces
 from msrl_jax.envs.host import HostVectorized, Stepping, Workers
@@ -82,14 +82,14 @@ class GymnasiumEnvironment:
         if not 0 <= self.drop_slowest < 1:
             raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
-            raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
+            raise TypeError(f"{self.name}: {shown(self.factory)} cannot be called; give a function that makes an environment")
         object.__setattr__(self, "metrics", read_declared(self.name, self.metrics))
         try:
             env = common.build(self.name, self.factory, {})
         except (gymnasium.error.Error, ImportError) as error:
             raise ValueError(f"{self.name} cannot be made: {error}") from error
         if not hasattr(env, "action_space"):
-            raise TypeError(f"the factory of {self.name} returned {env!r}; return a gymnasium.Env")
+            raise TypeError(f"the factory of {self.name} returned {shown(env)}; return a gymnasium.Env")
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
         try:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import shown
 from msrl_jax.envs.suites.common import loaded_at_first_use
 
 with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
@@ -164,4 +165,4 @@ def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
         return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):
         return spaces.Dict({name: _converted(part, x[name]) for name, part in space.spaces.items()})
-    raise TypeError(f"the gymnax space {space!r} is not supported; use Discrete, Box, Tuple or Dict")
+    raise TypeError(f"the gymnax space {shown(space)} is not supported; use Discrete, Box, Tuple or Dict")
