@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, of_env, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.metrics import metrics_of
@@ -128,7 +128,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
-class StackedAgents:
+class StackedAgents(Named):
     """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
 
     render = of_env("render")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import shown
+from msrl_jax.envs.base import Named
 from msrl_jax.envs.suites.common import loaded_at_first_use
 
 with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
@@ -39,7 +40,7 @@ _DRAWN = (
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
-class GymnaxEnvironment:
+class GymnaxEnvironment(Named):
     """A gymnax environment with its parameters, the defaults if not given, without gymnax's automatic reset.
 
     Split a key with `jax.random.split`: `step` with the first half, then `reset` with the second half if the episode ended,
@@ -73,6 +74,11 @@ class GymnaxEnvironment:
         env = copy.copy(self)  # the spaces of parameters that are traced are not known
         env.params = dataclasses.replace(self.params, **params)
         return env
+
+    def __repr__(self) -> str:
+        usual = vars(self.env.default_params)
+        changed = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != usual.get(name)}
+        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in changed.items())])})"
 
     @property
     def render_fps(self) -> float:
