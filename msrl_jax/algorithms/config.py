@@ -23,6 +23,7 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax._checks import name_of, shown
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.privileged import with_privileged
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
@@ -141,6 +142,7 @@ def config(
         cls.__post_init__ = _check
         cls.build = _of_plain_fields(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        new.__init__ = entry(new.__init__)
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
         leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]

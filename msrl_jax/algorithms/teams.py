@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import shown
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field, is_object
@@ -50,11 +49,11 @@ class Teams:
         """Raises ValueError unless every team has an algorithm for teams and fields that it has; puts teams into texts."""
         given = self.teams.split() if isinstance(self.teams, str) else self.teams
         if not isinstance(given, list | tuple | Mapping):
-            raise ValueError(f"Teams.teams={shown(given)}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
+            raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
         pairs = given.items() if isinstance(given, Mapping) else map(_split, given)
         entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
-            raise ValueError(f"Teams.teams={shown(given)} names a team twice; give each team its own name")
+            raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
         object.__setattr__(self, "teams", tuple(entry.text for entry in entries))
 
     @property
@@ -146,7 +145,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
         kind, fields, patterns = type(algorithm), _changed(algorithm), ()
         name = kind.name
     else:
-        raise ValueError(f"Teams.teams[{team!r}] is {shown(algorithm)}; give a config such as IPPO(), or a text such as 'ippo'")
+        raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
     if given := [name for name in _SHARED if name in fields]:
         raise ValueError(f"{where} sets {given[0]}, which all teams share; set it for the run")
     if name == RANDOM:

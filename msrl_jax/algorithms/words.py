@@ -18,6 +18,7 @@ import optax
 from msrl_jax import _checks, _naming
 from msrl_jax._checks import shown
 from msrl_jax._spec import read_values
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
@@ -35,6 +36,7 @@ _MADE = f"{_OWN}, or a function without arguments that returns one"
 _ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
 
 
+@entry
 def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
 

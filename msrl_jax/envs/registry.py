@@ -8,6 +8,7 @@ from typing import Any
 from msrl_jax import _checks, _naming, _suites
 from msrl_jax._checks import shown, suggestion
 from msrl_jax._spec import parse_spec
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.mazes import PointMaze
@@ -17,6 +18,7 @@ _factories: dict[str, Callable[..., Environment]] = {
 }  # fmt: skip
 
 
+@entry
 def register(name: str, factory: Callable[..., Environment]) -> None:
     """Registers an environment for `make`, `train` and the command line.
 
@@ -34,6 +36,7 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
     _factories[name] = factory
 
 
+@entry
 def make(name: str, **params: Any) -> Environment:
     """Builds an environment.
 

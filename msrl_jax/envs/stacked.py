@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
@@ -55,6 +56,7 @@ class DictEnvironment(Protocol):
         ...
 
 
+@entry
 def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     """Makes a `MultiAgentEnvironment` of an environment that speaks in dicts by agent name.
 

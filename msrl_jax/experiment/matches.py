@@ -13,6 +13,7 @@ import numpy as np
 
 from msrl_jax import envs
 from msrl_jax._checks import check_seed, shown, whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
@@ -98,6 +99,7 @@ class _Games(NamedTuple):
     outside: jax.Array
 
 
+@entry
 def match(
     env: str | MultiAgentEnvironment,
     one: Result | Player,
@@ -197,6 +199,7 @@ def _of_result(result: Result, game: Any) -> Player:
     return Player(choose, behavior.take(state))
 
 
+@entry
 def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player | Result:
     """A trained agent of `alphazero` or `muzero` that searches before every move, without the noise of training.
 
@@ -238,6 +241,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
     return Player(choose, params, env_name(result.behavior.env))
 
 
+@entry
 def at_random(env: str | MultiAgentEnvironment) -> Player:
     """A player who draws among the legal actions.
 
@@ -263,6 +267,7 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     return Player(choose, game=env_name(game))
 
 
+@entry
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
     """A player who looks at all positions after `depth` moves, which are worth 0 unless the game is over, and wins the sooner.
 

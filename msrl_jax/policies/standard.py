@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msrl_jax import _checks, _naming
 from msrl_jax._checks import shown, suggestion
 from msrl_jax._spec import parse_spec
+from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import (
     ACTING,
@@ -275,6 +276,7 @@ def names() -> list[str]:
     return sorted(POLICIES)
 
 
+@entry
 def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
     """Looks up a distribution policy.
 

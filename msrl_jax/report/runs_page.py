@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import as_path
+from msrl_jax._tracebacks import entry
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
 from msrl_jax.experiment.outcome import Outcome
@@ -42,6 +43,7 @@ _WHOLE = (
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
 
+@entry
 def runs_page(
     runs: Result | str | os.PathLike | Sequence[Any] | Mapping[str, Any],
     path: str | os.PathLike,
