@@ -23,9 +23,9 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
     if number is None or number < least:
-        raise ValueError(f"{name}={value!r}: use an integer of at least {least}")
+        raise ValueError(f"{name}={shown(value)}: use an integer of at least {least}")
     if most is not None and number > most:
-        raise ValueError(f"{name}={value!r}: use an integer of at most {most}")
+        raise ValueError(f"{name}={shown(value)}: use an integer of at most {most}")
     return int(number)
 
 
@@ -49,7 +49,7 @@ def as_path(name: str, value: Any) -> Path:
     if value == "":
         raise ValueError(f"{name}='' names no path; give one, or leave it out")
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={value!r}: use a path as text or a pathlib.Path, or leave it out")
+        raise TypeError(f"{name}={shown(value)}: use a path as text or a pathlib.Path, or leave it out")
     return Path(value)
 
 
@@ -106,12 +106,21 @@ def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
 def find(kind: str, table: Mapping[str, T], name: str) -> T:
     """Looks up an entry of a kind, in any case; raises ValueError, which suggests the nearest, if the name is unknown."""
     if not isinstance(name, str):
-        raise TypeError(f"the name of the {kind} is {name!r}; choose from {', '.join(map(repr, sorted(table)))}")
+        raise TypeError(f"the name of the {kind} is {shown(name)}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}
     found = name if name in table else by_lower.get(name.lower())
     if found is None:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
     return table[found]
+
+
+_LONGEST = 100  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """A value that somebody gave as a message shows it: its repr in one line, of which a long one has the start."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def name_of(value: Any) -> str:

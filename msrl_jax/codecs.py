@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import _checks
+from msrl_jax._checks import shown
 from msrl_jax._compat import ShapedArray
 
 
@@ -222,7 +223,7 @@ def get(codec: str | Codec) -> Codec:
     if isinstance(codec, Codec):
         return codec
     if not isinstance(codec, str):
-        raise TypeError(f"{codec!r} is no codec; use one of {', '.join(map(repr, CODECS))}, 'frame_stack(n)', or a Codec")
+        raise TypeError(f"{shown(codec)} is no codec; use one of {', '.join(map(repr, CODECS))}, 'frame_stack(n)', or a Codec")
     if call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
         name, *numbers = call.groups()
         return (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))

@@ -17,7 +17,7 @@ FLOORS = [
     {"fragments"},
     {"codecs"},
     {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate", "_tracebacks"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

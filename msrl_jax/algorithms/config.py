@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from msrl_jax._checks import name_of, shown
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.privileged import with_privileged
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
@@ -140,6 +142,7 @@ def config(
         cls.__post_init__ = _check
         cls.build = _of_plain_fields(cls.build)
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        new.__init__ = entry(new.__init__)
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
         leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]
@@ -261,11 +264,13 @@ def check_fields(self: Any) -> None:
             continue
         if f.metadata.get("tunable") and is_word(value):
             continue
+        if Any in kinds and is_object(value) and not _is_hashable(value) and has_arrays(value):  # such as one of Equinox
+            raise TypeError(f"{type(self).__name__}.{f.name}={name_of(value)} {MADE}")
         remedy = _remedy(value, kinds, f.metadata.get("bounds", {}))
         if f.metadata.get("tunable") and isinstance(value, str):
             remedy = f"{remedy}, or a schedule, such as 'linear:0.1'"
         if remedy:
-            raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
+            raise ValueError(f"{type(self).__name__}.{f.name}={shown(value)}: use {remedy}")
         if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):
             # Of NumPy, which computes with few bits, or a fraction, which JSON does not have.
             object.__setattr__(self, f.name, int(value) if isinstance(value, numbers.Integral) else float(value))
@@ -278,7 +283,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
         if Any in kinds and (is_word(value) or is_object(value)):
-            return None if _is_hashable(value) else "tuples in place of lists, a function of a key in place of a made module"
+            return None if _is_hashable(value) else "tuples in place of lists"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         own = ", your own object, or MODULE:NAME of one" if Any in kinds else ""
         return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}{own}"
@@ -313,6 +318,14 @@ def is_constant(value: Any, number: float) -> bool:
 def is_word(value: Any) -> bool:
     """Whether a value may stand for something that the program needs: a text with a colon, or a function."""
     return ":" in value if isinstance(value, str) else callable(value)
+
+
+MADE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
+
+
+def has_arrays(value: Any) -> bool:
+    """Whether a value holds arrays, as a module does that is made."""
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
 
 
 def is_object(value: Any) -> bool:

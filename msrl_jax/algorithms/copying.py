@@ -23,6 +23,7 @@ from symtable import SymbolTable, symtable
 from typing import Any, TypeAlias
 
 from msrl_jax._checks import as_path, writing
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import files, registry
 from msrl_jax.algorithms.config import ALGORITHMS
 
@@ -264,6 +265,7 @@ def named(algorithm: str, class_name: str, name: str) -> str:
     return "".join(p if p == class_name else re.sub(r"(?:^|_+)([^\W_]?)", lambda found: found[1].upper(), p) for p in parts)
 
 
+@entry
 def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
     """Writes an algorithm as your own file, with its config and its loop in sight; it trains the same bits.
 

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 from msrl_jax import _checks, _naming, envs
+from msrl_jax._checks import shown
 from msrl_jax._checks import suggestion as suggestion
 from msrl_jax._naming import reference as reference
 from msrl_jax._spec import parse_spec as parse_spec
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
@@ -24,6 +26,7 @@ def names() -> list[str]:
     return sorted(ALGORITHMS)
 
 
+@entry
 def get(algorithm: str | type) -> type:
     """Looks up the config of an algorithm.
 
@@ -48,7 +51,7 @@ def get(algorithm: str | type) -> type:
             )
         return algorithm
     if not isinstance(algorithm, str):
-        raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
+        raise TypeError(f"the algorithm is {shown(algorithm)}; give a config such as PPO(), or a name: {', '.join(names())}")
     if files.is_file(algorithm):
         return files.load(algorithm)
     if ":" in algorithm:
@@ -60,6 +63,7 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
 
 
+@entry
 def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     """Makes the config of a run.
 

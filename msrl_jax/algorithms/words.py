@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import _checks, _naming
+from msrl_jax._checks import shown
 from msrl_jax._spec import read_values
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
@@ -34,6 +36,7 @@ _MADE = f"{_OWN}, or a function without arguments that returns one"
 _ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
 
 
+@entry
 def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
 
@@ -48,7 +51,7 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
       TypeError, ValueError: if something in the config is not what it should be, or does not fit the environment.
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise TypeError(f"build({config!r}, env): give a config, such as PPO(learning_rate=3e-4)")
+        raise TypeError(f"build({shown(config)}, env): give a config, such as PPO(learning_rate=3e-4)")
     changing, ready = check(config), objects(config)
     return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
 
@@ -88,7 +91,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
         else:
             continue
         if remedy:
-            raise ValueError(f"{type(config).__name__}.{f.name}={value!r}: use {remedy}")
+            raise ValueError(f"{type(config).__name__}.{f.name}={shown(value)}: use {remedy}")
     found = schedules.check(config)
     if found and hasattr(config, "check"):
         usual = {name: f.default for name, f in config.__dataclass_fields__.items() if name in found}

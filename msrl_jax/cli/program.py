@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
 from msrl_jax._naming import check_trust
+from msrl_jax._tracebacks import with_all_frames
 from msrl_jax.cli import config_file, flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with _terminal.lasting() as out, _short_warnings():
+    with _terminal.lasting() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
         except Exception:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax._terminal import significant
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.check_types import show
 from msrl_jax.envs.privileged import PrivilegedObservation
@@ -316,6 +317,7 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     return from_columns(fields, about)
 
 
+@entry
 def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = None) -> Dataset:
     """Joins data sets, one after another.
 

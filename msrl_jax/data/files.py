@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import parse_json, writing
+from msrl_jax._tracebacks import entry
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes, named
 from msrl_jax.replay import Transition
 
@@ -25,6 +26,7 @@ _KEY = b"msrl_jax"  # names our metadata in Parquet files
 PARTS = ".parts"  # suffix of the folder that holds an incomplete recording
 
 
+@entry
 def save(dataset: Dataset, path: str | os.PathLike) -> Path:
     """Writes a data set; a reader sees either the whole file or none.
 
@@ -51,6 +53,7 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
     return path
 
 
+@entry
 def load(path: str | os.PathLike | Dataset) -> Dataset:
     """Reads a data set.
 

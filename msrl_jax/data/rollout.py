@@ -11,6 +11,7 @@ import numpy as np
 
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._random import key_for
+from msrl_jax._tracebacks import entry
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
@@ -52,6 +53,7 @@ class _TrainedRun(Protocol):
     def member_state(self, member: int | None = None) -> Any: ...
 
 
+@entry
 def record(
     result: _TrainedRun,
     steps: int,

@@ -256,6 +256,16 @@ class Wrapper:
         return metrics_of(self.env)
 
 
+class Named:
+    """An environment that shows itself by its name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({'' if self.name == kind else repr(self.name)})"
+
+
 class WithoutStatistics:
     """A part of vector environments without running statistics: it passes observations through unchanged."""
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from msrl_jax._checks import shown
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, emitted, env_name, strong
 from msrl_jax.envs.masks import has_masks
@@ -106,7 +107,7 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
 def check_names(name: str, agents: Any) -> None:
     """Raises TypeError unless an environment names its agents, each differently; `name` is that of the environment."""
     if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
-        raise TypeError(f"{name}.agents is {agents!r}; give a tuple with the name of every agent, at least one")
+        raise TypeError(f"{name}.agents is {shown(agents)}; give a tuple with the name of every agent, at least one")
     if len(set(agents)) < len(agents):
         raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give every agent its own name")
 
@@ -150,7 +151,7 @@ def check_space(space: Any, where: str) -> None:
         kind = f"{type(space).__module__}.{type(space).__qualname__}"
         if kind.startswith("gymnasium."):
             raise TypeError(f"{where} is a space of Gymnasium; give msrl_jax.envs.GymnasiumEnvironment(function that makes it)")
-        raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
+        raise TypeError(f"{where} is {shown(space)} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
     elif 0 in space.shape:
         raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")
 
@@ -185,7 +186,7 @@ def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> 
     for name, part in zip(parts.split(", "), result, strict=True):
         for path, leaf in jax.tree.leaves_with_path(part):
             if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
-                raise TypeError(f"{name}{keystr(path)} of {where} is {leaf!r}; return numbers or arrays of them")
+                raise TypeError(f"{name}{keystr(path)} of {where} is {shown(leaf)}; return numbers or arrays of them")
     return strong(result)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr
 
 from msrl_jax._checks import whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
@@ -53,6 +54,7 @@ class Report:
         return "\n".join([head, *lines])
 
 
+@entry
 def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: int = 0) -> Report:
     """Takes random legal actions in an environment, and compares what it returns with what it promises.
 

@@ -18,14 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MaskedObservation, Stepped
+from msrl_jax.envs.base import MaskedObservation, Named, Stepped
 
 _PLAYERS = ("player_0", "player_1")
 
 
-class RockPaperScissors:
+class RockPaperScissors(Named):
     """Both players choose at once: 0 rock, 1 paper, 2 scissors. The winner gets 1, the loser -1. An episode has one step."""
 
+    name = "RockPaperScissors"
     agents = _PLAYERS
     observation_space = spaces.Box(0, 1, (1,))
     action_space = spaces.Discrete(3)
@@ -62,7 +63,7 @@ class KuhnState(NamedTuple):
     num_moves: jax.Array
 
 
-class KuhnPoker:
+class KuhnPoker(Named):
     """Poker with three cards and one bet (Kuhn 1950).
 
     Both players pay 1 and get a card. They move in turns; the first player begins. An action is 0 wait, 1 pass or 2 bet: the
@@ -72,6 +73,7 @@ class KuhnPoker:
     An observation has 11 numbers: which player it is (2), its card (3), and pass or bet for each of the three moves (6).
     """
 
+    name = "KuhnPoker"
     agents = _PLAYERS
     observation_space = spaces.Box(0, 1, (11,))
     action_space = spaces.Discrete(3)

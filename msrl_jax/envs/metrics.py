@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 from msrl_jax._spec import read_values
 from msrl_jax.fragments.metrics import Mean
 
@@ -47,7 +47,8 @@ def read_declared(name: str, metrics: Mapping[str, Reduction] | str | None) -> M
 def check_declared(name: str, metrics: Any) -> None:
     """Raises TypeError or ValueError unless `metrics` of the environment `name` maps fit names to reductions."""
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"{name}.metrics is {metrics!r}; give a mapping of names to reductions, such as {{'success': 'last'}}")
+        remedy = "give a mapping of names to reductions, such as {'success': 'last'}"
+        raise TypeError(f"{name}.metrics is {shown(metrics)}; {remedy}")
     for key, reduction in metrics.items():
         if not isinstance(key, str) or not key.isidentifier():
             raise ValueError(f"{name}.metrics names {key!r}; a name is one word of letters, digits and _, such as 'success'")

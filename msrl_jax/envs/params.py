@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import used_inputs
 from msrl_jax._random import key_for
 from msrl_jax.envs import distributions, spaces
@@ -178,7 +178,8 @@ def _checked(env: Any, params: Any) -> ParamSource:
         values = jax.tree.map(_as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
-        raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
+        remedy = "give a mapping name -> value, a function of a key, or a Curriculum"
+        raise TypeError(f"env_params={shown(params)} of {name}: {remedy}")
     _check_data(env, {key: types[key] for key in names})
     return ParamSource(values, jax.tree.map(np.asarray, counter()) if distributions.ramps(values) else ())
 
@@ -206,7 +207,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     def sample(key: jax.Array) -> dict[str, jax.Array]:
         drawn = values.sample(key, distributions.at(values.level, taken))
         if not isinstance(drawn, Mapping) or not drawn:
-            raise TypeError(f"the function of env_params of {env} returned {drawn!r}; return a mapping name -> value")
+            raise TypeError(f"the function of env_params of {env} returned {shown(drawn)}; return a mapping name -> value")
         return dict(jax.tree.map(jnp.asarray, drawn))
 
     drawn = emitted(sample)
@@ -333,7 +334,7 @@ def changed(env: Any, values: Any) -> Any:
         _check_same("the level", source.values.level, values)
         return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
     if not isinstance(values, Mapping):
-        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {values!r}")
+        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {shown(values)}")
     types, found = default_params(env), {}
     for name, value in values.items():
         if name not in source.values:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from msrl_jax import _checks, _naming, _suites
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 from msrl_jax._spec import parse_spec
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.mazes import PointMaze
@@ -17,6 +18,7 @@ _factories: dict[str, Callable[..., Environment]] = {
 }  # fmt: skip
 
 
+@entry
 def register(name: str, factory: Callable[..., Environment]) -> None:
     """Registers an environment for `make`, `train` and the command line.
 
@@ -29,11 +31,12 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
       ValueError: if the name is taken.
     """
     if not callable(factory):
-        raise TypeError(f"register({name!r}): {factory!r} cannot be called; pass a class or a function")
+        raise TypeError(f"register({name!r}): {shown(factory)} cannot be called; pass a class or a function")
     _checks.add("environment", dict.fromkeys(names()), name, factory)
     _factories[name] = factory
 
 
+@entry
 def make(name: str, **params: Any) -> Environment:
     """Builds an environment.
 
@@ -55,7 +58,7 @@ def make(name: str, **params: Any) -> Environment:
       ValueError: if there is no environment with that name, if what a module has by it is none, or it has no such parameter.
     """
     if not isinstance(name, str):
-        raise TypeError(f"the name of the environment is {name!r}; write one such as 'CartPole-v1', envs.names() lists all")
+        raise TypeError(f"the name of the environment is {shown(name)}; write one, such as 'CartPole-v1'; envs.names() has all")
     if name not in _factories:
         name, in_name = parse_spec(name, prefixes=True)
         params = in_name | params

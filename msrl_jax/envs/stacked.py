@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, check_made, env_name, of_env, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.metrics import metrics_of
@@ -55,6 +56,7 @@ class DictEnvironment(Protocol):
         ...
 
 
+@entry
 def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     """Makes a `MultiAgentEnvironment` of an environment that speaks in dicts by agent name.
 
@@ -129,7 +131,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
-class StackedAgents:
+class StackedAgents(Named):
     """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
 
     render = of_env("render")

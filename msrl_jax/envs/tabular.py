@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import shown, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
 from msrl_jax.envs.masks import index_at
@@ -45,7 +45,7 @@ class TabularMDP:
         if (transitions < 0).any() or not np.allclose(transitions.sum(-1), 1, atol=1e-4):
             raise ValueError("TabularMDP: transitions[s, a] are no probabilities; let each row sum to 1")
         if not np.isfinite(rewards).all() or not 0 <= self.noise < np.inf:
-            raise ValueError(f"TabularMDP: give finite rewards, and a finite noise of at least 0, not {self.noise!r}")
+            raise ValueError(f"TabularMDP: give finite rewards, and a finite noise of at least 0, not {shown(self.noise)}")
         found = tables | {"observation_space": spaces.Discrete(len(rewards))}
         for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
             object.__setattr__(self, name, value)
@@ -86,7 +86,7 @@ class BernoulliBandit:
     def __post_init__(self):
         success = np.asarray(self.success, np.float32)
         if success.ndim != 1 or not ((success >= 0) & (success <= 1)).all():
-            raise ValueError(f"BernoulliBandit: success={self.success!r} must be probabilities, one for each arm")
+            raise ValueError(f"BernoulliBandit: success={shown(self.success)} must be probabilities, one for each arm")
         object.__setattr__(self, "success", success)
         object.__setattr__(self, "action_space", spaces.Discrete(len(success)))
 

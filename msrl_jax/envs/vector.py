@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.agents import vectorize_agents
 from msrl_jax.envs.base import (
     Environment,
@@ -58,6 +59,7 @@ class VectorState(NamedTuple):
     source: ParamSource | tuple[()] = ()
 
 
+@entry
 def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """Makes `num_envs` parallel copies of an environment, with automatic reset.
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from msrl_jax import _compiling
+from msrl_jax._tracebacks import entry
 from msrl_jax.experiment import keys, wire
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.hooks import seconds
@@ -104,6 +105,7 @@ def _hear(channel: Channel) -> None:
         _received(channel)
 
 
+@entry
 def act(
     *addresses: str,
     experiment: Experiment | None = None,

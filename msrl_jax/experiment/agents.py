@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import shown, whole
 from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import with_traced
@@ -116,7 +116,7 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
 def numbers_only(agent: Agent, name: str) -> Agent:
     """An agent that refuses metrics that are no numbers."""
     if not isinstance(agent, Agent):
-        raise TypeError(f"algorithm {name!r}: build returned {agent!r}; return an msrl_jax.algorithms.Agent")
+        raise TypeError(f"algorithm {name!r}: build returned {shown(agent)}; return an msrl_jax.algorithms.Agent")
     for number in ("steps_per_iteration", "updates_per_iteration"):
         whole(f"algorithm {name!r}: Agent.{number}", getattr(agent, number), least=int(number.startswith("steps")))
     if not hasattr(own := innermost(agent.axes), "_fields"):
@@ -133,7 +133,7 @@ def numbers_only(agent: Agent, name: str) -> Agent:
         for metric, value in metrics.items():
             dtype = getattr(value.total if isinstance(value, Mean) else value, "dtype", type(value))
             if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are real numbers")
+                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {shown(value)}; metrics are real numbers")
             if metric in RESERVED:
                 raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")
         return state, metrics

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
-from msrl_jax._checks import check_seed, is_several, whole
+from msrl_jax._checks import check_seed, is_several, shown, whole
 from msrl_jax.algorithms import code_names
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import Environment
@@ -62,7 +62,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(kind)) or "none of its fields"
             raise ValueError(
-                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
+                f"{kind.__name__}.{name}={shown(value)}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
         several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 def _number(kind: type, name: str, i: int, value: Any) -> float:
     value, where = _plain(value), f"{kind.__name__}.{name}[{i}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
-        raise ValueError(f"{where}={value!r}: use a number for each member")
+        raise ValueError(f"{where}={shown(value)}: use a number for each member")
     number: Any = value
     with np.errstate(over="ignore", under="ignore"):
         data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
@@ -117,7 +117,8 @@ def as_asked(
         experiment = given["algo"]
         for name, value in (given | overrides).items():
             if value is not None and name != "algo":
-                raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
+                fact = f"{name}={shown(value)}: the experiment says what is computed"
+                raise ValueError(f"{fact}; change that, or leave {name} out")
     elif saved is None:
         experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
     else:

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._checks import parse_json
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning, read_rows
 from msrl_jax.experiment.parts import Packing, Parts, parts_of
@@ -169,6 +170,7 @@ def read(file: Path) -> list[dict[str, Any]]:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
 
 
+@entry
 def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
     """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import shown, whole
 from msrl_jax._terminal import Lasting, progress_stream, significant
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
@@ -145,14 +145,15 @@ def _answer(function: Callback, tick: Tick) -> bool:
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     """The callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
-        given = f"[{callbacks!r}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
-        raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")
+        given = f"[{shown(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
+        raise TypeError(f"callbacks={shown(callbacks)} is no sequence; write callbacks={given}")
     callbacks = tuple(callbacks)
     for i, callback in enumerate(callbacks):
         if isinstance(callback, type) or (not callable(callback) and not is_hook(callback)):
-            raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick, or an instance of a hook")
+            fact = f"callbacks[{i}]={shown(callback)} cannot be called"
+            raise TypeError(f"{fact}; use a function of a Tick, or an instance of a hook")
         if inspect.isgeneratorfunction(callback) or inspect.iscoroutinefunction(callback):
-            raise TypeError(f"callbacks[{i}]={callback!r} would not run when it is called; use a plain function")
+            raise TypeError(f"callbacks[{i}]={shown(callback)} would not run when it is called; use a plain function")
         if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
             whole(f"callbacks[{i}].every", every)
     return callbacks
@@ -247,7 +248,7 @@ def choose_display(progress: Progress) -> Display:
         progress = "notebook" if is_notebook else "bar" if Lasting(sys.stderr).isatty() else "lines"
     displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
     if progress not in displays:
-        raise ValueError(f"progress={progress!r}: choose one of {['auto', *displays]}, or False")
+        raise ValueError(f"progress={shown(progress)}: choose one of {['auto', *displays]}, or False")
     return displays[progress]
 
 

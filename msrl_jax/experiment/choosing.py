@@ -14,6 +14,7 @@ import jax
 from msrl_jax import codecs
 from msrl_jax import policies as registry
 from msrl_jax._terminal import paragraph, table
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.passes.checks import check_devices
@@ -79,6 +80,7 @@ class Choice:
         return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refused])
 
 
+@entry
 def choose_policy(
     experiment: Experiment,
     *,

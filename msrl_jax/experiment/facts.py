@@ -26,7 +26,8 @@ def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first fact in which the contents of two `config.json` differ, with both values."""
-    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
+    is_known = all(about["env_spec"] or about["env_object"] for about in (mine, theirs))  # what the environment is
+    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items() if is_known or name != "env_object")
     return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 

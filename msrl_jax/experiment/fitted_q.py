@@ -19,6 +19,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
+from msrl_jax._checks import shown
 from msrl_jax.algorithms.agent import logical_axes, split_keys
 from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
@@ -133,7 +134,7 @@ def fitted_q(
     """
     settings = FittedQ() if settings is None else settings
     if not isinstance(settings, FittedQ):
-        raise TypeError(f"settings={settings!r}: give a FittedQ(...), of msrl_jax.experiment")
+        raise TypeError(f"settings={shown(settings)}: give a FittedQ(...), of msrl_jax.experiment")
     if has_agents(env):
         raise ValueError("data of several agents cannot be evaluated; evaluate(episodes) plays")
     space = check_discrete_or_bounded("evaluate(data=...)", env.action_space)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import shown, whole
 from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import ExperienceWriter, at_rest
@@ -50,7 +50,7 @@ def seconds(name: str, value: Any) -> float:
     elif isinstance(value, str) and value and (match := _DURATION.fullmatch(value.strip().lower())) and any(match.groups()):
         found = sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
     if found is None or not 0 < found < float("inf"):
-        raise ValueError(f"{name}={value!r}: use text such as '90s', '10m' or '5h50m', or in Python a number of seconds")
+        raise ValueError(f"{name}={shown(value)}: use text such as '90s', '10m' or '5h50m', or in Python a number of seconds")
     return found
 
 

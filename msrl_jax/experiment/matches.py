@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import envs
-from msrl_jax._checks import check_seed, whole
+from msrl_jax._checks import check_seed, shown, whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
@@ -98,6 +99,7 @@ class _Games(NamedTuple):
     outside: jax.Array
 
 
+@entry
 def match(
     env: str | MultiAgentEnvironment,
     one: Result | Player,
@@ -180,7 +182,7 @@ def match(
 def _of_result(result: Result, game: Any) -> Player:
     """The player of a run: its best member's most probable actions."""
     if not isinstance(result, Result):
-        raise TypeError(f"a player is {result!r}; give a run's result, or a Player, such as minimax(env, 3)")
+        raise TypeError(f"a player is {shown(result)}; give a run's result, or a Player, such as minimax(env, 3)")
     behavior, own = result.behavior, result.behavior.env
     if getattr(own, "agents", None) != game.agents or str(own.observation_space) != str(game.observation_space):
         raise ValueError(
@@ -197,6 +199,7 @@ def _of_result(result: Result, game: Any) -> Player:
     return Player(choose, behavior.take(state))
 
 
+@entry
 def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player | Result:
     """A trained agent of `alphazero` or `muzero` that searches before every move, without the noise of training.
 
@@ -214,7 +217,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
       ValueError: if the algorithm does not search, the number of simulations is out of range, or there is no such member.
     """
     if not isinstance(result, Result):
-        raise TypeError(f"with_search takes a run's result, got {result!r}")
+        raise TypeError(f"with_search takes a run's result, got {shown(result)}")
     config = result.config
     chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
     if hasattr(config, "act_simulations"):
@@ -238,6 +241,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
     return Player(choose, params, env_name(result.behavior.env))
 
 
+@entry
 def at_random(env: str | MultiAgentEnvironment) -> Player:
     """A player who draws among the legal actions.
 
@@ -263,6 +267,7 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     return Player(choose, game=env_name(game))
 
 
+@entry
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
     """A player who looks at all positions after `depth` moves, which are worth 0 unless the game is over, and wins the sooner.
 

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._checks import parse_json, replacing
 from msrl_jax._compat import aval
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs import Environment, has_agents
@@ -268,6 +269,7 @@ def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
     return jnp.asarray(x.view(jnp.dtype(kind["dtype"])))
 
 
+@entry
 def replay_step(
     path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
     trust: bool = False, **objects: Any,

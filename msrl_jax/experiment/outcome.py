@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.experiment import store
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.facts import MOST_SEEDS, each_member
@@ -15,6 +16,9 @@ from msrl_jax.experiment.folder import CONFIG, RunFolderError
 from msrl_jax.experiment.history import last_mean
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.summary import card, describe, summarize
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -98,6 +102,28 @@ class Outcome:
     def final(self, name: str) -> np.ndarray:
         """The mean of a column of the history over the last tenth of training; nan if there is no such column."""
         return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
+
+    @entry
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Makes a long table of the history: a row for every chunk and member.
+
+        Returns:
+          A DataFrame with the columns of the history, `member`, `seed`, and the fields in which settings differ; those that
+          PBT changes are `pbt/FIELD`.
+
+        Raises:
+          ImportError: if pandas is not installed; the message says how to install it.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs the package 'pandas'; install it with: pip install pandas") from error
+        about = pandas.DataFrame(self.settings)[["seed"] if self.description["pbt"] else [*self.settings[0]]]
+        members, chunks = np.arange(self.members), len(self.history.get("step", ()))
+        table = about.iloc[np.tile(members, chunks)].reset_index(drop=True)
+        table.insert(0, "member", np.tile(members, chunks))
+        rows = {name: x.reshape(-1) if x.ndim > 1 else np.repeat(x, self.members) for name, x in self.history.items()}
+        return table.assign(**rows)
 
     def summary(self) -> dict[str, Any]:
         """Summarizes the run as plain data: the content of `summary.json`.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import codecs
+from msrl_jax._checks import shown
 from msrl_jax.codecs import BFLOAT16, Codec
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.experiment.spec import Experiment
@@ -105,7 +106,7 @@ class Packing:
         """The packing of a codec by its name; raises ValueError if it is for other values than parameters."""
         known = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
         if known is not None and not (isinstance(known, Codec) and known.encode is BFLOAT16.encode):
-            raise ValueError(f"parameter_codec={codec!r}: actors in other processes take 'bfloat16', 'delta' or none")
+            raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes take 'bfloat16', 'delta' or none")
         return cls(known, kinds)
 
     @property

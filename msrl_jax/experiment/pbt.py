@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import algorithms
-from msrl_jax._checks import suggestion, whole
+from msrl_jax._checks import shown, suggestion, whole
 from msrl_jax._spec import read_values
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import tunable_fields
@@ -70,7 +70,7 @@ class PBT:
     def __post_init__(self):
         if not isinstance(self.search, Mapping) or not self.search:
             raise ValueError(
-                f"PBT.search={self.search!r}: name at least one field of the config, such as "
+                f"PBT.search={shown(self.search)}: name at least one field of the config, such as "
                 "search={'learning_rate': msrl.envs.log_uniform(1e-5, 1e-2)}"
             )
         for name, least in (("members", 2), ("every", 1), ("min_episodes", 1)):
@@ -100,14 +100,15 @@ class PBT:
             several = np.ndim(value) == 1 if isinstance(value, list | tuple | range | np.ndarray | jax.Array) else False
             if name in self.search and not (several and len(value) == self.members):
                 raise ValueError(
-                    f"{name}={value!r}: PBT.search changes it; leave it out, or give the {self.members} initial values of the "
-                    "members"
+                    f"{name}={shown(value)}: PBT.search changes it; leave it out, or give the {self.members} initial values of "
+                    "the members"
                 )
             if name in self.search:
                 self._check_initial(name, value)
             elif name in tunable and several:
                 raise ValueError(
-                    f"{name}={value!r}: members differ in it, but PBT.search does not name it; add it there, or give one number"
+                    f"{name}={shown(value)}: members differ in it, but PBT.search does not name it; add it there, or give one "
+                    "number"
                 )
         for name, distribution in self.search.items():
             for value in distribution.numbers:
@@ -168,7 +169,7 @@ def read(given: GivenPBT) -> PBT:
         search = {name: x for name, x in others.items() if isinstance(x, Distribution) or not suggestion(name, own)}
         given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
     if not isinstance(given, Mapping):
-        raise TypeError(f"pbt={given!r}: give msrl.PBT(search=..., members=..., every=...)")
+        raise TypeError(f"pbt={shown(given)}: give msrl.PBT(search=..., members=..., every=...)")
     for name in given:
         if name not in own:
             raise ValueError(f"pbt has no field {name!r}{suggestion(str(name), own)}; its fields are {', '.join(own)}")
@@ -181,7 +182,8 @@ def _distribution(name: str, value: Any) -> Distribution:
     value = distributions.parse(what, value) if isinstance(value, str) else value
     if not isinstance(value, Distribution):
         raise ValueError(
-            f"{what}={value!r} is no distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or choice([...])"
+            f"{what}={shown(value)} is no distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
+            "choice([...])"
         )
     if any(isinstance(x, Ramp) for x in value.numbers):
         raise ValueError(f"{what}={value}: a range cannot follow a ramp; use numbers")

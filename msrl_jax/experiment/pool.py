@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import shown
 from msrl_jax.experiment import keys, wire
 from msrl_jax.experiment.arrivals import Arrivals
 from msrl_jax.experiment.folder import to_json, versions
@@ -83,7 +84,7 @@ def check_policy(policy: Any) -> SingleLearnerCoarse:
     if isinstance(policy, SingleLearnerCoarse) and policy.learners == 1 and not any(getattr(policy, f) for f in fields):
         return policy
     raise ValueError(
-        f"actors_at: {policy!r} is not for actors in other processes; use SingleLearnerCoarse with staleness and "
+        f"actors_at: {shown(policy)} is not for actors in other processes; use SingleLearnerCoarse with staleness and "
         "parameter_codec alone, such as 'SingleLearnerCoarse:staleness=8', or leave actors_at out"
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from msrl_jax._checks import check_seed
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import MultiAgentEnvironment, make
 from msrl_jax.experiment.evaluate import MAX_STEPS
 from msrl_jax.experiment.matches import Player, match
@@ -56,6 +57,7 @@ class Ratings:
         return "\n".join([*lines, *([f"{self.cut} games were cut off at max_steps"] if self.cut else [])])
 
 
+@entry
 def round_robin(
     env: str | MultiAgentEnvironment,
     players: Mapping[str, Result | Player],
@@ -105,6 +107,7 @@ def round_robin(
     return dataclasses.replace(found, cut=cut)
 
 
+@entry
 def bradley_terry(
     players: Sequence[str],
     points: np.ndarray,

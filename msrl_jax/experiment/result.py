@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import as_path, check_seed
+from msrl_jax._checks import as_path, check_seed, shown
 from msrl_jax._random import key_for
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
@@ -134,9 +135,10 @@ class Result(Outcome):
             return self.best
         if not _is_number(member) or not 0 <= member < self.members:
             which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
-            raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
+            raise ValueError(f"member={shown(member)}: this run has {which}; name one of them, or None for the best one")
         return int(member)
 
+    @entry
     def member_state(self, member: int | None = None) -> Any:
         """The state of one member; of the best one if None.
 
@@ -153,6 +155,7 @@ class Result(Outcome):
         agent = self.behavior.agent
         return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
 
+    @entry
     def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":
         """Some members as the result of a run of their own; saved, it can go on: `train(resume=...)`.
 
@@ -167,14 +170,14 @@ class Result(Outcome):
           ValueError: if the run has no such settings or member, or if both are given.
         """
         if settings is not None and member is not None:
-            raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
+            raise ValueError(f"settings={shown(settings)} and member={shown(member)} are both given; give one")
         was = self.experiment.settings
         if settings is not None:
             count = len(next(iter(was.values()))) if was else 0
             chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
             if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
                 has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
-                raise ValueError(f"settings={settings!r}: this run has {has}; name some of them, each once")
+                raise ValueError(f"settings={shown(settings)}: this run has {has}; name some of them, each once")
             rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
             return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
         number = self.member(member)
@@ -204,6 +207,7 @@ class Result(Outcome):
 
         return compiled(behavior.act_with_carry), compiled(behavior.probabilities)
 
+    @entry
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
 
@@ -227,6 +231,7 @@ class Result(Outcome):
             )
         return self.act_with_carry(obs, None, key, member=member)[0]
 
+    @entry
     def act_with_carry(
         self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
     ) -> tuple[jax.Array, Any]:
@@ -250,6 +255,7 @@ class Result(Outcome):
         actions, carry = self._compiled[0](self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
 
+    @entry
     def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
         """The probabilities with which `act` chooses discrete actions if it has a key.
 
@@ -279,6 +285,7 @@ class Result(Outcome):
         self, *, data: str | os.PathLike[str] | Dataset, seed: int = 0, member: int | None = None,
         settings: FittedQ | None = None, policy: str | DistributionPolicy = "GPUOnly", devices: Sequence[Device] | None = None,
     ) -> OffPolicyEstimate: ...  # fmt: skip
+    @entry
     def evaluate(
         self,
         episodes: int = 128,
@@ -333,6 +340,7 @@ class Result(Outcome):
         finally:
             release(evaluator.env)
 
+    @entry
     def video(
         self,
         path: str | os.PathLike | None = None,
@@ -374,6 +382,7 @@ class Result(Outcome):
             made.save(file)
         return made
 
+    @entry
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
@@ -391,6 +400,7 @@ class Result(Outcome):
         """
         return saved(plot_history(self, metrics), path)
 
+    @entry
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
 
@@ -407,6 +417,7 @@ class Result(Outcome):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         return saved(plot_lineage(self), path)
 
+    @entry
     def export(
         self, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
     ) -> Path:
@@ -440,6 +451,7 @@ class Result(Outcome):
             policy = export.policy_of(self.behavior, self._of_member(number), sample)
             return export.write(policy, as_path("path", path), about, batch)
 
+    @entry
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.
 
@@ -455,6 +467,7 @@ class Result(Outcome):
         return store.save(self, Path(path))
 
     @classmethod
+    @entry
     def load(
         cls,
         path: str | os.PathLike,

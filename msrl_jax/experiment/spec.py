@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax._checks import check_seed, suggestion, whole
+from msrl_jax._checks import check_seed, shown, suggestion, whole
 from msrl_jax._naming import TrustError, check_trust
 from msrl_jax.algorithms import code_names, files, words
 from msrl_jax.algorithms.agent import Agent, check_learns, innermost
@@ -72,11 +72,11 @@ class Experiment:
 
     def __post_init__(self):
         if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
-            raise TypeError(f"Experiment.algorithm={self.algorithm!r}: give a config, such as PPO(learning_rate=3e-4)")
+            raise TypeError(f"Experiment.algorithm={shown(self.algorithm)}: give a config, such as PPO(learning_rate=3e-4)")
         algorithms.get(type(self.algorithm))
         words.check(self.algorithm)
         if self.pbt is not None and not isinstance(self.pbt, PBT):
-            raise TypeError(f"Experiment.pbt={self.pbt!r}: give a PBT")
+            raise TypeError(f"Experiment.pbt={shown(self.pbt)}: give a PBT")
         if self.guard not in get_args(GuardPolicy):
             known = get_args(GuardPolicy)
             raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from msrl_jax._terminal import significant
 from msrl_jax.experiment.history import decimals, in_words, last_known, team_of
 from msrl_jax.experiment.pbt import PARENT
 
@@ -85,7 +86,7 @@ def describe(result: Result) -> str:
         if fields and not np.isnan(scores).all():
             best = int(np.nanargmax(scores))
             setting = in_words(s.get("members_at_end", s["members"])[best])
-            score = f"{by} " * (by != "return") + f"{scores[best]:.{decimals(scores, np.ptp(scores))}f}"
+            score = f"{by} " * (by != "return") + f"{significant(scores[best])}"
             lines.append(f"  best: member {best} with {score} ({setting})")
     if result.save_error:
         lines.append(f"  not saved in its folder: {result.save_error}")
@@ -130,7 +131,7 @@ def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], what: str) -
 
 
 def _spread(values: np.ndarray, what: str) -> str:
-    digits = decimals(values, np.ptp(values))
+    digits = decimals(values, min(np.ptp(values), np.max(np.abs(values)) / 10))  # three digits of the largest at least
     if not values.ndim:
         return f"{values:.{digits}f}"
     known = values[~np.isnan(values)]

@@ -15,6 +15,7 @@ import jax
 from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
 from msrl_jax._naming import check_trust
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -40,6 +41,7 @@ from msrl_jax.policies.base import spec as policy_text
 _LONGEST = 500  # characters of an error of which hooks hear
 
 
+@entry
 @processes.in_words()
 def train(
     algo: Any = None,

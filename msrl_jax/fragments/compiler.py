@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
 from msrl_jax.fragments.passes.checks import (
@@ -32,6 +33,7 @@ from msrl_jax.fragments.runtime.lower import suited
 State = TypeVar("State")
 
 
+@entry
 def compile(
     iteration: Callable[[State], tuple[State, Any]],
     state: State,

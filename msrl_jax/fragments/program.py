@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from msrl_jax._checks import shown
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
+from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
@@ -166,6 +168,7 @@ class Program(Generic[State]):
                 "of this machine (jax.devices()) to run it"
             )
 
+    @entry
     def place(self, state: State | Delayed) -> Any:
         """Copies a state to where the program keeps it.
 
@@ -178,6 +181,7 @@ class Program(Generic[State]):
         self._check_present()
         return self._wrap(self._fill(state, copy=True))
 
+    @entry
     def initialize(self, init: Callable[..., State], *args: Any) -> Any:
         """Computes a state and places it; the large leaves are computed where the program keeps them.
 
@@ -207,6 +211,7 @@ class Program(Generic[State]):
         """
         return cast(State, state.state) if isinstance(state, Delayed) else state
 
+    @entry
     def __call__(self, state: State | Delayed) -> tuple[Any, Any]:
         """Runs one iteration.
 
@@ -233,6 +238,7 @@ class Program(Generic[State]):
             jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
         return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, row)
 
+    @entry
     def run(
         self, state: State | Delayed, iterations: int, *, chunk: int | None = None, donate: bool = False
     ) -> tuple[Any, Any]:
@@ -256,7 +262,7 @@ class Program(Generic[State]):
         self._check_setting()
         for name, number in (("iterations", iterations), ("chunk", 1 if chunk is None else chunk)):
             if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+                raise ValueError(f"{name}={shown(number)} must be an integer of at least 1")
         chunk = min(iterations, 100) if chunk is None else chunk
         leaves = self._fill(state, copy=not donate)
         parts = []

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import jax
 
 from msrl_jax import codecs
+from msrl_jax._checks import shown
 from msrl_jax.codecs import Codec as Codec
 from msrl_jax.fragments.placement import Device as Device
 from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
@@ -83,7 +84,7 @@ def take(
     name = described(policy)
     for part, count in wanted.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise ValueError(f"{name}: {part}={count!r} must be an integer of at least 1")
+            raise ValueError(f"{name}: {part}={shown(count)} must be an integer of at least 1")
     explicit = sum(count for count in wanted.values() if count is not None)
     needed = explicit + sum(count is None for count in wanted.values())
     if len(devices) == 1 and needed == len(wanted):
@@ -124,7 +125,7 @@ def check_codecs(policy: object, *fields: str) -> None:
         choice = getattr(policy, name)
         if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _by_name(choice).items()):
             raise TypeError(
-                f"{type(policy).__name__}: {name}={choice!r} is no codec; use the name of one (such as 'bfloat16'; "
+                f"{type(policy).__name__}: {name}={shown(choice)} is no codec; use the name of one (such as 'bfloat16'; "
                 "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"
             )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from msrl_jax import _checks, _naming
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 from msrl_jax._spec import parse_spec
+from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import (
     ACTING,
@@ -274,6 +275,7 @@ def names() -> list[str]:
     return sorted(POLICIES)
 
 
+@entry
 def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
     """Looks up a distribution policy.
 
@@ -293,9 +295,9 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if not isinstance(policy, DistributionPolicy) or isinstance(policy, type):
             call = f"make one, {getattr(policy, '__name__', '')}()"
             remedy = call if isinstance(policy, type) else "it needs a method layout(devices, sizes)"
-            raise TypeError(f"{policy!r} is no distribution policy: {remedy}")
+            raise TypeError(f"{shown(policy)} is no distribution policy: {remedy}")
         if parameters:
-            raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
+            raise TypeError(f"{shown(policy)} is a policy already; set {sorted(parameters)} where it is made")
         return policy
     if policy.lower().partition(":")[0] == "auto":
         raise ValueError(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._checks import shown
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
 
 SHARD_AXIS = "shard"  # the logical axis of the shards `G`
@@ -176,7 +177,7 @@ def check_numbers(**arguments: float) -> None:
     for name, value in arguments.items():
         is_number = isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
         if not isinstance(value, Tracer) and not is_number:
-            raise ValueError(f"{name}={value!r}: use a finite number of at least 0")
+            raise ValueError(f"{name}={shown(value)}: use a finite number of at least 0")
 
 
 def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: int) -> int:

@@ -14,6 +14,7 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax._checks import whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.arguments import make_experiment
@@ -35,6 +36,7 @@ _EVENTS, _SECONDS, _ITERATIONS = 100_000, 2.0, 64
 _MOST_EACH = 1e-6  # seconds that an event of a trace takes at most; measured a third of that. More is not tracing
 
 
+@entry
 def profile(
     algo: Any = "ppo",
     env: Any = "CartPole-v1",
@@ -88,6 +90,7 @@ def profile(
     return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, on_stage=note)
 
 
+@entry
 def profile_program(
     program: Program,
     state: Any,

@@ -16,6 +16,7 @@ import numpy as np
 from msrl_jax import _recipes, policies
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._recipes import Recipe, Record, RecordError
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.experiment.arguments import experiment_of
 from msrl_jax.experiment.callbacks import Progress
@@ -35,6 +36,7 @@ EPISODES = 256  # of the score of the best agent
 _CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations between which the best one is chosen
 
 
+@entry
 def recipe(name: str) -> Experiment:
     """The experiment of a recipe, for `train`; `dataclasses.replace(msrl.recipe(name), seed=1)` has another seed.
 
@@ -152,6 +154,7 @@ class Reproduction:
         return "\n".join([*lines, f"  {wall}", f"  a false alarm has probability {2 * FALSE_ALARM:g} at most"])
 
 
+@entry
 def reproduce(
     name: str,
     *,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from msrl_jax._checks import as_path
+from msrl_jax._tracebacks import entry
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import check_target
 from msrl_jax.experiment.history import in_words
@@ -21,6 +22,7 @@ _MOST_CURVES = 10  # of settings of one run; more are one curve, with a band fro
 _X = {"steps": "step", "time": "seconds"}  # columns of the history
 
 
+@entry
 def plot_runs(
     runs: Result | str | os.PathLike | Sequence[Any] | Mapping[str, Any],
     path: str | os.PathLike | None = None,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import as_path
+from msrl_jax._tracebacks import entry
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
 from msrl_jax.experiment.history import decimals, value_in_words
@@ -46,6 +47,7 @@ _MOST_ROWS = 100  # of settings of one run; more are one row, with the lowest an
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
 
+@entry
 def runs_page(
     runs: Result | str | os.PathLike | Sequence[Any] | Mapping[str, Any],
     path: str | os.PathLike,

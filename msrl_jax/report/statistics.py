@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from msrl_jax._checks import check_seed
+from msrl_jax._checks import check_seed, shown
 from msrl_jax.experiment.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
@@ -71,7 +71,7 @@ def estimate(
     """
     _check_share("confidence", confidence)
     if not callable(statistic):
-        raise ValueError(f"statistic={statistic!r} is no function; give statistics.mean, or another one of (scores, axis)")
+        raise ValueError(f"statistic={shown(statistic)} is no function; give statistics.mean, or another one of (scores, axis)")
     tasks = _checked(scores)
 
     def joined(*each: np.ndarray, axis: int = -1) -> Any:
@@ -209,7 +209,7 @@ def _least(ours: int, theirs: int) -> float:
 
 def _check_share(name: str, value: float) -> None:
     if not isinstance(value, float | int) or not 0 < value < 1:
-        raise ValueError(f"{name}={value!r} is not between 0 and 1; give a probability, such as 0.01 or 0.95")
+        raise ValueError(f"{name}={shown(value)} is not between 0 and 1; give a probability, such as 0.01 or 0.95")
 
 
 def _checked(scores: Scores) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax._naming import check_trust
 from msrl_jax._terminal import table
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import files
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
@@ -74,6 +75,7 @@ class SweepResult:
             raise ValueError("no trial of this sweep has a return: their parameters are not finite, or none was trained")
         return best
 
+    @entry
     def run(self, trial: Trial | int | None = None) -> Result:
         """The run that trained a trial; its members from `trial.member` on are the trial's seeds.
 
@@ -197,6 +199,7 @@ class SweepResult:
         return "\n".join(lines)
 
     @classmethod
+    @entry
     def load(
         cls, path: str | os.PathLike, *, env: Environment | str | None = None, trust: bool = False, **objects: Any
     ) -> "SweepResult":

@@ -16,6 +16,7 @@ from typing import Any
 
 from msrl_jax import _compiling, algorithms, policies
 from msrl_jax._checks import as_path, check_seed, whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
@@ -33,6 +34,7 @@ from msrl_jax.search.result import SweepResult, write_table
 from msrl_jax.search.space import Method
 
 
+@entry
 @processes.in_words()
 def sweep(
     algo: Any = "ppo",

@@ -34,6 +34,7 @@ import numpy as np
 from msrl_jax import policies
 from msrl_jax._checks import as_path, check_seed, parse_json, whole, writing
 from msrl_jax._terminal import progress_stream, table
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
@@ -250,6 +251,7 @@ class Leaderboard:
         return "\n".join([about, *(table(head, rows) if rows else ["no members yet"])])
 
 
+@entry
 def compete(
     path: str | os.PathLike,
     algo: Any = "ppo",

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax import algorithms
+import msrl_jax as msrl
+from msrl_jax import algorithms, envs, policies
 from msrl_jax.algorithms import PPO, config, field, make, tunable
 from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields, variant
 
@@ -265,6 +266,28 @@ def test_lists_numbers_of_few_bits_and_fractions_become_those_of_python():
     kinds = [type(x) for x in (given.unroll_length, *given.hidden_sizes, given.discount, given.num_envs)]
     assert kinds == [int, int, float, int]
     assert type(PPO(learning_rate=np.longdouble("0.001")).learning_rate) is float and type(PPO(discount=1).discount) is int
+
+
+LARGE = np.ones((50, 50))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: PPO(learning_rate=LARGE),
+        lambda: algorithms.get(LARGE),
+        lambda: algorithms.build(LARGE, None),
+        lambda: policies.get(LARGE),
+        lambda: envs.make(LARGE),
+        lambda: envs.RandomizeParams(envs.make("CartPole-v1"), LARGE),
+        lambda: msrl.train(callbacks=LARGE.tolist()),
+        lambda: msrl.train(total_steps=LARGE, progress=False),
+    ],
+)
+def test_a_message_holds_the_start_of_a_large_value_only(call):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert len(str(caught.value)) < 350 and "\n" not in str(caught.value)
 
 
 def test_a_config_is_not_subclassed():

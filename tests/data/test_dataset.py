@@ -16,7 +16,7 @@ def test_episodes_and_the_cut_at_the_end(walk):
     start, length, returns = walk.episodes
     assert start.tolist() == [0, 3, 4, 8, 10] and length.tolist() == [3, 1, 4, 2, 2]
     np.testing.assert_allclose(returns, [0.3, 0.3, 2.2, 1.7, 2.1], rtol=1e-6)
-    assert "12 rows, 4 whole episodes of Walk: return 1.1 ± 0.8" in repr(walk)
+    assert "12 rows, 4 whole episodes of Walk: return 1.13 ± 0.844" in repr(walk)
     assert walk.describe() == {
         "rows": 12, "episodes": 4, "cut_episodes": 1, "mean_return": pytest.approx(1.125), "env": "Walk",
     }  # fmt: skip
@@ -216,7 +216,7 @@ def test_parts_of_episodes_are_not_reported_as_episodes(name, tmp_path):
         assert dataset.episodes.length.tolist() == [3, 2, 5] and dataset.cut.nonzero()[0].tolist() == [4, 9]
         assert dataset.truncated.tolist() == [False, False, True, False, True] + [False] * 4 + [True]
         assert {"episodes": 1, "cut_episodes": 2, "mean_return": 3.0}.items() <= dataset.describe().items()
-        assert str(dataset) == "Dataset(10 rows, 1 whole episode: return 3.0 ± 0.0, and parts of 2 more)"
+        assert str(dataset) == "Dataset(10 rows, 1 whole episode: return 3.00 ± 0, and parts of 2 more)"
     parts = made.select(slice(5, 10))
     assert str(parts) == "Dataset(5 rows, 0 whole episodes, and parts of 1 more)"
     assert np.isnan(parts.describe()["mean_return"])

@@ -354,13 +354,34 @@ class Far(Counting):
         (Empty, "observation_space is Box.* has no elements"),
         (Far, "action_space is Discrete.* exceed int32"),
         (lambda: None, "the factory of gymnasium environment returned None; return a gymnasium.Env"),
-        (3, "3 cannot be called; give a function that makes an environment"),
+        (3, "gymnasium environment: 3 cannot be called; give a function that makes an environment"),
     ],
     ids=["empty", "far", "None", "instance"],
 )
 def test_factories_of_something_else_are_refused(factory, message):
     with pytest.raises(TypeError, match=message):
         GymnasiumEnvironment(factory)
+
+
+class Shaped(gymnasium.RewardWrapper):
+    def reward(self, reward):
+        return 2 * reward
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (Counting, "Counting"),
+        (lambda: gymnasium.wrappers.TimeLimit(Counting(), 5), "Counting"),
+        (lambda: Shaped(Counting()), "Shaped"),
+        (lambda: gymnasium.make("CartPole-v1"), "CartPoleEnv (CartPole-v1)"),
+    ],
+    ids=["class", "time limit", "wrapper", "id"],
+)
+def test_an_environment_without_a_name_has_that_of_its_class(factory, name):
+    env = GymnasiumEnvironment(factory)
+    assert env.name == name and repr(env) == f"GymnasiumEnvironment({name!r})"
+    assert GymnasiumEnvironment(factory, "mine").name == "mine"
 
 
 def test_integers_that_do_not_fit_are_errors_of_the_environment():

@@ -26,6 +26,19 @@ def test_a_registered_environment_can_be_made_with_arguments():
     assert isinstance(env, Corridor) and env.length == 9
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("CartPole-v1", "GymnaxEnvironment('CartPole-v1')"),
+        ("CartPole-v1:max_steps_in_episode=9", "GymnaxEnvironment('CartPole-v1', max_steps_in_episode=9)"),
+        ("gymnasium:CartPole-v1", "GymnasiumEnvironment('gymnasium:CartPole-v1')"),
+        ("pgx:tic_tac_toe", "PgxGame('pgx:tic_tac_toe')"),
+    ],
+)
+def test_an_environment_shows_what_it_is(name, shown):
+    assert repr(envs.make(name)) == shown
+
+
 def test_a_name_is_registered_once():
     envs.register("Corridor-v0", Corridor)
     for name in ("Corridor-v0", "CartPole-v1"):

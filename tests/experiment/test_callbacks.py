@@ -6,6 +6,7 @@ import nbformat
 import numpy as np
 import pytest
 
+from msrl_jax._terminal import significant
 from msrl_jax.experiment import TensorBoard, Tick, WandB
 from msrl_jax.experiment.callbacks import choose_display
 from msrl_jax.experiment.history import scalars
@@ -30,6 +31,14 @@ def test_a_pipe_gets_plain_lines_on_stderr(capsys):
         "ppo CartPole-v1: 30/100 steps (30%)  1,234 steps/s  return 8.00  eval 0.959",
         "ppo CartPole-v1: 100/100 steps (100%)  1,234 steps/s  return 10.0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.959, "0.959"), (-0.0, "0"), (12.0, "12.0"), (500.0, "500"), (999.7, "1000"), (-1234.5, "-1234"), (1e-5, "1.00e-05")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert significant(value) == text
 
 
 def test_returns_of_teams_stand_behind_their_sum(capsys):

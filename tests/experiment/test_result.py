@@ -183,6 +183,17 @@ def test_plots_draw_the_history(trained, members, tmp_path):
         trained.plot(metrics=("loss",))
 
 
+def test_pandas_gets_a_row_for_every_chunk_and_member(trained, members):
+    one, table = trained.to_pandas(), members.to_pandas()
+    np.testing.assert_array_equal(one["episode_return"], trained.history["episode_return"])
+    assert table.columns.tolist()[:2] == ["member", "seed"] and len(table) == members.history["episode_return"].size
+    for member, seed in enumerate((3, 4, 5)):
+        rows = table[table["seed"] == seed]
+        assert (rows["member"] == member).all()
+        np.testing.assert_array_equal(rows["step"], members.history["step"])
+        np.testing.assert_array_equal(rows["episode_return"], members.history["episode_return"][:, member])
+
+
 def test_the_summary_says_what_ran(trained, members):
     text = repr(trained)
     assert "ppo on CartPole-v1" in text and "GPUOnly" in text and "seed 3" in text and "384 steps" in text

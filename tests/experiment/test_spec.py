@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from msrl_jax import envs
 from msrl_jax.algorithms import PPO
 from msrl_jax.experiment import Experiment
 from msrl_jax.experiment.agents import RESERVED, numbers_only
+from msrl_jax.experiment.facts import difference
 from tests.support.random_walk import RandomWalk
 
 
@@ -33,6 +35,14 @@ from tests.support.random_walk import RandomWalk
 def test_what_cannot_be_run_is_refused(given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Experiment(**{"algorithm": PPO(), **given})
+
+
+def test_environments_are_compared_by_what_they_show():
+    given = ["CartPole-v1", *(envs.TimeLimit(envs.make("CartPole-v1"), steps) for steps in (10, 20))]
+    named, short, long = (Experiment(algorithm=PPO(), env=env).to_json() for env in given)
+    assert difference(short, short) is None and difference(short, long)[0] == "env_object"
+    assert difference(named, long)[0] == "env_object"
+    assert difference(short | {"env_object": None}, long) is None  # of before, when GymnaxEnvironment did not show what it is
 
 
 LOST = [

@@ -31,7 +31,8 @@ def check_data(config: Any, given: Collection[str] = ()) -> None:
     """Raises ValueError unless `data` are a path or a data set, and `data_fraction` of no data has its default."""
     name, source = type(config).__name__, config.data
     if not isinstance(source, str | os.PathLike | Dataset | None):
-        raise ValueError(f"{name}.data={source!r}: use the path of a data set, or a msrl_jax.data.Dataset")
+        kind = type(source).__name__
+        raise ValueError(f"{name}.data is of type {kind}: use the path of a data set, or a msrl_jax.data.Dataset")
     share = getattr(config, "data_fraction", None)
     if source is None and share is not None and (share != type(config).data_fraction or "data_fraction" in given):
         raise ValueError(

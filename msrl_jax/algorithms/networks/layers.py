@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax._checks import shown
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
@@ -328,14 +329,14 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
         return Torso(observation_space, sizes, config.activation, network=network)
     if not isinstance(network, str):
         if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
-            raise TypeError(f"network={network!r} has no init and apply; networks.modules.as_network makes such a pair")
+            raise TypeError(f"network={shown(network)} has no init and apply; networks.modules.as_network makes such a pair")
         network = Network(network.init, network.apply)
         return Torso(observation_space, sizes, config.activation, layer_norm=layer_norm, network=network)
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     kind: Any = ("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network
     if kind in _CONVOLUTIONS and (len(shape) != 3 or min(shape[:2]) < 3):
         raise ValueError(
-            f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
+            f"network={shown(network)} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
             "use network='mlp', or wrap the environment in msrl_jax.envs.AsImage"
         )
     if kind == "simba" and len(set(sizes)) > 1:

@@ -25,6 +25,7 @@ from flax import linen as nn
 
 from msrl_jax import _naming
 from msrl_jax._compat import used_inputs
+from msrl_jax.algorithms.config import MADE, has_arrays
 from msrl_jax.algorithms.networks.layers import Network, Whole
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
@@ -101,8 +102,8 @@ def _pair_of(what: Any, name: str) -> Network:
     pair: Any = what if is_pair else (getattr(what, "init", None), getattr(what, "apply", None))
     if len(pair) == 2 and all(map(callable, pair)):
         return _pair(pair[0], pair[1], name)
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(what)):
-        raise TypeError(f"{name} is a module that has its parameters; give a function of a key that makes it: lambda key: ...")
+    if has_arrays(what):
+        raise TypeError(f"{name} {MADE}")
     if not callable(what):
         raise TypeError(f"{name} is no module; {_FORMS}")
     return _made(what, name)

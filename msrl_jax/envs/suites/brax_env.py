@@ -11,7 +11,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import TimeLimit
 
@@ -35,7 +35,7 @@ def limited(env: Any, name: str, episode_length: int, action_repeat: int) -> Env
     return TimeLimit(BraxEnvironment(env, name, action_repeat), -(-episode_length // action_repeat))
 
 
-class BraxEnvironment:
+class BraxEnvironment(Named):
     """An environment of Brax, or of a suite with Brax's states, without wrappers.
 
     Of observations {"state", "privileged_state"}, as some in Playground are, actors see the first and critics the second.

@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def fit(what: str, value: Any, default: Any) -> Any:
         fits, converted = False, None
     if not fits:
         kind = type(default).__name__ if scalar else f"array {default.dtype}{list(default.shape)}"
-        raise ValueError(f"{what}={value!r} does not fit; its default is {default} ({kind})")
+        raise ValueError(f"{what}={shown(value)} does not fit; its default is {default} ({kind})")
     return converted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Named, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import ResetPool
 
@@ -32,7 +32,7 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     return ResetPool(CraftaxEnvironment(env, common.replace(full, env.default_params, values), full), reset_ratio)
 
 
-class CraftaxEnvironment:
+class CraftaxEnvironment(Named):
     """An environment of Craftax without its automatic reset; `params` are its `EnvParams`.
 
     Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it. Its metrics are the

@@ -9,6 +9,7 @@ import numpy as np
 
 from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Named
 from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
 from msrl_jax.envs.metrics import Reduction, read_declared
 from msrl_jax.envs.suites import common
@@ -48,7 +49,7 @@ def _reports(spec: Any) -> list[str]:
     return ["elapsed_step", *(key for key in named if key != "env_id")]
 
 
-class EnvPoolEnvironment:
+class EnvPoolEnvironment(Named):
     """Environments that EnvPool steps in threads of its own.
 
     Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here that reset is a

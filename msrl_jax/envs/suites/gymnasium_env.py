@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
-from msrl_jax._checks import suggestion, whole
+from msrl_jax._checks import shown, suggestion, whole
 from msrl_jax._simulate import layout_of, measured
 from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Named
 from msrl_jax.envs.host import HostVectorized, Stepping, Workers
 from msrl_jax.envs.metrics import Reduction, read_declared
 from msrl_jax.envs.suites import common
@@ -45,8 +46,8 @@ def make(
     return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest, metrics or {})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GymnasiumEnvironment:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class GymnasiumEnvironment(Named):
     """Environments that a function makes, in worker processes of this machine.
 
     A worker resets an environment in the step that ends its episode. Every episode has a seed that follows from the
@@ -55,7 +56,7 @@ class GymnasiumEnvironment:
     Attributes:
       factory: a function without arguments that returns a `gymnasium.Env`. It is sent to the workers by `cloudpickle`, so it
         may be defined anywhere.
-      name: the name in messages.
+      name: the name in messages and figures; by default the class of the environment, and its id if it has one.
       num_workers: number of worker processes; None for one per processor.
       timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
       drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
@@ -65,7 +66,7 @@ class GymnasiumEnvironment:
     """
 
     factory: Callable[[], gymnasium.Env[Any, Any]]
-    name: str = "gymnasium environment"
+    name: str = ""
     num_workers: int | None = None
     timeout: float = 60.0
     drop_slowest: float = 0.0
@@ -75,21 +76,23 @@ class GymnasiumEnvironment:
     action_space: spaces.Space = dataclasses.field(init=False)
 
     def __post_init__(self):
+        name = self.name or "gymnasium environment"
         if self.num_workers is not None:
-            whole(f"{self.name}: num_workers", self.num_workers)
+            whole(f"{name}: num_workers", self.num_workers)
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds above 0")
         if not 0 <= self.drop_slowest < 1:
             raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
-            raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
-        object.__setattr__(self, "metrics", read_declared(self.name, self.metrics))
+            raise TypeError(f"{name}: {shown(self.factory)} cannot be called; give a function that makes an environment")
+        object.__setattr__(self, "metrics", read_declared(name, self.metrics))
         try:
-            env = common.build(self.name, self.factory, {})
+            env = common.build(name, self.factory, {})
         except (gymnasium.error.Error, ImportError) as error:
-            raise ValueError(f"{self.name} cannot be made: {error}") from error
+            raise ValueError(f"{name} cannot be made: {error}") from error
         if not hasattr(env, "action_space"):
-            raise TypeError(f"the factory of {self.name} returned {env!r}; return a gymnasium.Env")
+            raise TypeError(f"the factory of {name} returned {shown(env)}; return a gymnasium.Env")
+        object.__setattr__(self, "name", self.name or _own_name(env))
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
         try:
@@ -143,6 +146,15 @@ class GymnasiumEnvironment:
             raise ValueError(f"{self.name} cannot be drawn: {error}") from error
         finally:
             env.close()
+
+
+def _own_name(env: Any) -> str:
+    """The class of an environment, or of its outermost wrapper that is not Gymnasium's, and the id with which it was made."""
+    inner = env
+    while isinstance(inner, gymnasium.Wrapper) and type(inner).__module__.startswith("gymnasium."):
+        inner = inner.env
+    spec = getattr(env, "spec", None)
+    return type(inner).__name__ if spec is None else f"{type(inner).__name__} ({spec.id})"
 
 
 def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:

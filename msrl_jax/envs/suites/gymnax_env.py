@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import shown
+from msrl_jax.envs.base import Named
 from msrl_jax.envs.suites.common import loaded_at_first_use
 
 with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
@@ -38,7 +40,7 @@ _DRAWN = (
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
-class GymnaxEnvironment:
+class GymnaxEnvironment(Named):
     """A gymnax environment with its parameters, the defaults if not given, without gymnax's automatic reset.
 
     Split a key with `jax.random.split`: `step` with the first half, then `reset` with the second half if the episode ended,
@@ -72,6 +74,11 @@ class GymnaxEnvironment:
         env = copy.copy(self)  # the spaces of parameters that are traced are not known
         env.params = dataclasses.replace(self.params, **params)
         return env
+
+    def __repr__(self) -> str:
+        usual = vars(self.env.default_params)
+        changed = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != usual.get(name)}
+        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in changed.items())])})"
 
     @property
     def render_fps(self) -> float:
@@ -164,4 +171,4 @@ def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
         return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):
         return spaces.Dict({name: _converted(part, x[name]) for name, part in space.spaces.items()})
-    raise TypeError(f"the gymnax space {space!r} is not supported; use Discrete, Box, Tuple or Dict")
+    raise TypeError(f"the gymnax space {shown(space)} is not supported; use Discrete, Box, Tuple or Dict")

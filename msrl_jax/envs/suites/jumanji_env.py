@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
@@ -62,7 +62,7 @@ class JumanjiState(NamedTuple):
     extras: dict[str, jax.Array]
 
 
-class _Adapter:
+class _Adapter(Named):
     """What environments of one agent and of several share; they have `action_mask` only if the suite names legal actions.
 
     Their metrics are the scalars that the suite reports beside the rewards, such as `solved`: the last ones of the episode.

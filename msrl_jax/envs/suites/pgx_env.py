@@ -10,7 +10,7 @@ import numpy as np
 
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, emitted
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, emitted
 from msrl_jax.envs.suites import common
 
 
@@ -29,7 +29,7 @@ _NOT_SEARCHED = ("backgammon", "kuhn_poker", "leduc_holdem")
 """Games with dice, or with cards that one player does not see."""
 
 
-class PgxGame:
+class PgxGame(Named):
     """A game of two players who move in turns.
 
     Actions are those of the game, and one more, "wait": it is the only legal action of the player who is not to move. Pgx draws

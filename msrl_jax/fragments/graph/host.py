@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from msrl_jax._checks import shown
 from msrl_jax._compat import (
     Atom,
     ClosedJaxpr,
@@ -131,7 +132,7 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
     paths = paths_of(results)
     for path, x in zip(paths, declared, strict=True):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise TypeError(f"host fragment {title!r} declares {x!r} for result{path}; declare a jax.ShapeDtypeStruct")
+            raise TypeError(f"host fragment {title!r} declares {shown(x)} for result{path}; declare a jax.ShapeDtypeStruct")
     kinds = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in declared)
 
     def marked(*args: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from msrl_jax._checks import shown
 from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
 from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
@@ -162,7 +163,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     for path, spec in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_spec):
         if not is_spec(spec):
             raise ValueError(
-                f"axes{jax.tree_util.keystr(path)} is {spec!r}; give a jax.sharding.PartitionSpec of logical axis names, "
+                f"axes{jax.tree_util.keystr(path)} is {shown(spec)}; give a jax.sharding.PartitionSpec of logical axis names, "
                 'such as PartitionSpec("env"), or None'
             )
     try:
@@ -180,7 +181,8 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
         entries = [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,))]
         if wrong := [e for e in entries if not isinstance(e, str | None)]:
             raise ValueError(
-                f"axes of {path} hold {wrong[0]!r}; name logical axes by text, such as 'env', in the order of the dimensions"
+                f"axes of {path} hold {shown(wrong[0])}; name logical axes by text, such as 'env', in the order of "
+                "the dimensions"
             )
         if len(spec) > len(aval.shape):
             raise ValueError(

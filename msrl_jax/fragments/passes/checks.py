@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from msrl_jax._checks import suggestion
+from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import Atom, Jaxpr, Var, aval, jaxprs_in
 from msrl_jax.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
@@ -27,11 +27,11 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     if isinstance(devices, np.ndarray):  # such as those of a mesh
         devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):
-        raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
+        raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
     if not devices:
         raise ValueError("devices is empty; give at least one, such as jax.devices()[:1], or leave it out for all")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:
-        raise TypeError(f"devices holds {wrong[0]!r}, which is no device; give those of jax.devices()")
+        raise TypeError(f"devices holds {shown(wrong[0])}, which is no device; give those of jax.devices()")
     twice = [device for i, device in enumerate(devices) if device in devices[:i]]
     if twice:
         raise ValueError(f"devices names {twice[0]} twice; name every device once")
@@ -83,13 +83,13 @@ class Fit:
         if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
             name = self.policy if isinstance(self.policy, str) else "GPUOnly"
             raise TypeError(
-                f"policy={self.policy!r} is no policy: it needs a method layout(devices, sizes), as that of "
+                f"policy={shown(self.policy)} is no policy: it needs a method layout(devices, sizes), as that of "
                 f"msrl_jax.policies.get({name!r}) has"
             )
         self._check_groups()
         layout = self.policy.layout(list(self.devices), self.sizes)
         if not isinstance(layout, Layout):
-            raise TypeError(f"{self.policy!r}.layout(...) returned {layout!r}; return a msrl_jax.policies.Layout")
+            raise TypeError(f"{shown(self.policy)}.layout(...) returned {shown(layout)}; return a msrl_jax.policies.Layout")
         layout = _members_first(layout, self.sizes)
         known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
         for axis, leaves in self.leaves.items():
@@ -109,7 +109,7 @@ class Fit:
 
     def _check_groups(self) -> None:
         if not isinstance(self.groups, Mapping):
-            raise TypeError(f"groups={self.groups!r} must map logical axes to numbers, such as {{'env': 4}}")
+            raise TypeError(f"groups={shown(self.groups)} must map logical axes to numbers, such as {{'env': 4}}")
         for axis, group in self.groups.items():
             if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
                 raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")

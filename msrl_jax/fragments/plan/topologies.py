@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from msrl_jax._checks import suggestion
+from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import Device
 
 FORMS = "tpu:v5e:8x8 (chips along each axis), gpu:h100:8, gpu:h100:2x8 (hosts x GPUs) or cpu:8"
@@ -50,6 +51,7 @@ device_description_str: "{name}"
 """
 
 
+@entry
 def plan_devices(spec: str) -> list[Device]:
     """Makes devices to plan for, whether or not they are there: `msrl.compile(..., devices=msrl.plan_devices("tpu:v5e:8x8"))`.
 

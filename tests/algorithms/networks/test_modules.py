@@ -170,7 +170,7 @@ def test_configs_take_names_and_modules_and_nothing_misspelt():
         assert msrl.algorithms.PPO(network=network).network is network
     with pytest.raises(ValueError, match="use 'mlp'"):
         msrl.algorithms.PPO(network="mpl")
-    with pytest.raises(ValueError, match="a function of a key in place of a made module"):
+    with pytest.raises(TypeError, match=r"network=\w+ is a module that has its parameters; give a function of a key that"):
         msrl.algorithms.PPO(network=modules.equinox_module(KEY, OBS))
     with pytest.raises(TypeError, match="has no init and apply"):
         make_torso(Box(-1, 1, (4,)), msrl.algorithms.PPO(network=modules.nnx_module))
