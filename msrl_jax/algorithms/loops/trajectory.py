@@ -11,17 +11,10 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
-from msrl_jax.algorithms.agent import split_keys
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.optimizers import KL, adapted, descend, global_norm, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize
-from msrl_jax.envs import VectorEnvironment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part, are_privileged
-from msrl_jax.fragments import fragment
 
 
 class Trajectory(NamedTuple):
@@ -35,45 +28,6 @@ class Trajectory(NamedTuple):
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
     bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
-
-
-def stepping(venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
-    """Makes the fragments that any actor-critic has in an unroll: `draw_keys`, `env_step` and `pop_episodes`."""
-    to_env_action = action_transform(venv.action_space)
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, unroll_length)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    return draw_keys, env_step, fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-
-def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
-    """Makes the fragments of an unroll of an `ActorCritic`: `draw_keys`, `act`, `env_step`, `bootstrap` and `pop_episodes`."""
-    draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
-    # learner does if these values depend on what actors do not see.
-    @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
-    def bootstrap(params, final_obs, truncated=None):
-        if truncated is None:  # all of them
-            return unflatten(network.value(params, flatten(final_obs)), unroll_length)
-        return truncated_values(network.value, params, final_obs, truncated)
-
-    def act_on(params, obs, keys):
-        return act(params, actor_part(obs), keys)
-
-    return draw_keys, act_on, env_step, bootstrap, pop_episodes
 
 
 def truncated_values(
@@ -185,47 +139,3 @@ def shuffle_times(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
     times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
     return key, times.reshape(config.num_epochs * config.num_minibatches, -1)
-
-
-def proximal_updates(
-    config: Any, optimizer: optax.GradientTransformation, gradients: Callable[..., tuple[Any, dict[str, jax.Array]]]
-) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
-    """Makes the updates: `(params, opt_state, minibatches [U, ...], learning_rate, *data) -> (params, opt_state, statistics)`.
-
-    `gradients` is `(params, *data, chosen) -> (gradients, statistics)`. Updates are skipped once the statistic `approx_kl`
-    exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
-    before every update but the first, to the same statistic.
-    """
-    target_kl = getattr(config, "target_kl", None)
-    adapts = isinstance(config.learning_rate, KL) and not is_own(config.optimizer)
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged, kl):
-        if kl is not None:
-            opt_state = adapted(config.learning_rate, opt_state, kl)
-            learning_rate = opt_state.rate
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
-        if diverged is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, global_norm(grads)
-
-    def run(params: Any, opt_state: Any, minibatches: jax.Array, learning_rate: jax.Array, *data: Any) -> Any:
-        def update(updated, inputs):
-            (params, opt_state, diverged), (chosen, is_first) = updated, inputs
-            grads, stats = gradients(params, *data, chosen)
-            # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
-            kl = None
-            if adapts:
-                kl = jnp.where(is_first if diverged is None else is_first | diverged, jnp.nan, stats["approx_kl"])
-            if target_kl is not None:
-                diverged |= stats["approx_kl"] > target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged, kl)
-            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
-
-        diverged = None if target_kl is None else jnp.bool(False)
-        inputs = minibatches, jnp.arange(len(minibatches)) == 0 if adapts else None
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), inputs)
-        return params, opt_state, jax.tree.map(jnp.mean, stats)
-
-    return run
