@@ -23,6 +23,7 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.memory import (
     Memory,
     acting_policy,
@@ -39,7 +40,7 @@ from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment

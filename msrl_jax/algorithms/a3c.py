@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.memory import (
     Memory,
     acting_policy,
@@ -36,7 +37,7 @@ from msrl_jax.algorithms.loops.memory import (
 )
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part

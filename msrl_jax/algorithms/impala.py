@@ -25,6 +25,7 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.memory import (
     Memory,
     acting_policy,
@@ -39,7 +40,7 @@ from msrl_jax.algorithms.loops.memory import (
 )
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.algorithms.rnd import random_network_distillation

@@ -34,15 +34,16 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
+from msrl_jax.algorithms.kernels import global_norm, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times, truncated_values
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, forget, head
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members
-from msrl_jax.algorithms.optimizers import global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents

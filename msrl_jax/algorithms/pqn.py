@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.buffers import check_discrete
 from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform

@@ -25,13 +25,14 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
+from msrl_jax.algorithms.kernels import global_norm, truncated_values
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, truncated_values
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members
 from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
-from msrl_jax.algorithms.optimizers import global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.algorithms.rnd import random_network_distillation

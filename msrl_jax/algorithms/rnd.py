@@ -126,7 +126,8 @@ def random_network_distillation(
         return jax.grad(loss, has_aux=True)(params)
 
     @fragment(role="server")
-    def update_distillation(params, opt_state, grads, learning_rate):
+    def apply_update(learned, grads, learning_rate):
+        params, opt_state = learned
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return descend(params, updates, learning_rate), opt_state
 
@@ -141,7 +142,7 @@ def random_network_distillation(
 
         def update(learned, chosen):
             grads, metrics = distill(learned[0], batch, novelty, chosen)
-            return update_distillation(*learned, grads, rate), metrics
+            return apply_update(learned, grads, rate), metrics
 
         (params, opt_state), stats = jax.lax.scan(update, (novelty.params, own), minibatches)
         trajectory = t._replace(bonus=config.intrinsic_coef * advantage)

@@ -59,12 +59,10 @@ def apply_gradients(
       learning_rate: `step_size(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
       divergence: that of `diverged`.
     """
-    before = params, opt_state
+    before, exceeded = (params, opt_state), divergence.exceeded
     if divergence.kl is not None:
         opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
         learning_rate = opt_state.rate
     updates, opt_state = optimizer.update(grads, opt_state, params)
     after = descend(params, updates, learning_rate), opt_state
-    if divergence.exceeded is None:
-        return after
-    return jax.tree.map(lambda old, new: jnp.where(divergence.exceeded, old, new), before, after)
+    return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.trajectory import Trajectory, truncated_values
+from msrl_jax.algorithms.kernels import truncated_values
+from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, outside_training
 from msrl_jax.algorithms.networks.distributions import Distribution
 from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torsos, unflatten

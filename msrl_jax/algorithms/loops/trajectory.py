@@ -5,14 +5,12 @@ an epoch and `U` the number of updates. A minibatch holds `T / M` time steps of 
 between devices.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.networks.layers import flatten, unflatten
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize
 
@@ -28,52 +26,6 @@ class Trajectory(NamedTuple):
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
     bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
-
-
-def truncated_values(
-    value: Callable[[Any, Any], jax.Array], params: Any, final: Any, truncated: jax.Array, *, and_last: bool = False
-) -> jax.Array:
-    """The values `[T, E, ...]` of the last observations of episodes: right where `truncated`, and at the end if `and_last`.
-
-    `value` is `(params, last observations [N, ...]) -> values [N, ...]` for any `N`; `final` has the observations before a
-    reset, with whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
-
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that
-    share the environments tell one another how often, which is one integer. Other devices compute the values of all steps at
-    once, since a loop that depends on data would wait for the host. So do the members of several runs in one, which would wait
-    for one another on several devices.
-    """
-
-    def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.at[-1].set(True) if and_last else truncated
-
-        def pick(step: jax.Array) -> Any:
-            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, step), final)
-
-        def fill(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            left, found = carry
-            step = jnp.argmax(left, axis=0)  # of every environment, the first that is needed
-            new = value(params, pick(step))
-            here = left & (jnp.arange(len(left))[:, None] == step)
-            return left & ~here, jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
-
-        one = jax.eval_shape(lambda: value(params, pick(jnp.zeros(truncated.shape[1], int))))
-        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
-        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, (needed, found))[1]
-
-    def every(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        return unflatten(value(params, flatten(final)), len(truncated))
-
-    @jax.custom_batching.custom_vmap
-    def values(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(params, final, truncated, cpu=some, default=every)
-
-    @values.def_vmap
-    def of_members(size: int, in_batched: Any, *args: Any) -> tuple[jax.Array, bool]:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        return jax.vmap(every, in_axes=tuple(axes), axis_size=size)(*args), True
-
-    return values(params, final, truncated)
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
