@@ -62,7 +62,7 @@ def acting_policy(
 
 def final_values(
     network: ActorCritic | RecurrentNetwork, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array
-) -> jax.Array | tuple[()]:
+) -> Any:
     """What actors compute of the values of the last observations of episodes, for `completed_values`.
 
     These are the values `[T, E]`, right where an episode was truncated and at the end. If critics see what actors do not, the
