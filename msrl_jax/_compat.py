@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 from jax.core import ShapedArray as ShapedArray
 from jax.core import Tracer as Tracer
 from jax.extend import core
@@ -17,7 +17,7 @@ from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as pe
 from jax.ref import AbstractRef as AbstractRef
 
-JAXLIB = tuple(int(number) for number in jaxlib.__version__.split(".")[:3])  # its version, without what comes after a patch
+JAXLIB = tuple(int(number) for number in version("jaxlib").split(".")[:3])  # its version, without what comes after a patch
 
 ClosedJaxpr = core.ClosedJaxpr
 DebugInfo = core.DebugInfo

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -23,15 +23,29 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.loops.memory import (
+    Memory,
+    acting_policy,
+    completed_values,
+    evaluate,
+    final_values,
+    last_values,
+    make_network,
+    outside,
+    remember,
+    starting,
+)
 from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
 
 
@@ -82,6 +96,7 @@ class A2C:
         venv = training_env(env, self)
         network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
+        to_env_action = action_transform(venv.action_space)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> A2CState:
@@ -98,7 +113,20 @@ class A2C:
             memory=P("env"),
         )  # fmt: skip
 
-        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(network, venv, self.unroll_length)
+        @fragment(role="actor")
+        def act(params, obs, memory, keys):
+            policy, carry = acting_policy(network, params, obs, memory)
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            return final_values(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
         def gradients(params, trajectory, last_obs, bootstrap_value, memory):
@@ -111,7 +139,8 @@ class A2C:
             return descend(params, updates, learning_rate), opt_state, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value, memory):
+        def learn(params, opt_state, progress, trajectory, last_obs, final_obs, values, memory):
+            bootstrap_value = completed_values(network, params, final_obs, values)
             learning_rate = step_size(self, progress)
             grads, stats = gradients(params, trajectory, last_obs, bootstrap_value, memory)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
@@ -120,21 +149,22 @@ class A2C:
         def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
             def step(before, keys):
                 env_state, obs, memory = before
-                action, log_prob, carry = act(state.params, obs, memory, keys)
+                action, log_prob, carry = act(state.params, actor_part(obs), memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
-            actor_keys, keys = draw_keys(state.actor_keys)
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, state.memory
             (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            bootstrap_value = bootstrap(state.params, final_obs, carries, trajectory.truncated)
-            env_state, episodes = pop_episodes(env_state)
-            novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
+            values = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            env_state, episodes = venv.pop_episodes(env_state)
+            novelty, trajectory, intrinsic = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, metrics = learn(
-                state.params, state.opt_state, progress, trajectory, obs, bootstrap_value, state.memory
+                state.params, state.opt_state, progress, trajectory, obs, final_obs, values, state.memory
             )
-            return A2CState(params, opt_state, actor_keys, env_state, obs, novelty, memory), {**metrics, **found, **episodes}
+            after = A2CState(params, opt_state, actor_keys, env_state, obs, novelty, memory)
+            return after, {**metrics, **intrinsic, **episodes}
 
         return Agent(
             init=init,

@@ -22,13 +22,25 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
-from msrl_jax.algorithms.loops.memory import Memory, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.loops.memory import (
+    Memory,
+    acting_policy,
+    completed_values,
+    final_values,
+    make_network,
+    outside,
+    remember,
+    starting,
+)
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
 
 
@@ -90,6 +102,7 @@ class A3C:
         network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
+        to_env_action = action_transform(venv.action_space)
 
         def init(key: jax.Array) -> A3CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -119,10 +132,24 @@ class A3C:
 
         acting = ("step", "value") if isinstance(network, RecurrentNetwork) else ("policy", "value")
         workers = network._replace(**{name: of_workers(getattr(network, name)) for name in acting})
-        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(workers, venv, self.unroll_length)
+        @fragment(role="actor")
+        def act(params, obs, memory, keys):
+            policy, carry = acting_policy(workers, params, obs, memory)
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            return final_values(workers, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def gradients(worker_params, trajectory, last_obs, bootstrap_value, memory):
+        def gradients(worker_params, trajectory, last_obs, final_obs, values, memory):
+            bootstrap_value = completed_values(workers, worker_params, final_obs, values)
             trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
             loss = functools.partial(advantage_loss, self, network)
             gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1, 0))
@@ -154,17 +181,17 @@ class A3C:
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
             def step(before, keys):
                 env_state, obs, memory = before
-                action, log_prob, carry = act(state.worker_params, obs, memory, keys)
+                action, log_prob, carry = act(state.worker_params, actor_part(obs), memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
-            actor_keys, keys = draw_keys(state.actor_keys)
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, state.memory
             (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            bootstrap_value = bootstrap(state.worker_params, final_obs, carries, trajectory.truncated)
-            env_state, episodes = pop_episodes(env_state)
-            grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value, state.memory)
+            values = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
+            env_state, episodes = venv.pop_episodes(env_state)
+            grads, stats = gradients(state.worker_params, trajectory, obs, final_obs, values, state.memory)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )

@@ -87,7 +87,7 @@ def field(
       high: the largest value.
       below: a number that exceeds values.
       tunable: whether the members of one program may have different values, and whether it may be a schedule.
-      adaptive: whether it is a learning rate that may adapt to the KL divergence of `proximal_updates`.
+      adaptive: whether it is a learning rate that may adapt to the KL divergence of updates.
       once: whether it is read at the start alone, so that it may not be a schedule.
 
     Returns:

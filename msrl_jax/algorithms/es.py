@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host

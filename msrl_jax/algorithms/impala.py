@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -25,14 +25,28 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.memory import Memory, evaluate, last_values, make_network, outside, remember, starting, unrolling
+from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.loops.memory import (
+    Memory,
+    acting_policy,
+    completed_values,
+    evaluate,
+    final_values,
+    last_values,
+    make_network,
+    outside,
+    remember,
+    starting,
+)
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.privileged import actor_part, are_privileged
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
@@ -119,6 +133,7 @@ class IMPALA:
         venv = training_env(env, self)
         network = make_network(self, venv)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
+        to_env_action = action_transform(venv.action_space)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def begin(key: jax.Array) -> IMPALAState:
@@ -135,23 +150,42 @@ class IMPALA:
             memory=P("env"),
         )  # fmt: skip
 
-        draw_keys, act, env_step, bootstrap, pop_episodes = unrolling(network, venv, self.unroll_length)
+        @fragment(role="actor")
+        def act(params, obs, memory, keys):
+            policy, carry = acting_policy(network, params, obs, memory)
+            action = policy.sample(keys)
+            return action, policy.log_prob(action), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            return final_values(network, params, final_obs, carries, truncated)
+
+        @fragment(role="learner")
+        def complete(params, final_obs, values):
+            return completed_values(network, params, final_obs, values)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
                 env_state, obs, memory = before
-                action, log_prob, carry = act(state.params, obs, memory, keys)
+                action, log_prob, carry = act(state.params, actor_part(obs), memory, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
 
-            actor_keys, keys = draw_keys(state.actor_keys)
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, state.memory
             (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             version = parameter_version(progress.version) if self.replay_batches else ()
-            bootstrap_value = bootstrap(state.params, final_obs, carries, trajectory.truncated)
+            bootstrap_value = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            if are_privileged(venv.observation_space):
+                bootstrap_value = complete(state.params, final_obs, bootstrap_value)
             batch = Batch(trajectory, obs, bootstrap_value, version, state.memory)
-            env_state, episodes = pop_episodes(env_state)
+            env_state, episodes = venv.pop_episodes(env_state)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, memory=memory), batch, episodes
 
         queue = None

@@ -34,14 +34,10 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
+from msrl_jax.algorithms.kernels import global_norm, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.trajectory import (
-    check_minibatches,
-    next_values,
-    proximal_updates,
-    shuffle_times,
-    truncated_values,
-)
+from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
@@ -231,13 +227,26 @@ class IPPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(self, optimizer, gradients)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, divergence):
+            learned = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
+            return *learned, global_norm(grads)
 
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
             """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
             if self.normalize_advantage == "batch":
                 batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
-            return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
+
+            def update(learned, chosen):
+                params, opt_state, divergence = learned
+                grads, metrics = gradients(params, batch, carry, chosen)
+                divergence = diverged(self, divergence, metrics["approx_kl"])
+                params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
+                return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
+
+            learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
+            params, opt_state, _ = learned
+            return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
         def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):

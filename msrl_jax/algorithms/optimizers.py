@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from msrl_jax.algorithms.kernels import global_norm
+
 NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.adam, "adamw": optax.adamw, "rmsprop": optax.rmsprop, "sgd": optax.sgd, "lion": optax.lion,
     "muon": optax.contrib.muon,
 }  # fmt: skip
 """The optimizers of optax that have a name here."""
-_LARGE = 2**20  # with more numbers than these a copy takes longer than the launches that it saves
 _UNSCALED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms,
 }  # fmt: skip
@@ -92,18 +93,6 @@ def _clip(most: Any) -> optax.GradientTransformation:
         return jax.tree.map(lambda x: jnp.where(norm < most, x, (x / norm.astype(x.dtype)) * most), updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """The norm of all numbers of a pytree together. On devices that would launch a kernel for each leaf, of one vector."""
-    leaves = jax.tree.leaves(tree)
-    if len({jnp.result_type(x) for x in leaves}) != 1 or sum(jnp.size(x) for x in leaves) > _LARGE:
-        return jnp.asarray(optax.tree.norm(tree))
-
-    def of_vector(*leaves: jax.Array) -> jax.Array:
-        return optax.tree.norm(jnp.concatenate([jnp.ravel(x) for x in leaves]))
-
-    return jax.lax.platform_dependent(*leaves, cpu=lambda *leaves: optax.tree.norm(leaves), default=of_vector)
 
 
 class Adapted(NamedTuple):

@@ -7,10 +7,11 @@ all environments, so a shuffle moves nothing along `E`, which may be split over 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import (
     Activation,
     NetworkKind,
@@ -22,7 +23,9 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, check_minibatches, estimate, proximal_updates, shuffle_times
+from msrl_jax.algorithms.kernels import global_norm, truncated_values
+from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
 from msrl_jax.algorithms.networks.layers import flatten, make_torsos
@@ -31,6 +34,8 @@ from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.privileged import actor_part, are_privileged
 from msrl_jax.fragments import fragment
 
 
@@ -88,6 +93,7 @@ class PPO:
         venv = training_env(env, self)
         network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
         optimizer = make_optimizer(self, epsilon=1e-5)
+        to_env_action = action_transform(venv.action_space)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> PPOState:
@@ -104,7 +110,21 @@ class PPO:
             value_size=P(), novelty=P(),
         )  # fmt: skip
 
-        draw_keys, act, env_step, bootstrap, pop_episodes = actor(network, venv, self.unroll_length)
+        @fragment(role="actor")
+        def act(params, obs, keys):
+            policy = network.policy(params, obs)
+            action = policy.sample(keys)
+            return action, policy.log_prob(action)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not;
+        # the learner does if only critics see what they depend on.
+        @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
+        def bootstrap(params, final_obs, truncated):
+            return truncated_values(network.value, params, final_obs, truncated)
 
         @fragment(role="learner")
         def estimate_advantages(params, size, t, last_obs, bootstrap_value):
@@ -124,28 +144,40 @@ class PPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(self, optimizer, gradients)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, divergence):
+            learned = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
+            return *learned, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, size, trajectory, last_obs, bootstrap_value):
             size, batch = estimate_advantages(params, size, trajectory, last_obs, bootstrap_value)
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
-            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, size, metrics | in_force(learning_rate, opt_state)
+
+            def update(learned, times):
+                params, opt_state, divergence = learned
+                grads, metrics = gradients(params, batch, times)
+                divergence = diverged(self, divergence, metrics["approx_kl"])
+                params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
+                return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
+
+            learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
+            params, opt_state, _ = learned
+            return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
 
         def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
             def step(carry, keys):
                 env_state, obs = carry
-                action, log_prob = act(state.params, obs, keys)
+                action, log_prob = act(state.params, actor_part(obs), keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs), (experience, t.final_obs)
 
-            actor_keys, keys = draw_keys(state.actor_keys)
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
-            env_state, episodes = pop_episodes(env_state)
+            env_state, episodes = venv.pop_episodes(env_state)
             novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, key, size, metrics = learn(
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, obs, bootstrap_value

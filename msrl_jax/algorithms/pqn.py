@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.buffers import check_discrete
 from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffle_times, stepping
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -107,18 +108,15 @@ class PQN:
             PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
         )
 
-        _, env_step, pop_episodes = stepping(venv, self.unroll_length)
         randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=0)
-
-        @fragment(role="actor")
-        def draw_keys(keys, progress):
-            before = progress.times(self.num_envs * self.unroll_length)
-            steps = advance(before, jnp.arange(self.unroll_length) * self.num_envs)
-            return *split_keys(keys, self.unroll_length), steps
 
         @fragment(role="actor")
         def explore(params, obs, keys, steps):
             return randomly(action_values(params, obs).argmax(-1).astype(jnp.int32), keys, steps, obs)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
 
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
@@ -147,15 +145,24 @@ class PQN:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(self, optimizer, gradients)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
             batch = t, lambda_targets(params, t, last_obs, bootstrap_value)
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_times(key, self)
-            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-            return params, opt_state, key, metrics | in_force(learning_rate, opt_state)
+
+            def update(learned, times):
+                grads, metrics = gradients(learned[0], batch, times)
+                *learned, grad_norm = apply_update(*learned, grads, learning_rate)
+                return tuple(learned), metrics | {"grad_norm": grad_norm}
+
+            (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), minibatches)
+            return params, opt_state, key, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate)
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
             def step(carry, inputs):
@@ -165,10 +172,12 @@ class PQN:
                 experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs), (experience, t.final_obs)
 
-            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
-            (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), tuple(inputs))
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
+            before = progress.times(self.num_envs * self.unroll_length)
+            steps = advance(before, jnp.arange(self.unroll_length) * self.num_envs)
+            (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
             bootstrap_value = bootstrap(state.params, final_obs)
-            env_state, episodes = pop_episodes(env_state)
+            env_state, episodes = venv.pop_episodes(env_state)
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, obs, bootstrap_value
             )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, step_size, training_env
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -25,14 +25,9 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    check_minibatches,
-    estimate,
-    proximal_updates,
-    stepping,
-    truncated_values,
-)
+from msrl_jax.algorithms.kernels import global_norm, truncated_values
+from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import pick, shuffle_members
@@ -42,6 +37,7 @@ from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import actor_part, with_privileged_of
 from msrl_jax.fragments import fragment
@@ -104,6 +100,7 @@ class RecurrentPPO:
         venv = training_env(env, self)
         network = recurrent_actor_critic(self, venv)
         optimizer = make_optimizer(self, epsilon=1e-5)
+        to_env_action = action_transform(venv.action_space)
         begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> RecurrentPPOState:
@@ -127,7 +124,9 @@ class RecurrentPPO:
             action = policy.sample(keys)
             return action, policy.log_prob(action), value, carry
 
-        draw_keys, env_step, pop_episodes = stepping(venv, self.unroll_length)
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
 
         # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
         @fragment(role="actor")
@@ -152,7 +151,10 @@ class RecurrentPPO:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        run_updates = proximal_updates(self, optimizer, gradients)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, divergence):
+            learned = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
+            return *learned, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, size, experience, carry, bootstrap_value):
@@ -163,8 +165,17 @@ class RecurrentPPO:
             batch = trajectory, is_first, value, advantage, target
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle_members(key, self)
-            params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-            return params, opt_state, key, size, metrics | in_force(learning_rate, opt_state)
+
+            def update(learned, chosen):
+                params, opt_state, divergence = learned
+                grads, metrics = gradients(params, batch, carry, chosen)
+                divergence = diverged(self, divergence, metrics["approx_kl"])
+                params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
+                return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
+
+            learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
+            params, opt_state, _ = learned
+            return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
 
         def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
             def step(before, keys):
@@ -174,11 +185,11 @@ class RecurrentPPO:
                 record = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), ((record, is_first, value), t.final_obs, carry)
 
-            actor_keys, keys = draw_keys(state.actor_keys)
+            actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, state.is_first, state.carry
             (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
             last = bootstrap(state.params, actor_part(final_obs), carries, experience[0].truncated)
-            env_state, episodes = pop_episodes(env_state)
+            env_state, episodes = venv.pop_episodes(env_state)
             bootstrap_value = with_privileged_of(unmasked(final_obs), last)
             novelty, trajectory, found = explore(state.novelty, experience[0], obs, progress)
             experience = trajectory, *experience[1:]

@@ -17,10 +17,10 @@ import optax
 from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Metrics, Progress, step_size
-from msrl_jax.algorithms.loops.trajectory import Trajectory, proximal_updates, shuffle_times
+from msrl_jax.algorithms.loops.trajectory import Trajectory, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
-from msrl_jax.algorithms.optimizers import Adapted
+from msrl_jax.algorithms.optimizers import Adapted, descend
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import VectorEnvironment, running, spaces
 from msrl_jax.envs.masks import unmasked
@@ -70,8 +70,6 @@ def random_network_distillation(
         unroll_length=config.unroll_length,
         num_epochs=getattr(config, "num_epochs", 1),
         num_minibatches=math.gcd(config.unroll_length, getattr(config, "num_minibatches", 1)),
-        learning_rate=0.0,
-        optimizer=config.optimizer,
     )
 
     def init(key: jax.Array) -> Novelty:
@@ -127,7 +125,11 @@ def random_network_distillation(
 
         return jax.grad(loss, has_aux=True)(params)
 
-    run_updates = proximal_updates(plan, optimizer, distill)
+    @fragment(role="server")
+    def apply_update(learned, grads, learning_rate):
+        params, opt_state = learned
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return descend(params, updates, learning_rate), opt_state
 
     @fragment(role="learner")
     def explore(novelty, t, last_obs, progress):
@@ -137,9 +139,14 @@ def random_network_distillation(
         rate = own.rate if isinstance(own, Adapted) else step_size(config, progress)  # one that adapts stays at its start
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal
-        params, opt_state, stats = run_updates(novelty.params, own, minibatches, rate, batch, novelty)
+
+        def update(learned, chosen):
+            grads, metrics = distill(learned[0], batch, novelty, chosen)
+            return apply_update(learned, grads, rate), metrics
+
+        (params, opt_state), stats = jax.lax.scan(update, (novelty.params, own), minibatches)
         trajectory = t._replace(bonus=config.intrinsic_coef * advantage)
-        metrics = {"intrinsic_reward": reward, "rnd_loss": stats["rnd_loss"]}
+        metrics = {"intrinsic_reward": reward, "rnd_loss": stats["rnd_loss"].mean()}
         return novelty._replace(params=params, opt_state=opt_state), trajectory, metrics
 
     return init, explore

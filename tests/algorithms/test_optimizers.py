@@ -13,8 +13,9 @@ import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.algorithms import PPO, SAC, build, counted, words
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.off_policy import for_each_network
-from msrl_jax.algorithms.optimizers import descend, global_norm, make_optimizer
+from msrl_jax.algorithms.optimizers import descend, make_optimizer
 from tests.support import transformations
 
 PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[3.0, 1.0], [0.5, -1.0]])}

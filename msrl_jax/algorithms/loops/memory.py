@@ -4,21 +4,21 @@ Without a memory (`core="none"`) what is remembered is `()`, and nothing of it i
 denotes the length of an unroll and `E` the number of environments.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.trajectory import Trajectory, actor, stepping, truncated_values
+from msrl_jax.algorithms.kernels import truncated_values
+from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, outside_training
+from msrl_jax.algorithms.networks.distributions import Distribution
 from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torsos, unflatten
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.networks.recurrent_actor_critic import outside_recurrent_training, recurrent_actor_critic
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.privileged import actor_part, are_privileged, with_privileged_of
-from msrl_jax.fragments import fragment
+from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 
 
 class Memory(NamedTuple):
@@ -49,46 +49,47 @@ def remember(memory: Memory | tuple[()], t: Any, carry: Carry) -> Memory | tuple
     return Memory(t.terminated | t.truncated, carry) if memory else ()
 
 
-def unrolling(
-    network: ActorCritic | RecurrentNetwork, venv: VectorEnvironment, unroll_length: int
-) -> tuple[Callable[..., Any], ...]:
-    """Makes the fragments of `actor` for a network of `make_network`.
-
-    `act` is `(params, obs, memory, keys) -> (action, log_prob, carry)`, and `bootstrap` is `(params, final_obs, carries,
-    truncated) -> values [T, E]`, right where an episode was truncated.
-    """
+def acting_policy(
+    network: ActorCritic | RecurrentNetwork, params: Any, obs: Any, memory: Memory | tuple[()]
+) -> tuple[Distribution, Carry]:
+    """The policy in observations `[E, ...]`, of which it sees the actor's part, and the carry after them."""
     if isinstance(network, ActorCritic):
-        draw_keys, choose, env_step, values, pop_episodes = actor(network, venv, unroll_length)
-        act_on = lambda params, obs, memory, keys: (*choose(params, obs, keys), ())  # noqa: E731
-        return draw_keys, act_on, env_step, lambda params, final_obs, *_: values(params, final_obs), pop_episodes
-    draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
+        return network.policy(params, obs), ()
+    assert memory
+    (policy, _), carry = network.step(params, obs, forget(*memory))
+    return policy, carry
 
-    @fragment(role="actor")
-    def act(params, obs, memory, keys):
-        (policy, _), carry = network.step(params, obs, forget(*memory))
-        action = policy.sample(keys)
-        return action, policy.log_prob(action), carry
 
-    # The actors have the carries. If a value depends on what they do not see too, they compute the features for it.
-    @fragment(role="actor")
-    def bootstrap(params, final_obs, carries, truncated):
+def final_values(
+    network: ActorCritic | RecurrentNetwork, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array
+) -> Any:
+    """What actors compute of the values of the last observations of episodes, for `completed_values`.
+
+    These are the values `[T, E]`, right where an episode was truncated and at the end. If critics see what actors do not, the
+    features of a recurrent network in their place, and nothing of another one.
+
+    Args:
+      network: that of `make_network`.
+      params: its parameters.
+      final_obs: the actor's part of the observations before a reset. `[T, E, ...]`
+      carries: the carries after the steps to them. `[T, E, ...]`
+      truncated: whether an episode was truncated. `[T, E]` bool
+    """
+    if isinstance(network, RecurrentNetwork):
         value = lambda params, final: network.step(params, *final)[0][1]  # noqa: E731
         return truncated_values(value, params, (final_obs, carries), truncated, and_last=True)
+    return () if network.is_privileged else unflatten(network.value(params, flatten(final_obs)), len(truncated))
 
-    @fragment(role="learner")
-    def value_privileged(params, final):
-        return unflatten(network.value(params, flatten(final)), unroll_length)
 
-    def act_on(params, obs, memory, keys):
-        return act(params, actor_part(obs), memory, keys)
-
-    def bootstrap_from(params, final_obs, carries, truncated):
-        found = bootstrap(params, actor_part(final_obs), carries, truncated)
-        if not are_privileged(venv.observation_space):
-            return found
-        return value_privileged(params, with_privileged_of(unmasked(final_obs), found))
-
-    return draw_keys, act_on, env_step, bootstrap_from, pop_episodes
+def completed_values(
+    network: ActorCritic | RecurrentNetwork, params: Any, final_obs: Any, found: jax.Array | tuple[()]
+) -> jax.Array:
+    """The values `[T, E]` of the last observations of episodes, from what actors `found`: see `final_values`."""
+    if isinstance(found, tuple):
+        return unflatten(network.value(params, flatten(final_obs)), len(jax.tree.leaves(final_obs)[0]))
+    if isinstance(network, ActorCritic) or not isinstance(unmasked(final_obs), PrivilegedObservation):
+        return found
+    return unflatten(network.value(params, flatten(with_privileged_of(unmasked(final_obs), found))), len(found))
 
 
 def evaluate(

@@ -5,23 +5,14 @@ an epoch and `U` the number of updates. A minibatch holds `T / M` time steps of 
 between devices.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
-from msrl_jax.algorithms.agent import split_keys
-from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.optimizers import KL, adapted, descend, global_norm, is_own
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize
-from msrl_jax.envs import VectorEnvironment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part, are_privileged
-from msrl_jax.fragments import fragment
 
 
 class Trajectory(NamedTuple):
@@ -35,91 +26,6 @@ class Trajectory(NamedTuple):
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
     bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
-
-
-def stepping(venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
-    """Makes the fragments that any actor-critic has in an unroll: `draw_keys`, `env_step` and `pop_episodes`."""
-    to_env_action = action_transform(venv.action_space)
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        return split_keys(keys, unroll_length)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    return draw_keys, env_step, fragment(role="env", name="pop_episodes")(venv.pop_episodes)
-
-
-def actor(network: Any, venv: VectorEnvironment, unroll_length: int) -> tuple[Callable[..., Any], ...]:
-    """Makes the fragments of an unroll of an `ActorCritic`: `draw_keys`, `act`, `env_step`, `bootstrap` and `pop_episodes`."""
-    draw_keys, env_step, pop_episodes = stepping(venv, unroll_length)
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not; the
-    # learner does if these values depend on what actors do not see.
-    @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
-    def bootstrap(params, final_obs, truncated=None):
-        if truncated is None:  # all of them
-            return unflatten(network.value(params, flatten(final_obs)), unroll_length)
-        return truncated_values(network.value, params, final_obs, truncated)
-
-    def act_on(params, obs, keys):
-        return act(params, actor_part(obs), keys)
-
-    return draw_keys, act_on, env_step, bootstrap, pop_episodes
-
-
-def truncated_values(
-    value: Callable[[Any, Any], jax.Array], params: Any, final: Any, truncated: jax.Array, *, and_last: bool = False
-) -> jax.Array:
-    """The values `[T, E, ...]` of the last observations of episodes: right where `truncated`, and at the end if `and_last`.
-
-    `value` is `(params, last observations [N, ...]) -> values [N, ...]` for any `N`; `final` has the observations before a
-    reset, with whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
-
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that
-    share the environments tell one another how often, which is one integer. Other devices compute the values of all steps at
-    once, since a loop that depends on data would wait for the host. So do the members of several runs in one, which would wait
-    for one another on several devices.
-    """
-
-    def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.at[-1].set(True) if and_last else truncated
-
-        def pick(step: jax.Array) -> Any:
-            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, step), final)
-
-        def fill(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            left, found = carry
-            step = jnp.argmax(left, axis=0)  # of every environment, the first that is needed
-            new = value(params, pick(step))
-            here = left & (jnp.arange(len(left))[:, None] == step)
-            return left & ~here, jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
-
-        one = jax.eval_shape(lambda: value(params, pick(jnp.zeros(truncated.shape[1], int))))
-        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
-        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, (needed, found))[1]
-
-    def every(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        return unflatten(value(params, flatten(final)), len(truncated))
-
-    @jax.custom_batching.custom_vmap
-    def values(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(params, final, truncated, cpu=some, default=every)
-
-    @values.def_vmap
-    def of_members(size: int, in_batched: Any, *args: Any) -> tuple[jax.Array, bool]:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        return jax.vmap(every, in_axes=tuple(axes), axis_size=size)(*args), True
-
-    return values(params, final, truncated)
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
@@ -185,47 +91,3 @@ def shuffle_times(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
     times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
     return key, times.reshape(config.num_epochs * config.num_minibatches, -1)
-
-
-def proximal_updates(
-    config: Any, optimizer: optax.GradientTransformation, gradients: Callable[..., tuple[Any, dict[str, jax.Array]]]
-) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
-    """Makes the updates: `(params, opt_state, minibatches [U, ...], learning_rate, *data) -> (params, opt_state, statistics)`.
-
-    `gradients` is `(params, *data, chosen) -> (gradients, statistics)`. Updates are skipped once the statistic `approx_kl`
-    exceeds `config.target_kl`; the result has the means of the statistics over the updates. A learning rate that adapts does so
-    before every update but the first, to the same statistic.
-    """
-    target_kl = getattr(config, "target_kl", None)
-    adapts = isinstance(config.learning_rate, KL) and not is_own(config.optimizer)
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged, kl):
-        if kl is not None:
-            opt_state = adapted(config.learning_rate, opt_state, kl)
-            learning_rate = opt_state.rate
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
-        if diverged is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, global_norm(grads)
-
-    def run(params: Any, opt_state: Any, minibatches: jax.Array, learning_rate: jax.Array, *data: Any) -> Any:
-        def update(updated, inputs):
-            (params, opt_state, diverged), (chosen, is_first) = updated, inputs
-            grads, stats = gradients(params, *data, chosen)
-            # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
-            kl = None
-            if adapts:
-                kl = jnp.where(is_first if diverged is None else is_first | diverged, jnp.nan, stats["approx_kl"])
-            if target_kl is not None:
-                diverged |= stats["approx_kl"] > target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged, kl)
-            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
-
-        diverged = None if target_kl is None else jnp.bool(False)
-        inputs = minibatches, jnp.arange(len(minibatches)) == 0 if adapts else None
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), inputs)
-        return params, opt_state, jax.tree.map(jnp.mean, stats)
-
-    return run

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.kernels import truncated_values
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.replay import Transition

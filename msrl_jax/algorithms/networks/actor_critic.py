@@ -74,6 +74,7 @@ class ActorCritic(NamedTuple):
     apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]  # (params, obs) -> (policy, value [...])
     policy: Callable[[Any, jax.Array], Distribution]  # (params, obs) -> distribution over actions
     value: Callable[[Any, jax.Array], jax.Array]  # (params, obs) -> value [...]
+    is_privileged: bool = False  # whether values depend on what only critics see
 
 
 def actor_critic(torso: Torso | TwoTorsos, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
@@ -89,7 +90,8 @@ def actor_critic(torso: Torso | TwoTorsos, action_space: Space, *, shared_torso:
     critic = None if shared_torso else torso.of("critic").clone()
     module = _Module(actor, critic, check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
-    return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+    apply, policy, value = (cast(Any, f) for f in (module.apply, policy, value))
+    return ActorCritic(module.init, apply, policy, value, isinstance(torso, TwoTorsos))
 
 
 def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:

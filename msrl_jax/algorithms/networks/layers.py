@@ -1,108 +1,18 @@
-"""Layers, the torso of all networks, and what a network is.
-
-The layers have weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers.
-"""
+"""Layers, the torso of all networks, and what a network is."""
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from msrl_jax._checks import shown
+from msrl_jax.algorithms.kernels import convolve, matmul
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
-
-
-def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
-    """The sum of `x.T @ g` over rows, `[..., M]` and `[..., N]` to `[M, N]`; rows keep their dimensions and their devices."""
-    rows = tuple(range(x.ndim - 1))
-    return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
-
-
-def _weight_gradient_on_cpu(x: jax.Array, g: jax.Array) -> jax.Array:
-    rows = tuple(range(x.ndim - 1))
-    if g.shape[-1] == 1:  # values; a product this narrow is slower than a sum
-        return (x * g).sum(rows)[:, None]
-    # XLA's fast CPU kernels contract the last dimension of the left operand. Without the barrier, XLA folds the
-    # transpose into a product that contracts the first dimension, and a PPO update on two cores takes 20 % longer.
-    transposed = jax.lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
-    return jax.lax.dot_general(transposed, g, ((tuple(i + 1 for i in rows), rows), ((), ())))
-
-
-@jax.custom_vjp
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w` for `x` `[..., M]` and `w` `[M, N]`."""
-    return x @ w
-
-
-def _matmul_backward(residuals, g):
-    x, w = residuals
-    dw = jax.lax.platform_dependent(x, g, cpu=_weight_gradient_on_cpu, default=_weight_gradient)
-    return (g @ w.T).astype(x.dtype), dw.astype(w.dtype)
-
-
-matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
-
-
-def _convolve(x, w, stride):
-    return jax.lax.conv_general_dilated(x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def _patches(x, window, stride):
-    """What each filter sees, `[B, H, W, C]` to `[B, H', W', h * w * C]`."""
-    height, width = (size - side + 1 for size, side in zip(x.shape[1:3], window, strict=True))
-    return jnp.concatenate([x[:, i : i + height : stride, j : j + width : stride] for i, j in np.ndindex(*window)], axis=-1)
-
-
-def _product(x, w):
-    return _patches(x, w.shape[:2], 1) @ w.reshape(-1, w.shape[-1])
-
-
-@cache
-def _forward(stride: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    usual = partial(_convolve, stride=stride)
-
-    # XLA's CPU convolutions are slow if the members of a population have filters of their own: PPO on MinAtar took twice
-    # as long with five seeds.
-    def batched(size, in_batched, x, w):
-        axes = [0 if each else None for each in in_batched]
-        one = jax.vmap(usual, axes)
-        if stride > 1 or not in_batched[1]:
-            return one(x, w), True
-        return jax.lax.platform_dependent(x, w, cpu=jax.vmap(_product, axes), default=one), True
-
-    convolve = jax.custom_batching.custom_vmap(usual)
-    convolve.def_vmap(batched)
-    return convolve
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def convolve(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
-    """Convolves images `x` `[B, H, W, C]` with filters `w` `[h, w, C, D]`, without padding, with a stride."""
-    return _forward(stride)(x, w)
-
-
-def _convolve_backward(stride, residuals, g):
-    def usual(x, w, g):
-        return jax.vjp(partial(_convolve, stride=stride), x, w)[1](g)
-
-    # Inside a loop, XLA's CPU convolution is slow for filters as large as in the gradient of the filters: a PPO update on
-    # MinAtar took ten times as long. That of the input is slow without a stride, up to 27 times; with one, the product is.
-    def product(x, w, g):
-        patches, to_input = jax.vjp(lambda x: _patches(x, w.shape[:2], stride), x)
-        dw = _weight_gradient_on_cpu(patches, g).reshape(w.shape)
-        return to_input(g @ w.reshape(-1, w.shape[-1]).T)[0] if stride == 1 else usual(x, w, g)[0], dw
-
-    return jax.lax.platform_dependent(*residuals, g, cpu=product, default=usual)
-
-
-convolve.defvjp(lambda x, w, stride: (convolve(x, w, stride), (x, w)), _convolve_backward)
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:

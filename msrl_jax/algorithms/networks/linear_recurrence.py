@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Carry, Core, forget, matmul
+from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.networks.layers import Carry, Core, forget
 from msrl_jax.algorithms.networks.recurrent import Gates, per_gate
 
 LONGEST_MEMORY = 128

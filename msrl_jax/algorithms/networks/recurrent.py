@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax.algorithms.kernels import matmul
 from msrl_jax.algorithms.networks.layers import (
     Carry,
     Core,
@@ -24,7 +25,6 @@ from msrl_jax.algorithms.networks.layers import (
     flatten,
     forget,
     make_torsos,
-    matmul,
     unflatten,
 )
 from msrl_jax.envs import Box, Space

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Carry, Core, matmul
+from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.networks.layers import Carry, Core
 
 
 def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> Core:

@@ -1,8 +1,10 @@
-"""Generalized advantage estimation, and the recursion behind it."""
+"""Generalized advantage estimation, and means over the steps that count."""
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from msrl_jax.algorithms.kernels import backward_sums
 
 
 def gae(
@@ -40,7 +42,7 @@ def gae(
     delta, ends = errors(reward, value, next_value, terminated, discount), terminated | truncated
     if present is not None:
         delta, ends = jnp.where(present, delta, 0.0), ends | ~present
-    return accumulate(delta, jnp.where(ends, 0.0, discount * gae_lambda))
+    return backward_sums(delta, jnp.where(ends, 0.0, discount * gae_lambda))
 
 
 def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Array:
@@ -70,30 +72,3 @@ def mean(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
 def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:
     """The temporal-difference errors; a terminal state has the value 0."""
     return reward + discount * jnp.where(terminated, 0.0, next_value) - value
-
-
-def accumulate(delta: jax.Array, decay: jax.Array) -> jax.Array:
-    """Sums backwards in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`.
-
-    A CPU goes from step to step. Other devices, which would launch kernels for each, double the reach of all sums at once:
-    `log2(T)` kernels (Kogge & Stone, 1973).
-    """
-    return jax.lax.platform_dependent(delta, decay, cpu=_step_by_step, default=_doubling)
-
-
-def _step_by_step(delta: jax.Array, decay: jax.Array) -> jax.Array:
-    def backwards(total, step):
-        delta, decay = step
-        total = delta + decay * total
-        return total, total
-
-    return jax.lax.scan(backwards, jnp.zeros_like(delta, shape=delta.shape[1:]), (delta, decay), reverse=True)[1]
-
-
-def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
-    reach = 1
-    while reach < len(total):
-        later, further = (jnp.concatenate([x[reach:], jnp.zeros_like(x[:reach])]) for x in (total, decay))
-        total, decay = total + decay * later, decay * further
-        reach *= 2
-    return total

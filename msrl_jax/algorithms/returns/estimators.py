@@ -6,7 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.returns.advantages import accumulate, errors
+from msrl_jax.algorithms.kernels import backward_sums
+from msrl_jax.algorithms.returns.advantages import errors
 
 
 def n_step_return(
@@ -73,7 +74,7 @@ def lambda_return(
     chex.assert_equal_shape([reward, next_value, terminated, truncated])
     next_value = jnp.where(terminated, 0.0, next_value)
     decay = jnp.where(_ends(terminated, truncated), 0.0, lambda_)
-    return accumulate(reward + discount * (1 - decay) * next_value, discount * decay)
+    return backward_sums(reward + discount * (1 - decay) * next_value, discount * decay)
 
 
 class VTrace(NamedTuple):
@@ -128,7 +129,7 @@ def vtrace(
     delta = jnp.minimum(clip_rho, ratio) * errors(reward, value, next_value, terminated, discount)
     if present is not None:
         delta, ends = jnp.where(present, delta, 0.0), ends | ~present
-    correction = accumulate(delta, jnp.where(ends, 0.0, discount * lambda_ * jnp.minimum(clip_c, ratio)))
+    correction = backward_sums(delta, jnp.where(ends, 0.0, discount * lambda_ * jnp.minimum(clip_c, ratio)))
     after = jnp.concatenate([correction[1:], correction[-1:]])
     next_target = next_value + jnp.where(ends, 0.0, after)
     advantage = jnp.minimum(clip_pg_rho, ratio) * errors(reward, value, next_target, terminated, discount)
@@ -170,7 +171,7 @@ def retrace(
     next_trace = jnp.concatenate([trace[1:], trace[-1:]])
     ends = _ends(terminated, truncated)
     delta = errors(reward, action_value, next_value, terminated, discount)
-    return action_value + accumulate(delta, jnp.where(ends, 0.0, discount * next_trace))
+    return action_value + backward_sums(delta, jnp.where(ends, 0.0, discount * next_trace))
 
 
 def _ends(terminated: jax.Array, truncated: jax.Array) -> jax.Array:

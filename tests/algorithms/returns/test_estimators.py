@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.returns import advantages, gae, lambda_return, n_step_return, retrace, standardize, vtrace
+from msrl_jax.algorithms import kernels
+from msrl_jax.algorithms.returns import gae, lambda_return, n_step_return, retrace, standardize, vtrace
 
 T, E = 13, 3
 
@@ -266,7 +267,7 @@ def test_off_policy_targets_by_hand():
     np.testing.assert_allclose(got, [2.75, 5.0, 1.5, 1.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("sums", [advantages._step_by_step, advantages._doubling])
+@pytest.mark.parametrize("sums", [kernels._step_by_step, kernels._doubling])
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 64, 100])
 def test_sums_backwards_equal_float64_ones_on_every_kind_of_device(sums, length):
     rng = np.random.default_rng(length)

@@ -1,0 +1,68 @@
+"""How far updates move a policy from the one that acted (KL divergence): a limit to it, and learning rates that follow it.
+
+PPO makes several updates from one batch. With `target_kl` those after the one that went too far change nothing. A learning rate
+that adapts (`kl:TARGET`) becomes smaller after an update that went far, and larger after one that did not.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax.algorithms.optimizers import KL, adapted, descend, is_own
+
+
+class Divergence(NamedTuple):
+    """What an update has to know of those before it in an iteration; None where the config asks for nothing."""
+
+    exceeded: jax.Array | None  # whether one went beyond `target_kl`, bool []
+    kl: jax.Array | None  # what the learning rate adapts to, in nats; nan leaves it as it is. float32 []
+    is_first: jax.Array | None  # whether no update has been made yet, bool []
+
+
+def no_divergence(config: Any) -> Divergence:
+    """That before the first update of an iteration."""
+    exceeded = None if getattr(config, "target_kl", None) is None else jnp.bool(False)
+    if isinstance(config.learning_rate, KL) and not is_own(config.optimizer):
+        return Divergence(exceeded, jnp.float32(jnp.nan), jnp.bool(True))
+    return Divergence(exceeded, None, None)
+
+
+def diverged(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
+    """That for an update whose gradients come with a divergence of `kl` nats, `[]`."""
+    exceeded, followed, is_first = before
+    if is_first is not None:
+        # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
+        followed = jnp.where(is_first if exceeded is None else is_first | exceeded, jnp.nan, kl)
+        is_first = jnp.bool(False)
+    return Divergence(None if exceeded is None else exceeded | (kl > config.target_kl), followed, is_first)
+
+
+def apply_gradients(
+    config: Any,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    grads: Any,
+    learning_rate: jax.Array | None,
+    divergence: Divergence,
+) -> tuple[Any, Any]:
+    """The parameters and the optimizer's state after an update, which changes neither if the divergence has been exceeded.
+
+    Args:
+      config: of the algorithm.
+      optimizer: that of `make_optimizer`.
+      params: the parameters.
+      opt_state: the state of the optimizer.
+      grads: the gradients of the parameters.
+      learning_rate: `step_size(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
+      divergence: that of `diverged`.
+    """
+    before, exceeded = (params, opt_state), divergence.exceeded
+    if divergence.kl is not None:
+        opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
+        learning_rate = opt_state.rate
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    after = descend(params, updates, learning_rate), opt_state
+    return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
