@@ -31,6 +31,12 @@ def _reduces_seven_dimensions(closed: ClosedJaxpr, mesh: Mesh) -> bool:
     return any(eqn.primitive.name.startswith("reduce_") and len(aval(eqn.invars[0]).shape) >= 7 for eqn in eqns)
 
 
+def _crops_and_pads_a_convolution(closed: ClosedJaxpr, mesh: Mesh) -> bool:
+    """Whether a program on CPUs has a convolution with negative padding before the first element, and positive behind."""
+    eqns = (eqn for jaxpr in jaxprs_in(closed.jaxpr) for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated")
+    return _platform(mesh) == "cpu" and any(low < 0 < high for eqn in eqns for low, high in eqn.params["padding"])
+
+
 def _platform(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
@@ -46,6 +52,11 @@ FAULTS = (
         (0, 11, 1), (0, 11, 2), lambda closed, mesh: _platform(mesh) == "cpu",
         "loops on a CPU that write a few bytes of a large array copy all of it in each step "
         "(https://github.com/jax-ml/jax/issues/40101): install another version",
+    ),
+    Fault(
+        (0, 10, 0), (0, 12, 0), _crops_and_pads_a_convolution,
+        "on CPUs, convolutions whose padding is negative before the first element and positive after the last one compute "
+        "wrong values, and this program has one: slice the array, and pad by 0 there",
     ),
     Fault(
         (0, 11, 0), (0, 12, 0), lambda closed, mesh: "RTX A6000" in mesh.devices.flat[0].device_kind,

@@ -82,6 +82,15 @@ def test_a_compiled_program_is_looked_at(monkeypatch):
         msrl.compile(step, state, policy=msrl.policies.GPUOnly(1)).run(state, 1)
 
 
+@pytest.mark.parametrize(("padding", "says"), [((-1, 1), True), ((0, -1), False), ((1, 1), False)])
+def test_a_convolution_that_crops_and_pads_is_told(padding, says):
+    run = lambda x: jax.lax.conv_general_dilated(x, x, (1, 1), (padding, (0, 0)))  # noqa: E731
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        known_faults.warn_of_known_faults(jax.make_jaxpr(run)(jnp.ones((2, 2, 2, 2))), mesh_of("cpu"), (0, 11, 2))
+    assert ["slice the array" in str(w.message) for w in found] == [True] * says
+
+
 def test_this_program_meets_none():
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     with warnings.catch_warnings():
