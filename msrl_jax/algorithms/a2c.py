@@ -40,7 +40,7 @@ from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
@@ -123,6 +123,10 @@ class A2C:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
@@ -135,8 +139,8 @@ class A2C:
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, trajectory, last_obs, final_obs, values, memory):
@@ -158,7 +162,7 @@ class A2C:
             start = state.env_state, state.obs, state.memory
             (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             values = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             novelty, trajectory, intrinsic = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, metrics = learn(
                 state.params, state.opt_state, progress, trajectory, obs, final_obs, values, state.memory

@@ -37,7 +37,7 @@ from msrl_jax.algorithms.loops.memory import (
 )
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part
@@ -142,6 +142,10 @@ class A3C:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
@@ -162,8 +166,8 @@ class A3C:
             def update(carry, worker):
                 params, opt_state = carry
                 grads, count, fetched = worker
-                updates, opt_state = optimizer.update(grads, opt_state, params)
-                params = descend(params, updates, learning_rate)
+                updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+                params = optax.apply_updates(params, updates)
                 age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
                 return (params, opt_state), (params, count + 1, {"grad_norm": global_norm(grads), "gradient_age": age})
 
@@ -190,7 +194,7 @@ class A3C:
             start = state.env_state, state.obs, state.memory
             (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             values = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             grads, stats = gradients(state.worker_params, trajectory, obs, final_obs, values, state.memory)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.optimizers import KL, Adapted, is_own
+from msrl_jax.algorithms.optimizers import KL, adaptive_rate, is_own
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
@@ -133,7 +133,7 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
 
 
 def step_size(config: Any, progress: Progress) -> jax.Array | None:
-    """The learning rate of a config, for `descend`, `[]` float32; None if the optimizer has its own."""
+    """The learning rate of a config now, `[]` float32; None if the optimizer has its own, or adapts it."""
     if is_own(getattr(config, "optimizer", "adam")) or isinstance(config.learning_rate, KL):
         return None
     return annealed(config.learning_rate, progress, config.anneal_learning_rate)
@@ -141,8 +141,8 @@ def step_size(config: Any, progress: Progress) -> jax.Array | None:
 
 def in_force(learning_rate: jax.Array | None, opt_state: Any = ()) -> dict[str, jax.Array]:
     """The metric `learning_rate`: that of `step_size`, or one that adapts; none if the optimizer has its own."""
-    if isinstance(opt_state, Adapted):
-        return {"learning_rate": opt_state.rate.mean()}  # over networks, if each has one
+    if (rate := adaptive_rate(opt_state)) is not None:
+        return {"learning_rate": rate.mean()}  # over networks, if each has one
     return {} if learning_rate is None else {"learning_rate": learning_rate}
 
 

@@ -22,7 +22,7 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, T
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
@@ -155,8 +155,8 @@ class ES:
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
             decayed = jax.tree.map(lambda g, p: g + self.weight_decay * p, grads, params)
-            updates, opt_state = optimizer.update(decayed, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
+            updates, opt_state = optimizer.update(decayed, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, seeds, fitness):

@@ -40,7 +40,7 @@ from msrl_jax.algorithms.loops.memory import (
 )
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.algorithms.rnd import random_network_distillation
@@ -160,6 +160,10 @@ class IMPALA:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
@@ -185,7 +189,7 @@ class IMPALA:
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
             batch = Batch(trajectory, obs, bootstrap_value, version, state.memory)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, memory=memory), batch, episodes
 
         queue = None
@@ -247,8 +251,8 @@ class IMPALA:
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, batches):

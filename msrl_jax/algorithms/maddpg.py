@@ -14,6 +14,7 @@ and `D` the number of discrete actions or the length of a continuous one.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,9 +95,13 @@ class MADDPG:
         actor = make_actor(obs_space, size, self)
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
         buffer = agents_buffer(view, self)
-        optimizer = make_optimizer(self, epsilon=1e-8)
-        if not shared:
-            optimizer = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
+        optimizer = one = make_optimizer(self, epsilon=1e-8)
+        if not shared:  # each agent has its own
+
+            def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
+                return jax.vmap(partial(one.update, **rate))(updates, state, params)
+
+            optimizer = optax.GradientTransformationExtraArgs(jax.vmap(one.init), update)  # type: ignore[arg-type]
 
         def init(key: jax.Array, obs: Any) -> dict[str, Any]:
             def networks(key: jax.Array) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Optimizers: optax's by name, and custom transformations.
 
-A named one turns gradients, clipped by their global norm, into updates; `descend` subtracts a learning rate times these. So the
-learning rate may be a number of a member, of a schedule or of a search. A custom transformation follows the convention of
-optax: it gets the gradients as they are, and what it returns is added to the parameters. Clip and learning rate are its own.
+The learning rate may be a number of a member, of a schedule or of a search, so `update` takes it, as an extra argument (of
+optax): `optimizer.update(grads, opt_state, params, learning_rate=rate)`. A custom transformation gets the gradients as they
+are; clip and learning rate are its own.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,9 +21,6 @@ NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "muon": optax.contrib.muon,
 }  # fmt: skip
 """The optimizers of optax that have a name here."""
-_UNSCALED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
-    "adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,39 +46,27 @@ def is_own(optimizer: Any) -> bool:
     return isinstance(optimizer, optax.GradientTransformation)
 
 
-def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformation:
-    """The optimizer of a config, for `descend`.
+def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a config.
 
     Args:
-      config: has `optimizer`, and may have `max_grad_norm`.
+      config: has `optimizer`, and may have `max_grad_norm` and `learning_rate`.
       epsilon: the small number in the denominators of Adam, AdamW and RMSProp, where the text of the optimizer has none.
       rms_decay: the decay of RMSProp's mean of squares, likewise.
 
     Returns:
-      The transformation of gradients. A named one clips them first, and returns what is subtracted times the learning rate.
+      The transformation of gradients. A named one clips them first; its `update` takes the `learning_rate`, `[]`, or has one in
+      its state that adapts, see `adapted`.
     """
     if is_own(config.optimizer):
-        return config.optimizer
+        return optax.with_extra_args_support(config.optimizer)
     named = Named(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
-    optimizer, rate = _clipped(config, _named(named, epsilon, rms_decay)), getattr(config, "learning_rate", None)
-    return _adapting(optimizer, rate) if isinstance(rate, KL) else optimizer
-
-
-def _named(named: Named, epsilon: Any, rms_decay: Any) -> optax.GradientTransformation:
-    """An optimizer of optax, whose updates are to be subtracted."""
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
     usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # that of A3C (arXiv 1602.01783): not centered
-    given = usual.get(named.name, {}) | dict(named.parameters)
-    if named.name in _UNSCALED and given.keys() <= inspect.signature(_UNSCALED[named.name]).parameters.keys():
-        return _UNSCALED[named.name](**given)
-    return optax.chain(NAMED[named.name](1.0, **given), optax.scale(-1.0))
-
-
-def _clipped(config: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    if not hasattr(config, "max_grad_norm"):
-        return optimizer
-    clip = optax.identity() if config.max_grad_norm is None else _clip(config.max_grad_norm)
-    return optax.chain(clip, optimizer)
+    optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))
+    rate, most = getattr(config, "learning_rate", None), getattr(config, "max_grad_norm", None)
+    times_rate = _times_adaptive_rate(rate.start) if isinstance(rate, KL) else _TIMES_RATE
+    return optax.chain(optax.identity() if most is None else _clip(most), optimizer, times_rate)
 
 
 def _clip(most: Any) -> optax.GradientTransformation:
@@ -95,35 +79,52 @@ def _clip(most: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-class Adapted(NamedTuple):
-    """The state of an optimizer whose learning rate adapts."""
-
-    own: Any  # of the optimizer
-    rate: jax.Array  # the learning rate of the last update. shape=(), dtype=float32
+def _times(updates: Any, rate: jax.Array) -> Any:
+    return jax.tree.map(lambda u: rate * u, updates)
 
 
-def _adapting(optimizer: optax.GradientTransformation, kl: KL) -> optax.GradientTransformation:
-    """An optimizer that keeps a learning rate in its state, an `Adapted`."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, own = optimizer.update(updates, state.own, params)
-        return updates, Adapted(own, state.rate)
-
-    return optax.GradientTransformation(lambda params: Adapted(optimizer.init(params), jnp.float32(kl.start)), update)
+_TIMES_RATE = optax.GradientTransformationExtraArgs(
+    optax.init_empty_state,
+    lambda updates, state, params=None, *, learning_rate, **_: (_times(updates, learning_rate), state),  # type: ignore[arg-type]
+)
 
 
-def adapted(kl: KL, state: Adapted, divergence: jax.Array) -> Adapted:
-    """Divides the rate by 1.5 if the divergence (nats, `[]`) is above twice the target, multiplies it if below half of it.
+class AdaptiveRate(NamedTuple):
+    """A learning rate that adapts, in the state of an optimizer."""
 
-    As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
+    rate: jax.Array  # shape=(), dtype=float32
+
+
+def _times_adaptive_rate(start: float) -> optax.GradientTransformationExtraArgs:
+    return optax.with_extra_args_support(
+        optax.GradientTransformation(
+            lambda params: AdaptiveRate(jnp.float32(start)),
+            lambda updates, state, params=None: (_times(updates, state.rate), state),  # type: ignore[arg-type]
+        )
+    )
+
+
+def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
+    """The state of an optimizer whose learning rate has adapted to the divergence of an update (nats, `[]`).
+
+    The rate is divided by 1.5 if the divergence is above twice the target, and multiplied by it if below half of the target. As
+    in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
     """
-    slower, faster = jnp.maximum(state.rate / 1.5, kl.low), jnp.minimum(state.rate * 1.5, kl.high)
-    is_small = (divergence > 0) & (divergence < kl.target / 2)
-    return state._replace(rate=jnp.where(divergence > kl.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+    def new(state: Any) -> Any:
+        if not _is_rate(state):
+            return state
+        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
+        is_small = (kl > 0) & (kl < target.target / 2)
+        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+    return jax.tree.map(new, opt_state, is_leaf=_is_rate)
 
 
-def descend(params: Any, updates: Any, learning_rate: jax.Array | None) -> Any:
-    """Subtracts `learning_rate`, a traced number, times `updates` from `params`; adds updates that have no learning rate."""
-    if learning_rate is None:
-        return optax.apply_updates(params, updates)
-    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+def adaptive_rate(opt_state: Any) -> jax.Array | None:
+    """The learning rate in the state of an optimizer whose rate adapts, else None."""
+    return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=_is_rate) if _is_rate(x)), None)
+
+
+def _is_rate(state: Any) -> bool:
+    return isinstance(state, AdaptiveRate)

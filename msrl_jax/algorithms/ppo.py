@@ -120,6 +120,10 @@ class PPO:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not;
         # the learner does if only critics see what they depend on.
         @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
@@ -177,7 +181,7 @@ class PPO:
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
             params, opt_state, key, size, metrics = learn(
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, obs, bootstrap_value

@@ -19,7 +19,7 @@ from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.optimizers import descend, make_optimizer
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -118,6 +118,10 @@ class PQN:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs):
@@ -147,8 +151,8 @@ class PQN:
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return descend(params, updates, learning_rate), opt_state, global_norm(grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
@@ -177,7 +181,7 @@ class PQN:
             steps = advance(before, jnp.arange(self.unroll_length) * self.num_envs)
             (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
             bootstrap_value = bootstrap(state.params, final_obs)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, obs, bootstrap_value
             )

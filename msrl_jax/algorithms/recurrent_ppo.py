@@ -128,6 +128,10 @@ class RecurrentPPO:
         def env_step(env_state, action):
             return venv.step(env_state, to_env_action(action))
 
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
         # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
@@ -189,7 +193,7 @@ class RecurrentPPO:
             start = state.env_state, state.obs, state.is_first, state.carry
             (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
             last = bootstrap(state.params, actor_part(final_obs), carries, experience[0].truncated)
-            env_state, episodes = venv.pop_episodes(env_state)
+            env_state, episodes = pop_episodes(env_state)
             bootstrap_value = with_privileged_of(unmasked(final_obs), last)
             novelty, trajectory, found = explore(state.novelty, experience[0], obs, progress)
             experience = trajectory, *experience[1:]

@@ -20,7 +20,6 @@ from msrl_jax.algorithms.agent import Metrics, Progress, step_size
 from msrl_jax.algorithms.loops.trajectory import Trajectory, shuffle_times
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
-from msrl_jax.algorithms.optimizers import Adapted, descend
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import VectorEnvironment, running, spaces
 from msrl_jax.envs.masks import unmasked
@@ -48,7 +47,7 @@ class Novelty(NamedTuple):
 
 
 def random_network_distillation(
-    config: Any, venv: VectorEnvironment, optimizer: optax.GradientTransformation
+    config: Any, venv: VectorEnvironment, optimizer: optax.GradientTransformationExtraArgs
 ) -> tuple[Callable[[jax.Array], Any], Callable[[Any, Trajectory, Any, Progress], tuple[Any, Trajectory, Metrics]]]:
     """Makes `key -> novelty` and `(novelty, trajectory, last_obs, progress) -> (novelty, trajectory, metrics)`.
 
@@ -128,15 +127,14 @@ def random_network_distillation(
     @fragment(role="server")
     def apply_update(learned, grads, learning_rate):
         params, opt_state = learned
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return descend(params, updates, learning_rate), opt_state
+        updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+        return optax.apply_updates(params, updates), opt_state
 
     @fragment(role="learner")
     def explore(novelty, t, last_obs, progress):
         novelty, advantage, goal, reward = surprise(novelty, t, last_obs)
         key, times = shuffle_times(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
-        own = novelty.opt_state
-        rate = own.rate if isinstance(own, Adapted) else step_size(config, progress)  # one that adapts stays at its start
+        rate = step_size(config, progress)  # one that adapts stays at its start
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal
 
@@ -144,7 +142,7 @@ def random_network_distillation(
             grads, metrics = distill(learned[0], batch, novelty, chosen)
             return apply_update(learned, grads, rate), metrics
 
-        (params, opt_state), stats = jax.lax.scan(update, (novelty.params, own), minibatches)
+        (params, opt_state), stats = jax.lax.scan(update, (novelty.params, novelty.opt_state), minibatches)
         trajectory = t._replace(bonus=config.intrinsic_coef * advantage)
         metrics = {"intrinsic_reward": reward, "rnd_loss": stats["rnd_loss"].mean()}
         return novelty._replace(params=params, opt_state=opt_state), trajectory, metrics

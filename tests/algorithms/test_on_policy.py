@@ -180,7 +180,7 @@ def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, c
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
     assert_close(tuple(after.memory), memory)
     gradient, _ = plain_gradient(state.params, rollout, np.asarray(obs), config)
-    assert_close(after.params, plain_rmsprop(state.params, wide(state.opt_state[1].nu), gradient, config)[0])
+    assert_close(after.params, plain_rmsprop(state.params, wide(state.opt_state[1][0].nu), gradient, config)[0])
     assert min(np.abs(np.asarray(a - b)).max() for a, b in pairs(after.params, state.params)) > 1e-4
 
 
@@ -220,7 +220,7 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 6, chunk=1)
     state = state.inner
-    params, mean_square = state.params, wide(state.opt_state[1].nu)
+    params, mean_square = state.params, wide(state.opt_state[1][0].nu)
     history, ratios = [params] * (staleness + 1), []
     env_state, obs, keys, memory = state.env_state, state.obs, state.actor_keys, state.memory
     for _ in range(6):
@@ -251,7 +251,7 @@ def test_impala_learns_from_the_batches_that_are_kept(core):
     agent, config = build("impala", make_agent=counted, **VTRACE, **core, replay_batches=3, num_updates=2)
     state, iteration = start(agent, 0), jax.jit(agent.iteration)
     own = state.inner
-    params, mean_square, kept, drawn = own.params, wide(own.opt_state[1].nu), [], []
+    params, mean_square, kept, drawn = own.params, wide(own.opt_state[1][0].nu), [], []
     env_state, obs, keys, replay_key, memory = own.env_state, own.obs, own.actor_keys, own.replay_key, own.memory
     for i in range(5):
         state, metrics = iteration(state)
@@ -316,7 +316,7 @@ def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy,
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 4, chunk=1)
     state = state.inner
-    server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W
+    server, mean_square, copies = state.params, wide(state.opt_state[1][0].nu), [state.params] * W
     history, ages, fetched, count = [copies] * (staleness + 1), [], [0] * W, 0
     env_state, obs, keys, memory = state.env_state, state.obs, state.actor_keys, state.memory
     for _ in range(4):

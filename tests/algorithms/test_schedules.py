@@ -14,7 +14,8 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, build, counted, words
 from msrl_jax.algorithms.agent import Agent, Progress, innermost
 from msrl_jax.algorithms.config import config, tunable
-from msrl_jax.algorithms.optimizers import Adapted, adapted, make_optimizer
+from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.optimizers import AdaptiveRate, adapted, adaptive_rate, make_optimizer
 from msrl_jax.algorithms.schedules import read, read_kl
 from msrl_jax.fragments.counters import counter
 from tests.support.transformations import halving
@@ -121,7 +122,7 @@ def test_what_is_not_used_adds_no_instruction_and_a_schedule_adds_none_to_the_lo
 
 
 def test_a_rate_adapts_as_in_rsl_rl():
-    kl, state = read_kl("kl:0.01,start=1e-3,low=5e-4,high=2e-3"), Adapted((), jnp.float32(1e-3))
+    kl, state = read_kl("kl:0.01,start=1e-3,low=5e-4,high=2e-3"), AdaptiveRate(jnp.float32(1e-3))
     rate, wanted, got = 1e-3, [], []
     for divergence in [0.0, 0.03, 0.03, 0.02, 0.005, 0.001, 0.001, 0.001, 0.004, math.nan, 0.5, 0.01]:
         if divergence > 2 * kl.target:
@@ -134,20 +135,17 @@ def test_a_rate_adapts_as_in_rsl_rl():
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-def test_updates_of_ppo_descend_by_the_adapted_rate():
+def test_updates_of_ppo_take_the_adapted_rate():
     """The gradients of a run with a constant rate, applied again by optax with the rate that their divergence asks for."""
-    from msrl_jax.algorithms.loops.trajectory import proximal_updates
-
     algorithm = words.objects(PPO(**TINY, learning_rate="kl:0.01,start=0.1,high=1", max_grad_norm=None, target_kl=0.2))
     optimizer = make_optimizer(algorithm, epsilon=1e-5)
     divergences = jnp.array([0.001, 0.03, 0.015, 0.001, 0.3, 0.001, 0.5])
 
-    def gradients(params, chosen):
-        return {"x": params["x"] - chosen}, {"approx_kl": divergences[chosen.astype(int)]}
-
     params = {"x": jnp.arange(3.0)}
-    update = proximal_updates(algorithm, optimizer, gradients)
-    got, opt_state, _ = update(params, optimizer.init(params), jnp.arange(7.0), None)
+    got, opt_state, divergence = params, optimizer.init(params), no_divergence(algorithm)
+    for i, kl in enumerate(divergences):
+        divergence = diverged(algorithm, divergence, kl)
+        got, opt_state = apply_gradients(algorithm, optimizer, got, opt_state, {"x": got["x"] - i}, None, divergence)
     rates = [0.1, 0.1 / 1.5, 0.1 / 1.5, 0.1]  # the first one is none; the fifth ends the updates, and lowers the rate
     adam = optax.scale_by_adam(eps=1e-5)
     state = adam.init(params)
@@ -155,7 +153,7 @@ def test_updates_of_ppo_descend_by_the_adapted_rate():
         direction, state = adam.update({"x": params["x"] - i}, state)
         params = {"x": params["x"] - rate * direction["x"]}
     np.testing.assert_allclose(got["x"], params["x"], rtol=1e-5)
-    np.testing.assert_allclose(opt_state.rate, 0.1 / 1.5, rtol=1e-6)
+    np.testing.assert_allclose(adaptive_rate(opt_state), 0.1 / 1.5, rtol=1e-6)
 
 
 FORM = "use linear:FROM:TO or cosine:FROM:TO"

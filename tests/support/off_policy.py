@@ -66,7 +66,7 @@ def plain_mlp(params, x):
 
 def adam(params, opt_state, gradient, config, left=1.0):
     """One update of Adam in float64: the gradient scaled down to its largest norm, and of the learning rate what is left."""
-    moments = opt_state[1]
+    moments = opt_state[1][0]
     count = int(moments.count) + 1
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
     epsilon = getattr(config, "adam_epsilon", 1e-8)

@@ -102,7 +102,7 @@ def plain_update(agent, config, state, rollout, num_updates=None):
 
     tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate, eps=1e-5))
     _, *epoch_keys = jax.random.split(state.key, config.num_epochs + 1)
-    params, opt_state = state.params, (state.opt_state[0], (state.opt_state[1], optax.EmptyState()))
+    params, opt_state = state.params, state.opt_state[:2]
     minibatches = np.concatenate([jax.random.permutation(k, T).reshape(config.num_minibatches, -1) for k in epoch_keys])
     for i in minibatches[:num_updates]:
         updates, opt_state = tx.update(jax.grad(loss)(params, i), opt_state)

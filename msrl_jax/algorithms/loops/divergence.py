@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.optimizers import KL, adapted, descend, is_own
+from msrl_jax.algorithms.optimizers import KL, adapted, is_own
 
 
 class Divergence(NamedTuple):
@@ -41,14 +41,14 @@ def diverged(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
 
 def apply_gradients(
     config: Any,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     opt_state: Any,
     grads: Any,
     learning_rate: jax.Array | None,
     divergence: Divergence,
 ) -> tuple[Any, Any]:
-    """The parameters and the optimizer's state after an update, which changes neither if the divergence has been exceeded.
+    """The parameters and the optimizer's state after an update; if the limit is exceeded, only an adaptive rate changes.
 
     Args:
       config: of the algorithm.
@@ -59,10 +59,9 @@ def apply_gradients(
       learning_rate: `step_size(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
       divergence: that of `diverged`.
     """
-    before, exceeded = (params, opt_state), divergence.exceeded
     if divergence.kl is not None:
         opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
-        learning_rate = opt_state.rate
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    after = descend(params, updates, learning_rate), opt_state
+    before, exceeded = (params, opt_state), divergence.exceeded
+    updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+    after = optax.apply_updates(params, updates), opt_state
     return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)

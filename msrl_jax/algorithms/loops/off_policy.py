@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, step_size
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.algorithms.optimizers import descend
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import mask_of, sample_legal
@@ -76,13 +75,13 @@ class Rule:
     initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
 
 
-def updater(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+def updater(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[Any, Any]]:
     """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate, ready):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        return select(ready, (descend(params, updates, learning_rate), new_opt_state), (params, opt_state))
+        updates, new_opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+        return select(ready, (optax.apply_updates(params, updates), new_opt_state), (params, opt_state))
 
     return apply_update
 
@@ -100,7 +99,7 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
 
 def gradient_rule(
     config: Any,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     init: Callable[[jax.Array, Any], Any],
     gradients: Callable[[Any, Any, Batch], tuple[Any, tuple[Any, ...]]],
     choose_action: ChooseAction,
@@ -135,17 +134,17 @@ def gradient_rule(
     return Rule(begin, update, choose_action, initial_carry)
 
 
-def for_each_network(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """An optimizer of several networks by name, which treats each by itself: it clips the norm of each one's gradients."""
 
     def init(params: Any) -> Any:
         return {name: optimizer.init(p) for name, p in params.items()}
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new = {name: optimizer.update(u, state[name], params[name]) for name, u in updates.items()}
+    def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
+        new = {name: optimizer.update(u, state[name], params[name], **rate) for name, u in updates.items()}
         return {name: u for name, (u, _) in new.items()}, {name: own for name, (_, own) in new.items()}
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 class Pending(NamedTuple):

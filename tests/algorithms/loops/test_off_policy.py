@@ -93,7 +93,7 @@ def test_errors_reach_their_own_windows(states):
 def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
     """Once LEARNING_STARTS steps are held there are K updates for every T * E steps, and none before that."""
     steps = np.arange(11) * T * E
-    updates = [int(state.opt_state[1].count) for state in states[0]]
+    updates = [int(state.opt_state[1][0].count) for state in states[0]]
     np.testing.assert_array_equal(updates, K * np.maximum(steps - LEARNING_STARTS + T * E, 0) // (T * E))
     assert agent.steps_per_iteration == T * E and agent.updates_per_iteration == K
     counts = [float(m["update"].count) for m in states[1]]
