@@ -234,7 +234,7 @@ def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-4)
-    moments = state.opt_state[1]
+    moments = state.opt_state[1][0]
     count, rate = int(moments.count) + 1, LEFT * config.learning_rate
 
     def step(p, g, m, v):
