@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import inspect
 import json
 import math
 import re
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import msrl_jax
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPO, config, field, make, tunable
-from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields, variant
+from msrl_jax.algorithms.config import ALGORITHMS, OF_RUNS, tunable_fields, variant
 
 TYPED = """
 from msrl_jax.algorithms import PPO, SAC
@@ -280,3 +282,16 @@ def test_minibatches_must_divide_the_unroll():
 def test_fields_are_given_by_keyword():
     with pytest.raises(TypeError, match="positional"):
         PPO(1)
+
+
+def test_no_field_has_the_name_of_an_argument_of_train():
+    parameters = inspect.signature(msrl_jax.train).parameters.values()
+    assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} == OF_RUNS
+    with pytest.raises(TypeError, match=r"has the field 'total_steps', but that is an argument of msrl\.train"):
+
+        @config("counting")
+        class Counting:
+            total_steps: int = field(default=1, doc="steps.")
+
+            def build(self, env):
+                return env
