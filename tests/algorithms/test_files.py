@@ -30,19 +30,21 @@ def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     forget()
-    again = msrl.train(resume="../run", policy="MultiLearner", devices=jax.devices()[:4], eval_episodes=0, progress=False)
+    again = msrl.train(
+        resume="../run", trust=True, policy="MultiLearner", devices=jax.devices()[:4], eval_episodes=0, progress=False
+    )
     assert type(again.experiment.algorithm) is not type(whole.experiment.algorithm)  # the file was run again
     for x, y in zip(jax.tree.leaves(again.state.params), jax.tree.leaves(whole.state.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-5)
     # The file may move into the working directory, or be given again.
     forget()
     shutil.move(folder / "my_ppo.py", "my_ppo.py")
-    assert cli.main(["evaluate", "../run", "--episodes", "2"]) == 0
+    assert cli.main(["evaluate", "../run", "--episodes", "2", "--trust"]) == 0
     forget()
     (folder / "other").mkdir()
     shutil.move("my_ppo.py", folder / "other")
     capsys.readouterr()
-    assert cli.main(["evaluate", "../run", "--episodes", "2"]) == 2
+    assert cli.main(["evaluate", "../run", "--episodes", "2", "--trust"]) == 2
     assert "my_ppo.py cannot be read: there is no such file; give the path" in capsys.readouterr().err
     longer = ["--out", "../run", "--total-steps", str(64 * 14), "--eval-episodes", "0", "--progress", "none"]
     assert cli.main(["train", "--resume", "--algo", "../other/my_ppo.py", *longer]) == 0
