@@ -1,4 +1,4 @@
-"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:MyPPO` if a file has several configs."""
+"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:PPO` if a file has several configs."""
 
 import hashlib
 import importlib.util
