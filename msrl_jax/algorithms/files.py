@@ -1,4 +1,4 @@
-"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:MyPPO` if a file has several configs."""
+"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:PPO` if a file has several configs."""
 
 import hashlib
 import importlib.util
@@ -41,16 +41,20 @@ def load(algorithm: str) -> type:
     except OSError as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
-    module = _module(path, text)
-    configs = {c.__name__: c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__}
-    configs = {n: c for n, c in configs.items() if "many_agents" in vars(c) and hasattr(c, "build")}
-    if not configs:
+    own = configs(_module(path, text))
+    if not own:
         raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")
-    if name is None and len(configs) > 1:
-        raise ValueError(f"{path} has the configs {', '.join(configs)}; say which: {found['file']}:{next(iter(configs))}")
-    if name is not None and name not in configs:
-        raise ValueError(f"{path} has no config {name!r}{suggestion(name, configs)}; it has {', '.join(configs)}")
-    return configs[name or next(iter(configs))]
+    if name is None and len(own) > 1:
+        raise ValueError(f"{path} has the configs {', '.join(own)}; say which: {found['file']}:{next(iter(own))}")
+    if name is not None and name not in own:
+        raise ValueError(f"{path} has no config {name!r}{suggestion(name, own)}; it has {', '.join(own)}")
+    return own[name or next(iter(own))]
+
+
+def configs(module: ModuleType) -> dict[str, Any]:
+    """The configs that a module itself defines, by the names of their classes."""
+    own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+    return {c.__name__: c for c in own if "many_agents" in vars(c) and hasattr(c, "build")}
 
 
 def _module(path: str, text: bytes) -> ModuleType:
@@ -81,23 +85,23 @@ def _name(path: str) -> str:
     """The name of the module of a file: what `import` would call it, unless that is another module."""
     stem = Path(path).stem
     if stem in sys.modules:
-        is_other = _file(stem) != path
+        is_other = file_of(stem) != path
     else:
         spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
         is_other = not stem.isidentifier() or (spec is not None and spec.origin not in (None, path))
     return stem if not is_other else re.sub(r"\W", "_", stem) + "_" + hashlib.sha256(path.encode()).hexdigest()[:8]
 
 
-def _file(module: str) -> str:
-    """The file of a module that is loaded; an empty text if it has none."""
-    file = getattr(sys.modules[module], "__file__", None)
+def file_of(module: str) -> str:
+    """The file of a module; an empty text if it is not loaded, or has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
     return os.path.abspath(file) if file else ""
 
 
 def reference(config: type) -> str:
     """What `algorithms.get` finds a config by: PATH:CLASS if it is in a file of its own, from any folder; else MODULE:CLASS."""
     module = config.__module__
-    file = _file(module) if module in sys.modules and module != "__main__" and "." not in module else ""
+    file = file_of(module) if module != "__main__" and "." not in module else ""
     is_own = is_file(file) and "site-packages" not in file
     return f"{file if is_own else module}:{config.__qualname__}"
 

@@ -31,7 +31,7 @@ def get(algorithm: str | type) -> type:
     """Looks up the config of an algorithm.
 
     Args:
-      algorithm: its name; the path of a file that has its config (`my_ppo.py`, or `my_ppo.py:MyPPO` if it has several);
+      algorithm: its name; the path of a file that has its config (`my_ppo.py`, or `my_ppo.py:PPO` if it has several);
         `MODULE:CLASS` of a config that is defined elsewhere; or the config.
 
     Returns:

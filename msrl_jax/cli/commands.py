@@ -324,7 +324,7 @@ class Reproduce(Command):
 
 @command
 class Copy:
-    """Write an algorithm as a file of your own, to change its loop; `--algo FILE` then trains it."""
+    """Copy the file of an algorithm under a new name, to change it; `--algo FILE` then trains it."""
 
     algorithm: tyro.conf.Positional[str] = option(doc="name of the algorithm (see `msrl-jax list`), or a file of one.")
     file: tyro.conf.Positional[Path] = option(doc="a new file, such as my_ppo.py, after which the copy is named.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import inspect
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs, policies
 from msrl_jax.algorithms import PPO, config, field, make, tunable
-from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields, variant
+from msrl_jax.algorithms.config import ALGORITHMS, OF_RUNS, tunable_fields, variant
 
 TYPED = """
 from msrl_jax.algorithms import PPO, SAC
@@ -303,3 +304,16 @@ def test_minibatches_must_divide_the_unroll():
 def test_fields_are_given_by_keyword():
     with pytest.raises(TypeError, match="positional"):
         PPO(1)
+
+
+def test_no_field_has_the_name_of_an_argument_of_train():
+    parameters = inspect.signature(msrl.train).parameters.values()
+    assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} == OF_RUNS
+    with pytest.raises(TypeError, match=r"has the field 'total_steps', but that is an argument of msrl\.train"):
+
+        @config("counting")
+        class Counting:
+            total_steps: int = field(default=1, doc="steps.")
+
+            def build(self, env):
+                return env
