@@ -101,8 +101,8 @@ def ball():
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
         ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
-        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], an object of .*, or MODULE:NAME"),
-        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], an object"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], your own object, or MODULE:NAME"),
+        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], your own object"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):

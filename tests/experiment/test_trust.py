@@ -289,11 +289,11 @@ def test_a_learner_names_no_code_to_an_actor(sent):
     for said in ({**whole, "env_spec": TOUCH}, {**whole, "class": "evil.py", "algorithm": "evil"}):
         learner = Learner(said)
         with pytest.raises(TrustError, match="the learner names code to run"):
-            acting._Actor(None, trust=False)._enter(learner)
+            acting._Actor(None, trust=False).enter(learner)
         assert "the learner names code to run" in learner.heard[-1]["cannot"]
     for said in ({}, {**whole, "config": [1]}, {**whole, "env_spec": 5}, {**whole, "settings": {"learning_rate": 3}}, [], None):
         with pytest.raises(RunFolderError, match="cannot read the config of the learner"):
-            acting._Actor(None, trust=False)._enter(Learner(said))
+            acting._Actor(None, trust=False).enter(Learner(said))
 
 
 def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import data, replay
+from msrl_jax._checks import shown
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
@@ -31,8 +32,7 @@ def check_data(config: Any, given: Collection[str] = ()) -> None:
     """Raises ValueError unless `data` are a path or a data set, and `data_fraction` of no data has its default."""
     name, source = type(config).__name__, config.data
     if not isinstance(source, str | os.PathLike | Dataset | None):
-        kind = type(source).__name__
-        raise ValueError(f"{name}.data is of type {kind}: use the path of a data set, or a msrl_jax.data.Dataset")
+        raise ValueError(f"{name}.data={shown(source)}: use the path of a data set, or a msrl_jax.data.Dataset")
     share = getattr(config, "data_fraction", None)
     if source is None and share is not None and (share != type(config).data_fraction or "data_fraction" in given):
         raise ValueError(

@@ -227,7 +227,7 @@ def test_actor_critics_learn_from_both(name):
     [
         ({"data": random_data(PENDULUM)}, r"obs of the data set has shape \[3\] .* CartPole-v1"),
         ({"data": "no/such.npz"}, "there is no file no/such.npz"),
-        ({"data": 5}, "DQN.data is of type int: use the path of a data set"),
+        ({"data": 5}, "DQN.data=5: use the path of a data set"),
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
         ({"data": None, "data_fraction": 0.3}, r"DQN.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
         ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
