@@ -132,6 +132,7 @@ class A3C:
 
         acting = ("step", "value") if isinstance(network, RecurrentNetwork) else ("policy", "value")
         workers = network._replace(**{name: of_workers(getattr(network, name)) for name in acting})
+
         @fragment(role="actor")
         def act(params, obs, memory, keys):
             policy, carry = acting_policy(workers, params, obs, memory)
