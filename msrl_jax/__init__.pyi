@@ -3,6 +3,7 @@
 from msrl_jax import algorithms as algorithms
 from msrl_jax import codecs as codecs
 from msrl_jax import data as data
+from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
 from msrl_jax import experiment as experiment
 from msrl_jax import fragments as fragments

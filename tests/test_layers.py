@@ -4,10 +4,13 @@ import ast
 import graphlib
 from pathlib import Path
 
+from msrl_jax import _lazy, experiment
+
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
 FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
+    {"elastic"},
     {"search", "report"},
     {"experiment"},
     {"algorithms"},
@@ -20,6 +23,8 @@ FLOORS = [
     {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
+ROOMS = {"elastic"}
+"""Optional packages. No other module imports them; `_lazy.from_room` finds what they add when it is used."""
 
 FILES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
 NAMES = sorted(FILES)
@@ -67,6 +72,19 @@ def test_imports_point_down():
         modules = {module for target in IMPORTS[name] if (module := resolved(target))}
         up = {m for m in modules if floor(m) <= floor(name) and m.split(".")[1] != name.split(".")[1]}
         assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
+
+
+def test_nothing_of_the_core_imports_a_room_but_one_lazy_lookup():
+    def room(target):
+        module = resolved(target)
+        return ROOMS & {module and module.split(".")[1]}
+
+    assert not {f"{n} imports {t}" for n in NAMES for t in IMPORTS[n] if room(t) - {n.split(".")[1]}}
+    assert set(_lazy.ROOMS.values()) == ROOMS and set(_lazy.ROOMS) <= set(dir(experiment))
+    for name, source in FILES.items():  # by name alone, as importlib takes it
+        assert name.split(".")[1] in ROOMS or not any(f"msrl_jax.{room}" in source.read_text() for room in ROOMS), name
+    uses = {name for name in NAMES for target in IMPORTS[name] if target.endswith((".from_room", ".names_of_rooms"))}
+    assert uses == {"msrl_jax.experiment.__init__", "msrl_jax.experiment.train"}
 
 
 def test_no_module_imports_itself_by_way_of_others():

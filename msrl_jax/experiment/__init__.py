@@ -1,8 +1,7 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
+from msrl_jax._lazy import names_of_rooms as _names_of_rooms
 from msrl_jax._naming import TrustError as TrustError
-from msrl_jax.experiment.acting import act as act
-from msrl_jax.experiment.arrivals import replay_arrivals as replay_arrivals
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
@@ -37,3 +36,5 @@ from msrl_jax.experiment.store import ResumeWarning as ResumeWarning
 from msrl_jax.experiment.train import train as train
 from msrl_jax.experiment.video import Filming as Filming
 from msrl_jax.experiment.video import Video as Video
+
+__getattr__, __dir__ = _names_of_rooms(__name__)
