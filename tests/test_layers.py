@@ -2,11 +2,17 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
+from msrl_jax._rooms import added
+
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/room.toml")}
+"""Optional folders, which only `__init__.pyi` names."""
 FLOORS = [
     {"__init__", "__main__"},
+    ROOMS,
     {"cli"},
     {"search", "report"},
     {"experiment"},
@@ -17,7 +23,7 @@ FLOORS = [
     {"fragments"},
     {"codecs"},
     {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 
@@ -67,6 +73,15 @@ def test_imports_point_down():
         modules = {module for target in IMPORTS[name] if (module := resolved(target))}
         up = {m for m in modules if floor(m) <= floor(name) and m.split(".")[1] != name.split(".")[1]}
         assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
+
+
+def test_the_core_names_neither_a_room_nor_what_rooms_add():
+    """Not in texts either, such as messages; a room may be left out."""
+    assert {"games"} == ROOMS
+    words = {*(f"msrl_jax[./]{room}" for room in ROOMS), *added("algorithms"), *added("environments")}
+    core = {name for name in NAMES if name.split(".")[1] not in {*ROOMS, "_rooms"}}  # whose docstring has an example
+    found = {name: re.findall(rf"\b(?:{'|'.join(words)})\b", FILES[name].read_text()) for name in core}
+    assert not {name: of for name, of in found.items() if of}
 
 
 def test_no_module_imports_itself_by_way_of_others():
