@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import msrl_jax as msrl
+from msrl_jax._rooms import rooms
 from msrl_jax.cli.actions import COMMANDS
 
 THEMES = {
@@ -32,7 +33,7 @@ API = {
     "msrl_jax.algorithms.returns": None,
     "msrl_jax.algorithms.losses": None,
     "msrl_jax.data": None,
-    "msrl_jax.games": None,
+    **dict.fromkeys((f"msrl_jax.{room}" for room in rooms()), None),
 }  # fmt: skip
 
 

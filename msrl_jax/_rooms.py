@@ -19,12 +19,18 @@ T = TypeVar("T")
 
 
 @functools.cache
+def rooms() -> Mapping[str, Path]:
+    """The table of each room, by the name of its folder."""
+    return {file.parent.name: file for file in sorted(Path(__file__).parent.glob("*/room.toml"))}
+
+
+@functools.cache
 def added(kind: str) -> Mapping[str, str]:
     """What rooms add of a kind: `MODULE:NAME` by name. Imports no room."""
     found = {}
-    for file in sorted(Path(__file__).parent.glob("*/room.toml")):
+    for room, file in rooms().items():
         for name, place in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():
-            found[name] = f"{__package__}.{file.parent.name}.{place}"
+            found[name] = f"{__package__}.{room}.{place}"
     return found
 
 

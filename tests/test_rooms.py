@@ -4,7 +4,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from msrl_jax._rooms import Registry, added
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from tests.support import processes
 
-ROOMS = sorted(path.parent.name for path in Path(_rooms.__file__).parent.glob("*/room.toml"))
+ROOMS = sorted(_rooms.rooms())
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_entries_may_be_replaced_and_taken_out(desk):
 
 def test_what_rooms_add_is_there():
     assert {"alphazero", "muzero", "self_play"} <= set(added("algorithms")) <= set(msrl.algorithms.names())
-    assert {"KuhnPoker", "RockPaperScissors"} == set(added("environments"))
+    assert {"KuhnPoker", "RockPaperScissors"} <= set(added("environments"))
     for name, place in added("algorithms").items():
         kind = msrl.algorithms.get(name)
         assert kind.name == name and place == f"{kind.__module__}:{kind.__qualname__}"
