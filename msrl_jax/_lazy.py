@@ -3,28 +3,9 @@
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-ROOMS = {"RemoteActors": "elastic", "act": "elastic", "replay_arrivals": "elastic"}
-"""What optional rooms add: name -> package. Nothing else imports a room, and a room is imported when such a name is used."""
-
-
-def from_room(name: str) -> Any:
-    """What an optional room adds, by its name in `ROOMS`."""
-    return getattr(importlib.import_module(f"msrl_jax.{ROOMS[name]}"), name)
-
-
-def names_of_rooms(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes `__getattr__` and `__dir__` of a package that offers what rooms add."""
-
-    def find(name: str) -> Any:
-        if name not in ROOMS:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        return from_room(name)
-
-    return find, lambda: sorted({*vars(sys.modules[package]), *ROOMS})
 
 
 def names_of(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -40,3 +21,14 @@ def names_of(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
         return getattr(importlib.import_module(modules[name]), name)
 
     return find, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)
+
+
+def names_with(package: str, others: Mapping[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Makes `__getattr__` and `__dir__` of a package that has other names, too, which are looked up at each use."""
+
+    def find(name: str) -> Any:
+        if name not in others:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        return others[name]
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *others})

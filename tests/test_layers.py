@@ -2,15 +2,18 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
-from msrl_jax import _lazy, experiment
+from msrl_jax._rooms import added, rooms
 
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
+ROOMS = set(rooms())
+"""Optional folders, which only `__init__.pyi` names."""
 FLOORS = [
     {"__init__", "__main__"},
+    ROOMS,
     {"cli"},
-    {"elastic"},
     {"search", "report"},
     {"experiment"},
     {"algorithms"},
@@ -20,11 +23,9 @@ FLOORS = [
     {"fragments"},
     {"codecs"},
     {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
-ROOMS = {"elastic"}
-"""Optional packages. No other module imports them; `_lazy.from_room` finds what they add when it is used."""
 
 FILES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
 NAMES = sorted(FILES)
@@ -74,17 +75,22 @@ def test_imports_point_down():
         assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
 
 
-def test_nothing_of_the_core_imports_a_room_but_one_lazy_lookup():
-    def room(target):
-        module = resolved(target)
-        return ROOMS & {module and module.split(".")[1]}
+def test_the_core_names_neither_a_room_nor_what_rooms_add():
+    """Not in texts either, such as messages; a room may be left out."""
+    assert {"elastic", "games"} <= ROOMS
+    words = {*(f"msrl_jax[./]{room}" for room in ROOMS), *added("algorithms"), *added("environments")}
+    core = {name for name in NAMES if name.split(".")[1] not in {*ROOMS, "_rooms"}}  # whose docstring has an example
+    found = {name: re.findall(rf"\b(?:{'|'.join(words)})\b", FILES[name].read_text()) for name in core}
+    assert not {name: of for name, of in found.items() if of}
 
-    assert not {f"{n} imports {t}" for n in NAMES for t in IMPORTS[n] if room(t) - {n.split(".")[1]}}
-    assert set(_lazy.ROOMS.values()) == ROOMS and set(_lazy.ROOMS) <= set(dir(experiment))
-    for name, source in FILES.items():  # by name alone, as importlib takes it
-        assert name.split(".")[1] in ROOMS or not any(f"msrl_jax.{room}" in source.read_text() for room in ROOMS), name
-    uses = {name for name in NAMES for target in IMPORTS[name] if target.endswith((".from_room", ".names_of_rooms"))}
-    assert uses == {"msrl_jax.experiment.__init__", "msrl_jax.experiment.train"}
+
+def test_train_alone_looks_up_how_a_room_executes_a_run():
+    uses = {n: text.count("EXECUTIONS[") for n in NAMES if n.startswith("msrl_jax.") and (text := FILES[n].read_text())}
+    assert {n: count for n, count in uses.items() if count} == {"msrl_jax.experiment.train": 1}
+    assert "actors_at" in added("executions")
+    assert {n for n in NAMES if n.startswith("msrl_jax.experiment.") and "actors_at" in FILES[n].read_text()} == {
+        "msrl_jax.experiment.train"
+    }
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -99,10 +99,6 @@ assert sorted({*gymnax.registered_envs, *ours}) == sorted(names), "the names tha
 from gymnax.environments import Pong
 gymnax.register("Mine-v0", Pong)
 assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
-from msrl_jax import train
-assert not [name for name in sys.modules if name.startswith("msrl_jax.elastic")], "optional rooms are imported on use"
-from msrl_jax.experiment import act, replay_arrivals
-assert "msrl_jax.elastic" in sys.modules
 """
     assert python(code).stdout == "['gymnasium']\n"
 

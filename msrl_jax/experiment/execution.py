@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from msrl_jax._rooms import Registry
 from msrl_jax.experiment.hooks import StopRequests
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -71,3 +72,7 @@ class InProcess:
     def hooks(self, hooks: list[Any]) -> list[Any]:
         """Adds none."""
         return hooks
+
+
+EXECUTIONS: Registry[Callable[[Any], Execution]] = Registry("executions")
+"""What rooms add: by an argument of `train`, a function from its value to the execution of the run."""

@@ -14,7 +14,6 @@ import jax
 
 from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
-from msrl_jax._lazy import from_room
 from msrl_jax._naming import check_trust
 from msrl_jax.algorithms.agent import replay_ratio
 from msrl_jax.envs import Environment
@@ -25,7 +24,7 @@ from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.choosing import is_auto, resolved
-from msrl_jax.experiment.execution import Execution, InProcess
+from msrl_jax.experiment.execution import EXECUTIONS, Execution, InProcess
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
@@ -148,7 +147,7 @@ def train(
     display = choose_display(progress if processes.is_first() else False)
     if policy is not None and not is_auto(policy):
         policy = policies.get(policy)  # before an algorithm is built, which may take long
-    execution: Execution = InProcess() if actors_at is None else from_room("RemoteActors")(actors_at)
+    execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
