@@ -1,4 +1,4 @@
-"""Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
+"""Elastic actors: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
 import asyncio
 import contextlib
