@@ -31,10 +31,11 @@ class Execution(Protocol):
         self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
         requests: StopRequests, say: Callable[[str], Any],
     ) -> contextlib.AbstractContextManager[Any]:  # fmt: skip
-        """A context whose value is the program of the run: a `Program`, or an object with the same methods.
+        """A context whose value is the program of the run: a `Program`, or an object that has what a run uses of one.
 
-        `run` may return after fewer iterations than were asked for; the metrics have a row for each. The context ends after
-        the last hook.
+        That is `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and `unrepeatable`; `begin`,
+        `warm_up`, `initialize`, `place`, `unwrap` and `run`. `run` may return after fewer iterations than were asked for; its
+        metrics have a row for each. The context ends after the last hook.
 
         Args:
           experiment: what the run computes.
