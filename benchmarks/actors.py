@@ -26,7 +26,7 @@ import numpy as np
 from comparison import machine, our_versions, rewrite
 
 from msrl_jax import envs
-from msrl_jax.experiment import keys
+from msrl_jax.elastic import tls
 from msrl_jax.report.provenance import commit
 
 COUNTS = (2, 4, 1)
@@ -74,7 +74,7 @@ def measure(env: str, counts: Sequence[int], seconds: float, codec: str | None) 
         probe.close()
         run, policy = Path(folder, "run"), "SingleLearnerCoarse:staleness=8" + f",parameter_codec={codec}" * (codec is not None)
         options = ["--algo", "impala", "--env", env, "--policy", policy, "--total-steps", "1000000000", "--eval-episodes", "0"]
-        keys.contexts(print)  # an actor may start before the learner has made the key
+        tls.contexts(print)  # an actor may start before the learner has made the key
         processes = [_start("train", "--actors-at", address, "--out", str(run), "--progress", "none", *options)]
         found = []
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import msrl_jax as msrl
+from msrl_jax._rooms import rooms
 from msrl_jax.cli.actions import COMMANDS
 
 THEMES = {
@@ -25,14 +26,14 @@ API = {
         "Reproduction",
     ],
     "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
-                             "match", "Match", "Player", "with_search", "minimax", "at_random",
-                             "round_robin", "Ratings", "bradley_terry", "act", "replay_arrivals", "TrustError"],
+                             "act", "replay_arrivals", "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],
     "msrl_jax.algorithms.returns": None,
     "msrl_jax.algorithms.losses": None,
     "msrl_jax.data": None,
+    **dict.fromkeys((f"msrl_jax.{room}" for room in rooms()), None),
 }  # fmt: skip
 
 
@@ -68,9 +69,10 @@ def algorithm_page(name: str) -> str:
     kind = msrl.algorithms.get(name)
     env = "env" if kind.many_agents else '"Pendulum-v1"' if name in ("sac", "td3", "ddpg") else '"CartPole-v1"'
     data = ", data=dataset" if kind.offline else ""
+    public = kind.__module__.rpartition(".")[0].replace("msrl_jax", "msrl")
     lines = [f"# {name}", "", prose(kind.__doc__ or ""), ""]
     lines += ["```python", f'result = msrl.train("{name}", {env}{data})', "```", ""]
-    lines += [f"The same as `msrl.train(msrl.algorithms.{kind.__name__}(), ...)`. Each field is a keyword, and a flag.", ""]
+    lines += [f"The same as `msrl.train({public}.{kind.__name__}(), ...)`. Each field is a keyword, and a flag.", ""]
     lines += ["| field | default | bounds | what it is |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
         about = field.metadata

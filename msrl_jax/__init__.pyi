@@ -3,9 +3,11 @@
 from msrl_jax import algorithms as algorithms
 from msrl_jax import codecs as codecs
 from msrl_jax import data as data
+from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
 from msrl_jax import experiment as experiment
 from msrl_jax import fragments as fragments
+from msrl_jax import games as games
 from msrl_jax import policies as policies
 from msrl_jax import replay as replay
 from msrl_jax import report as report

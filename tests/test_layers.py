@@ -2,11 +2,17 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
+from msrl_jax._rooms import added, rooms
+
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
+ROOMS = set(rooms())
+"""Optional folders, which only `__init__.pyi` names."""
 FLOORS = [
     {"__init__", "__main__"},
+    ROOMS,
     {"cli"},
     {"search", "report"},
     {"experiment"},
@@ -17,7 +23,7 @@ FLOORS = [
     {"fragments"},
     {"codecs"},
     {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_simulate", "_tracebacks"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate", "_tracebacks"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 
@@ -67,6 +73,23 @@ def test_imports_point_down():
         modules = {module for target in IMPORTS[name] if (module := resolved(target))}
         up = {m for m in modules if floor(m) <= floor(name) and m.split(".")[1] != name.split(".")[1]}
         assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
+
+
+def test_the_core_names_neither_a_room_nor_what_rooms_add():
+    """Not in texts either, such as messages; a room may be left out."""
+    assert {"elastic", "games"} <= ROOMS
+    words = {*(f"msrl_jax[./]{room}" for room in ROOMS), *added("algorithms"), *added("environments")}
+    core = {name for name in NAMES if name.split(".")[1] not in {*ROOMS, "_rooms"}}  # whose docstring has an example
+    found = {name: re.findall(rf"\b(?:{'|'.join(words)})\b", FILES[name].read_text()) for name in core}
+    assert not {name: of for name, of in found.items() if of}
+
+
+def test_train_alone_looks_up_how_a_room_executes_a_run():
+    texts = {name: FILES[name].read_text() for name in NAMES}
+    uses = {name: text.count("EXECUTIONS[") for name, text in texts.items() if "EXECUTIONS[" in text}
+    assert uses == {"msrl_jax.experiment.train": 1} and "actors_at" in added("executions")
+    named = [name for name, text in texts.items() if name.startswith("msrl_jax.experiment.") and "actors_at" in text]
+    assert named == ["msrl_jax.experiment.train"]
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -6,7 +6,6 @@ from msrl_jax.algorithms.a2c import A2C as A2C
 from msrl_jax.algorithms.a3c import A3C as A3C
 from msrl_jax.algorithms.agent import Agent as Agent
 from msrl_jax.algorithms.agent import Progress as Progress
-from msrl_jax.algorithms.alphazero import AlphaZero as AlphaZero
 from msrl_jax.algorithms.bc import BC as BC
 from msrl_jax.algorithms.config import Tunable as Tunable
 from msrl_jax.algorithms.config import TunableOrNone as TunableOrNone
@@ -23,7 +22,6 @@ from msrl_jax.algorithms.ippo import IPPO as IPPO
 from msrl_jax.algorithms.ippo import MAPPO as MAPPO
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
-from msrl_jax.algorithms.muzero import MuZero as MuZero
 from msrl_jax.algorithms.networks.layers import Whole as Whole
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.pqn import PQN as PQN
@@ -35,7 +33,6 @@ from msrl_jax.algorithms.registry import get as get
 from msrl_jax.algorithms.registry import make as make
 from msrl_jax.algorithms.registry import names as names
 from msrl_jax.algorithms.sac import SAC as SAC
-from msrl_jax.algorithms.self_play import SelfPlay as SelfPlay
 from msrl_jax.algorithms.td3 import DDPG as DDPG
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.teams import Teams as Teams

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from msrl_jax import _rooms
 from msrl_jax._checks import name_of, shown
 from msrl_jax._tracebacks import entry
 from msrl_jax.envs.privileged import with_privileged
@@ -37,8 +38,8 @@ Normalization = Literal["minibatch", "batch", "none"]
 T = TypeVar("T")
 
 
-ALGORITHMS: dict[str, type] = {}
-"""The configs of all algorithms, by name."""
+ALGORITHMS: _rooms.Registry[type] = _rooms.Registry("algorithms")
+"""The configs of all algorithms, by name; those of optional rooms are imported when they are looked up."""
 
 if TYPE_CHECKING:
 
@@ -161,8 +162,9 @@ def config(
 
         defaults = {f.name: f.default for f in dataclasses.fields(new)}
         check_fields(unflatten(tuple(map(defaults.get, static)), map(defaults.get, leaves)))
-        before = {n.lower(): c for n, c in ALGORITHMS.items()}.get(name.lower())
-        if before is not None and _place(before) != _place(new):
+        is_of_room = _rooms.added("algorithms").get(name) == f"{new.__module__}:{new.__qualname__}"
+        alike = [] if is_of_room else [ALGORITHMS[n] for n in ALGORITHMS if n.lower() == name.lower()]
+        if any(before is not None and _place(before) != _place(new) for before in alike):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         jax.tree_util.register_pytree_node(new, flatten, unflatten)
         ALGORITHMS[name] = new  # a cell of a notebook may define it again
@@ -201,7 +203,7 @@ def _check_declaration(cls: type) -> None:
     where = f"the config {cls.__name__}"
     if not callable(getattr(cls, "build", None)):
         raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
-    if parents := [base.__name__ for base in cls.__mro__[1:] if base in ALGORITHMS.values()]:
+    if parents := [base.__name__ for base in cls.__mro__[1:] if "many_agents" in vars(base)]:
         fact = f"{where} inherits from the config {parents[0]}, and configs are not subclassed"
         raise TypeError(f"{fact}; list its fields, and pass those of {parents[0]} on: {parents[0]}(name=self.name).build(env)")
     if "__post_init__" in vars(cls):

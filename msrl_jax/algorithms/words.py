@@ -149,7 +149,7 @@ def _has_optimizer(config: Any) -> bool:
 
 def _adaptive() -> list[str]:
     """The names of the algorithms whose learning rate may adapt to the KL divergence of their updates."""
-    configs: dict[str, Any] = ALGORITHMS
+    configs: Mapping[str, Any] = ALGORITHMS
     return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes, _suites
+from msrl_jax import _recipes, _rooms, _suites
 from msrl_jax._terminal import table
 from msrl_jax.cli.commands import List
 
@@ -70,9 +70,10 @@ def names_in_sources() -> dict[str, list[str]]:
         texts = [file.read_text("utf-8") for file in (Path(__file__).parents[1] / folder).glob("*.py")]
         return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
 
+    algorithms = found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"')
     return {
-        "algorithms": found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
-        "environments": sorted([*_suites.names(), "KuhnPoker", "PointMaze", "RockPaperScissors"]),
+        "algorithms": sorted([*algorithms, *_rooms.added("algorithms")]),
+        "environments": sorted([*_suites.names(), "PointMaze", *_rooms.added("environments")]),
         "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
     }
 

@@ -4,14 +4,14 @@ An environment with a method `action_mask(state)` names its legal actions. `with
 other functions take plain observations too, and then change nothing. In the shape descriptions, `n` is the number of actions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._compat import drop_unused, jaxprs_in
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host, of_env
 
@@ -58,37 +58,32 @@ class _Masked(Wrapper):
         return state, MaskedObservation(obs, after), reward, terminated, truncated
 
 
-# Functions of their own, because the name of the function that makes a nan tells what went wrong.
+FAULTS: dict[str, str] = {}
+"""What a nan means, by the name of the function that made it."""
+
+F = TypeVar("F", bound=Callable[..., jax.Array])
+
+
+def fault(meaning: str) -> Callable[[F], F]:
+    """Registers what it means that a function makes a nan: its name in a program tells what an environment did."""
+
+    def register(function: F) -> F:
+        FAULTS[function.__name__] = meaning
+        return function
+
+    return register
+
+
+@fault("gave an observation without a legal action")
 def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
     """The reward, or nan if an observation without a legal action is found."""
     return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # -0.0 changes no reward
 
 
+@fault("was given an illegal action")
 def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
     """The reward, or nan if an illegal action was taken."""
     return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
-
-
-def no_such_player(reward: jax.Array, happened: jax.Array) -> jax.Array:
-    """The reward, or nan if it was the turn of a player who is neither 0 nor 1."""
-    return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
-
-
-def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
-    """The reward, or nan if the player who moved is to move again, where turns have to alternate."""
-    return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
-
-
-_DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
-"""The primitives that make random numbers of keys, typed ones and others."""
-
-FAULTS = {
-    no_legal_action.__name__: "gave an observation without a legal action",
-    illegal_action.__name__: "was given an illegal action",
-    no_such_player.__name__: "has a to_move(state) that returned neither 0 nor 1",
-    moved_twice.__name__: "let a player move twice in a row (turns alternate in games for muzero; not in those for alphazero)",
-}
-"""What a nan means, by the name of the function that made it."""
 
 
 def check_played(env: Any, reward: np.ndarray) -> None:
@@ -145,15 +140,3 @@ def index_at(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     ends = jnp.cumsum(weights, axis=-1)
     reached = ends - weights <= uniform[..., None] * ends[..., -1:]
     return jnp.max(jnp.where(reached & (weights > 0), jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)
-
-
-def draws(game: Any) -> bool:
-    """Whether what a step of a game of two players returns depends on numbers that the step draws: a game of chance."""
-    key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
-    used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
-    return any(eqn.primitive.name in _DRAWING for body in jaxprs_in(used) for eqn in body.eqns)
-
-
-def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
-    """The action of the player to move, 0 or 1, and a legal one of the other, who waits. `[2]` int32"""
-    return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)

@@ -7,15 +7,13 @@ from typing import Any
 
 from msrl_jax import _checks, _naming, _suites
 from msrl_jax._checks import shown, suggestion
+from msrl_jax._rooms import Registry
 from msrl_jax._spec import parse_spec
 from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import Environment
-from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.mazes import PointMaze
 
-_factories: dict[str, Callable[..., Environment]] = {
-    "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors, "PointMaze": PointMaze,
-}  # fmt: skip
+_factories: Registry[Callable[..., Environment]] = Registry("environments", {"PointMaze": PointMaze})
 
 
 @entry

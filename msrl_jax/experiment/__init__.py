@@ -1,8 +1,8 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
+from msrl_jax._lazy import names_with as _names_with
 from msrl_jax._naming import TrustError as TrustError
-from msrl_jax.experiment.acting import act as act
-from msrl_jax.experiment.arrivals import replay_arrivals as replay_arrivals
+from msrl_jax._rooms import Registry as _Registry
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
@@ -17,18 +17,9 @@ from msrl_jax.experiment.folder import NotSavedError as NotSavedError
 from msrl_jax.experiment.folder import RunFolderError as RunFolderError
 from msrl_jax.experiment.folder import SaveWarning as SaveWarning
 from msrl_jax.experiment.guard import DivergedError as DivergedError
-from msrl_jax.experiment.matches import Match as Match
-from msrl_jax.experiment.matches import Player as Player
-from msrl_jax.experiment.matches import at_random as at_random
-from msrl_jax.experiment.matches import match as match
-from msrl_jax.experiment.matches import minimax as minimax
-from msrl_jax.experiment.matches import with_search as with_search
 from msrl_jax.experiment.nonfinite import Failure as Failure
 from msrl_jax.experiment.nonfinite import replay_step as replay_step
 from msrl_jax.experiment.pbt import PBT as PBT
-from msrl_jax.experiment.ratings import Ratings as Ratings
-from msrl_jax.experiment.ratings import bradley_terry as bradley_terry
-from msrl_jax.experiment.ratings import round_robin as round_robin
 from msrl_jax.experiment.result import Result as Result
 from msrl_jax.experiment.run import Ending as Ending
 from msrl_jax.experiment.run import Run as Run
@@ -37,3 +28,5 @@ from msrl_jax.experiment.store import ResumeWarning as ResumeWarning
 from msrl_jax.experiment.train import train as train
 from msrl_jax.experiment.video import Filming as Filming
 from msrl_jax.experiment.video import Video as Video
+
+__getattr__, __dir__ = _names_with(__name__, _Registry("experiment"))

@@ -35,7 +35,7 @@ from msrl_jax.experiment.history import Row, scalars
 
 CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
-CHECKPOINTS, ARRIVALS = "checkpoints", "arrivals.jsonl"
+CHECKPOINTS = "checkpoints"
 _WRITTEN = (REPEAT, TABLE, SUMMARY, EVALUATION, LOCK)
 _COUNTS = ("step", "iteration")  # what every row has
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
@@ -137,7 +137,7 @@ def locked(path: Path) -> Iterator[None]:
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
     saved = [f"{CHECKPOINTS}/{each.name}" for each in (path / CHECKPOINTS).glob("*")]
-    check_links(path, (*_WRITTEN, ROWS, ARRIVALS, CHECKPOINTS, *saved))
+    check_links(path, (*_WRITTEN, ROWS, CHECKPOINTS, *saved))
     if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
         raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]

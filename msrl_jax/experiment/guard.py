@@ -18,7 +18,6 @@ from msrl_jax.experiment import checkpoint, folder, nonfinite, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.history import first_non_finite, in_words
 from msrl_jax.experiment.hooks import Checkpoints
-from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.nonfinite import Failure, Watch
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
@@ -179,10 +178,10 @@ class Guard:
 
     def _search(self, run: Run) -> Failure | str:
         """What is to blame, or why that is not known."""
-        if isinstance(run.program, Learning):
-            return "Actors made its data, so the iteration was not run again to find the cause."
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
+        if why := run.program.unrepeatable:
+            return f"{why}, so the iteration was not run again to find the cause."
         state, begin, _ = self.earlier(run)
         iterations = run.finding.iteration - begin
         if begin < run.changed_at:
@@ -190,8 +189,6 @@ class Guard:
             return f"A callback changed parameters of the environments {when}."
         if iterations < 1:
             return "There is no finite state from before that iteration."
-        if run.program.traced.jaxpr.effects:
-            return "The loop calls the host, so it was not run again to find the cause."
         if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
             return (
                 f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "

@@ -197,7 +197,7 @@ class Run:
         compiling, start = self.program.compile_seconds, time.perf_counter()
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
         jax.block_until_ready(self.run_state)
-        count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # fewer, if actors have left
+        count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # it may be fewer, see `Execution`
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.pace.measured(max(count, 1), processes.agreed(seconds))

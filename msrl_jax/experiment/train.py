@@ -21,14 +21,14 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, pool, processes, store
+from msrl_jax.experiment import folder, processes, store
 from msrl_jax.experiment.arguments import as_asked, find_folder, opened
 from msrl_jax.experiment.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.experiment.choosing import is_auto, resolved
+from msrl_jax.experiment.execution import EXECUTIONS, Execution, InProcess
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
 from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
-from msrl_jax.experiment.learning import Learning
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.run import Ending, Pace, Run, finish, loop
@@ -149,6 +149,7 @@ def train(
     display = choose_display(progress if processes.is_first() else False)
     if policy is not None and not is_auto(policy):
         policy = policies.get(policy)  # before an algorithm is built, which may take long
+    execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
@@ -173,22 +174,15 @@ def train(
                 raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
-            if actors_at is not None and is_auto(policy):
-                raise ValueError('policy="auto" compares policies without actors in other processes; leave out one of the two')
-            if actors_at is not None and (record is not None or experiment.guard == "rollback"):
-                given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
-                raise ValueError(f"{given} needs the environments, which are with the actors; leave it out, or actors_at")
+            execution.check(experiment, policy, record)
             simulated = saved is None and is_on_host(experiment.environment)
-            usual = saved.description["policy"] if saved else pool.USUAL if actors_at else experiment.usual_policy
+            usual = saved.description["policy"] if saved else execution.default_policy(experiment)
             say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
             if saved and policy is None:
                 check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
-            actors = None if actors_at is None else pool.opened(actors_at, experiment, where, devices, path, say)
-            if actors is not None:
-                stack.callback(actors.close)
-            program: Any = experiment.compile(where, devices) if actors is None else Learning(actors)
+            program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
@@ -212,11 +206,11 @@ def train(
         guarding = None if experiment.guard == "ignore" else Guard()
         rows = Rows()
         hooks = [
-            requests, actors, recording, guarding, evaluating, rows if path is not None and processes.is_first() else None,
+            requests, recording, guarding, evaluating, rows if path is not None and processes.is_first() else None,
             *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
-            guarding and Divergence(guarding, saver), saver, None if actors is None else pool.Waiting(actors, requests),
+            guarding and Divergence(guarding, saver), saver,
         ]  # fmt: skip
-        hooks = [hook for hook in hooks if hook is not None]
+        hooks = execution.hooks([hook for hook in hooks if hook is not None])
         to = recording and str(recording.writer.path)
         deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
         asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []

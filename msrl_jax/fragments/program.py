@@ -133,6 +133,11 @@ class Program(Generic[State]):
         return jax.tree.unflatten(self._tree, first[:count]), tuple(first[count:])
 
     @property
+    def unrepeatable(self) -> str:
+        """Why the same iterations from the same state may give other results; empty if they cannot."""
+        return "The loop calls the host" if self.traced.jaxpr.effects else ""
+
+    @property
     def metrics_bytes(self) -> int:
         """Bytes of the metrics of one iteration."""
         return sum(v.nbytes for v in self.schedule.metrics)

@@ -14,8 +14,8 @@ from msrl_jax import cli, data, envs
 from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
-from msrl_jax.envs.games import RockPaperScissors
 from msrl_jax.fragments.counters import counter
+from msrl_jax.games.small_games import RockPaperScissors
 from tests.support.agents import make_counted
 from tests.support.lock import COUNT, SIZES, Lock, OneInteger
 from tests.support.many_agents import Homes
@@ -238,5 +238,5 @@ def test_random_integers_are_uniform_and_one_is_the_choice():
 
 @pytest.mark.parametrize("algo", ["qmix", "vdn", "maddpg"])
 def test_values_of_several_agents_refuse_integers(algo):
-    with pytest.raises(TypeError, match=r"for integers use .*of several agents, ippo, mappo or self_play"):
+    with pytest.raises(TypeError, match=r"for integers use .*of several agents, ippo or mappo"):
         msrl.algorithms.get(algo)().build(OneInteger(Homes()))

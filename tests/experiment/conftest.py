@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment import keys
 from tests.support.runs import stop_after, train
 
 TINY = {
@@ -72,12 +71,3 @@ def copy(stopped, tmp_path):
     """A copy of that run, to be changed."""
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path / "run"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def key_of_actors(tmp_path_factory):
-    """The user's own key is none of the tests' business; processes that they start have the same one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(keys.VARIABLE, str(tmp_path_factory.mktemp("key") / "actors.pem"))
-        keys.contexts(lambda line: None)
-        yield

@@ -1,4 +1,4 @@
-"""What a folder, a file or a learner names is imported only on the user's word, and called only if it is of the right kind."""
+"""What a folder or a file names is imported only on the user's word, and called only if it is of the right kind."""
 
 import json
 import os
@@ -18,8 +18,7 @@ from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
-from msrl_jax.experiment import Experiment, Result, acting, checkpoint, folder, nonfinite
-from msrl_jax.experiment.arrivals import replay_arrivals
+from msrl_jax.experiment import Experiment, Result, checkpoint, folder, nonfinite
 from msrl_jax.experiment.facts import fingerprint
 from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.store import ResumeWarning
@@ -218,7 +217,7 @@ def test_processes_that_this_one_starts_import_nothing_from_the_working_director
 
 
 def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
-    """What a folder or a learner names may run then."""
+    """What a folder names may run then."""
     sent(), np.savez(tmp_path / "step.npz")
     asked = []
 
@@ -229,8 +228,7 @@ def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
     monkeypatch.setattr(Result, "load", noted)
     monkeypatch.setattr(msrl.experiment, "replay_step", noted)
     monkeypatch.setattr(msrl.experiment, "train", noted)
-    monkeypatch.setattr(acting, "_act", lambda where, context, actor, limit, say: noted(trust=actor.trust))
-    for words in (*LOADING, ["replay", "step.npz"], ["act", "127.0.0.1:7000"]):
+    for words in (*LOADING, ["replay", "step.npz"]):
         assert main([*words, "--trust"]) == 2 and asked.pop() is True, words
 
 
@@ -274,28 +272,6 @@ def test_no_kind_of_name_reaches_the_standard_library():
         assert not _naming.is_path(path)
 
 
-def test_a_learner_names_no_code_to_an_actor(sent):
-    class Learner:
-        def __init__(self, said):
-            self.said, self.heard = said, []
-
-        def send(self, header, arrays=()):
-            self.heard.append(header)
-
-        def receive(self, payload=0):
-            return {"run": "a", "codec": None, "experiment": self.said}, memoryview(b"")
-
-    whole = Experiment(algorithm=algorithms.PPO(), env="CartPole-v1").to_json()
-    for said in ({**whole, "env_spec": TOUCH}, {**whole, "class": "evil.py", "algorithm": "evil"}):
-        learner = Learner(said)
-        with pytest.raises(TrustError, match="the learner names code to run"):
-            acting._Actor(None, trust=False).enter(learner)
-        assert "the learner names code to run" in learner.heard[-1]["cannot"]
-    for said in ({}, {**whole, "config": [1]}, {**whole, "env_spec": 5}, {**whole, "settings": {"learning_rate": 3}}, [], None):
-        with pytest.raises(RunFolderError, match="cannot read the config of the learner"):
-            acting._Actor(None, trust=False).enter(Learner(said))
-
-
 def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
     run = sent(env_spec="evil:Env")
     board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
@@ -311,7 +287,7 @@ def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
         assert not _copied(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
 
 
-@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "run.toml", "arrivals.jsonl", "checkpoints"])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "run.toml", "checkpoints"])
 def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys):
     run = sent()
     (precious := tmp_path / "precious").mkdir()
@@ -356,9 +332,6 @@ def test_no_link_leads_a_board_elsewhere(name, sent, tmp_path):
 
 def test_other_readers_of_a_folder_run_nothing(sent):
     run = sent(env_spec="evil:Env")
-    (run / "arrivals.jsonl").write_text(json.dumps({"run": "a"}) + "\n" + json.dumps({"begins": 0}) + "\n")
-    with pytest.raises(TrustError, match="names code to run, env='evil:Env'"):
-        replay_arrivals(run)
     told = json.loads((run / "config.json").read_text()) | {"data": None}
     about = {"run": told, "origin": {}, "record": None, "operands": []}
     np.savez(run / "non_finite.npz", **{nonfinite._ABOUT: json.dumps(about)})

@@ -16,8 +16,8 @@ from PIL import Image
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.envs import spaces
-from msrl_jax.envs.games import RockPaperScissors
 from msrl_jax.experiment.video import film
+from msrl_jax.games.small_games import RockPaperScissors
 from tests.support.acting import acting
 
 

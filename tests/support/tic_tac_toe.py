@@ -8,7 +8,7 @@ import numpy as np
 
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.masks import sample_legal
-from msrl_jax.experiment import Player
+from msrl_jax.games import Player
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 

@@ -58,14 +58,14 @@ def n_step_buffer(env: Environment, config: Any) -> Replay:
         windows |= {"relabelling": Relabelling(goals_of(env), config.relabel, config.relabel_by)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
-        return _buffer(obs, action, config, config.batch_size, config.shards, **windows)
+        return window_buffer(obs, action, config, config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
     mixed_in = data.buffer(
         dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs),
         length=config.n_step, discount=config.discount,
     )  # fmt: skip
-    return mix(_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
+    return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
 
 
 def agents_buffer(view: TeamView, config: Any) -> Replay:
@@ -73,13 +73,13 @@ def agents_buffer(view: TeamView, config: Any) -> Replay:
     one, agents = action_type(view.action_space), (view.num_agents,)
     action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
     windows = {"length": config.n_step, "discount": config.discount}
-    return _buffer(view.observation_type, action, config, config.batch_size, config.shards, agents=agents, **windows)
+    return window_buffer(view.observation_type, action, config, config.batch_size, config.shards, agents=agents, **windows)
 
 
 def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> Replay:
     """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
     length = config.burn_in + config.trace_length + config.n_step - 1
-    buffer = _buffer(
+    buffer = window_buffer(
         obs, action, config, config.batch_size, config.shards, carry,
         may_be_absent=may_be_absent, length=length, stride=max(config.trace_length // 2, 1),
         length_is="burn_in + trace_length + n_step - 1 are",
@@ -95,14 +95,6 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
     return dataclasses.replace(buffer, sample=sample)
 
 
-def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Replay:
-    """Makes the buffer of windows that begin at every step: `model_steps` of a model, and the `n_step` rewards after these."""
-    return _buffer(
-        obs, action, config, config.batch_size, config.shards, may_be_absent=may_be_absent,
-        length=config.model_steps + config.n_step, length_is="model_steps + n_step are",
-    )  # fmt: skip
-
-
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
     """The `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has none."""
     others: dict[str, str | None] = {}
@@ -112,7 +104,7 @@ def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
     return None if codec is None else {"obs": codec, "next_obs": codec, **others}
 
 
-def _buffer(
+def window_buffer(
     obs: Any,
     action: Any,
     config: Any,
@@ -124,6 +116,7 @@ def _buffer(
     length_is: str = "n_step is",
     **windows: Any,
 ) -> Replay:
+    """Makes the buffer of windows of steps of a config; `length_is` says in messages which fields make the length."""
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
     example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_absent else None)
     options: dict[str, Any] = {
@@ -195,7 +188,7 @@ def load_data(source: str | Dataset, env: Environment) -> Dataset:
 
 
 _FOR_INTEGERS = (
-    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap "
+    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo or mappo), or wrap "
     "the environment to take a Discrete space of their combinations"
 )
 

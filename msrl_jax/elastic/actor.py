@@ -13,12 +13,13 @@ import numpy as np
 
 from msrl_jax import _compiling
 from msrl_jax._tracebacks import entry
-from msrl_jax.experiment import keys, wire
+from msrl_jax.elastic import tls, wire
+from msrl_jax.elastic.packing import Packing, apply_changes
+from msrl_jax.elastic.split_program import SplitProgram, split_program
+from msrl_jax.elastic.wire import Channel, WireError
 from msrl_jax.experiment.folder import versions
 from msrl_jax.experiment.hooks import seconds
-from msrl_jax.experiment.parts import Packing, Parts, parts_of, patched
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.wire import Channel, WireError
 
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one again and again
 
@@ -38,14 +39,14 @@ class _Actor:
     """An actor, with what it keeps while its learner is away."""
 
     def __init__(self, experiment: Experiment | None, trust: bool):
-        self.experiment, self.trust, self.parts = experiment, trust, None
+        self.experiment, self.trust, self.program = experiment, trust, None
         self.run: str | None = None
-        self.about: Any = None  # what the parts are made of
+        self.about: Any = None  # what the program was made of
         self.ticket: int | None = None
         self.unrolls = 0
         self.waiting: _Sent | None = None
 
-    def act_for(self, channel: Channel, packing: Packing, parts: Parts) -> None:
+    def act_for(self, channel: Channel, packing: Packing, program: SplitProgram) -> None:
         """Acts until the connection is lost, or the run is over."""
         packed: list[np.ndarray] = []
         others, is_sent = packing.others(packing.packed_kinds), False
@@ -57,37 +58,38 @@ class _Actor:
                 packed = wire.arrays_of(payload, packing.packed_kinds)
             else:
                 words = [jax.ShapeDtypeStruct((changed,), np.int32), jax.ShapeDtypeStruct((changed,), np.uint16)]
-                packed = patched(packing, packed, wire.arrays_of(payload, [*words, *others]))
+                packed = apply_changes(packing, packed, wire.arrays_of(payload, [*words, *others]))
             if self.waiting is None:
-                published = jax.device_put(packing.unpack(packed), parts.at)
-                self.leaves, sent = parts.act(self.leaves, published)
+                published = jax.device_put(packing.unpack(packed), program.sharding)
+                self.leaves, sent = program.act(self.leaves, published)
                 token = {"run": self.run, "life": header["life"], "version": header["version"], "unroll": self.unrolls}
                 self.waiting, self.unrolls = _Sent(token, jax.device_get(sent)), self.unrolls + 1
             _hear(channel)
             channel.send(*self.waiting)
             is_sent = True
 
-    def enter(self, channel: Channel) -> tuple[Packing, Parts]:
+    def enter(self, channel: Channel) -> tuple[Packing, SplitProgram]:
         """Waits until the learner lets it in, and returns what it acts with."""
         channel.send({"versions": versions(), "ticket": self.ticket, "run": self.run})
         about = _received(channel)[0]
         self.run = about["run"]
         try:
-            if self.parts is None or about["experiment"] != self.about:  # of another run
+            if self.program is None or about["experiment"] != self.about:  # of another run
                 said = about["experiment"]
-                self.parts = parts_of(self.experiment or Experiment.from_json(said, where="the learner", trust=self.trust))
+                experiment = self.experiment or Experiment.from_json(said, where="the learner", trust=self.trust)
+                self.program = split_program(experiment)
                 self.about = about["experiment"]
-            _ = self.parts.act
-            packing = Packing.of(about["codec"], self.parts.halves.published_kinds)
+            _ = self.program.act
+            packing = Packing.of(about["codec"], self.program.halves.published_kinds)
         except (ValueError, TypeError, ImportError) as error:
             channel.send({"cannot": str(error)})
             raise
         _hear(channel)
-        channel.send({"fingerprint": self.parts.halves.fingerprint})
+        channel.send({"fingerprint": self.program.halves.fingerprint})
         ticket = _received(channel)[0]["ticket"]
         if self.ticket is None:
-            self.ticket, self.leaves = ticket, self.parts.first(ticket)
-        return packing, self.parts
+            self.ticket, self.leaves = ticket, self.program.initial_leaves(ticket)
+        return packing, self.program
 
 
 def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
@@ -141,7 +143,7 @@ def act(
     for address in addresses:
         if not _is_file(address):
             wire.address_of(address, "address")
-    _, context = keys.contexts()
+    _, context = tls.contexts()
     outcomes: list[int | Exception] = []
 
     def act_at(address: str) -> None:
@@ -185,9 +187,9 @@ def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say
             with contextlib.closing(wire.connect((host, port), context)) as channel:
                 say(f"found the learner at {host}:{port}; waiting until it is ready")
                 attempts = 0
-                parts = actor.enter(channel)
+                acts_with = actor.enter(channel)
                 say(f"acting for {host}:{port}")
-                actor.act_for(channel, *parts)
+                actor.act_for(channel, *acts_with)
         except _Over as over:
             if str(over):
                 raise RuntimeError(f"the run at {address} ended with an error: {over}") from None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment import Player, match, minimax, with_search
+from msrl_jax.games import Player, match, minimax, with_search
 from tests.support.many_agents import Homes
 from tests.support.tic_tac_toe import at_random, number, perfect, solved, tables
 

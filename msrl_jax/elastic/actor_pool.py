@@ -1,4 +1,4 @@
-"""The learner's side of a run whose actors are other processes, which join and leave while it goes on."""
+"""The actors of a run, in other processes, as its learner sees them: they join and leave while it goes on."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import shown
-from msrl_jax.experiment import keys, wire
-from msrl_jax.experiment.arrivals import Arrivals
+from msrl_jax.elastic import tls, wire
+from msrl_jax.elastic.packing import Packing, Sender
+from msrl_jax.elastic.split_program import SplitProgram
+from msrl_jax.elastic.unroll_log import UnrollLog
+from msrl_jax.elastic.wire import Peer, WireError
 from msrl_jax.experiment.folder import to_json, versions
 from msrl_jax.experiment.hooks import StopRequests
-from msrl_jax.experiment.parts import Packing, Parts, Sender, parts_of
 from msrl_jax.experiment.run import Ending, Run
-from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.wire import Peer, WireError
-from msrl_jax.fragments.passes.checks import check_devices
-from msrl_jax.fragments.placement import Device
 from msrl_jax.policies import SingleLearnerCoarse
 
-USUAL = "SingleLearnerCoarse:staleness=8"  # the policy of a run with actors for which none is given
 _QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that the host does its work
 _POLL = 0.2  # seconds between two looks whether the run has to stop
 _LINGER = 5.0  # seconds in which actors hear that the run is over
@@ -57,7 +54,7 @@ class Published(NamedTuple):
 
 
 @dataclass(eq=False)
-class Actor:
+class ConnectedActor:
     """An actor that is there."""
 
     ticket: int
@@ -70,7 +67,7 @@ class Actor:
 class Unroll(NamedTuple):
     """What an actor sent."""
 
-    actor: Actor
+    actor: ConnectedActor
     number: int
     life: int
     version: int
@@ -89,39 +86,32 @@ def check_policy(policy: Any) -> SingleLearnerCoarse:
     )
 
 
-def opened(
-    address: str, experiment: Experiment, policy: Any, devices: Sequence[Device] | None, folder: Path | None,
-    say: Callable[[str], Any],
-) -> "Pool":  # fmt: skip
-    """Listens for actors; raises ValueError, before anything compiles, if the run or the address is not for them."""
-    policy = check_policy(policy)
-    return Pool(address, parts_of(experiment, None if devices is None else check_devices(devices)[0]), policy, folder, say)
-
-
-class Pool:
+class ActorPool:
     """Actors at work for a run: it listens for them, takes their unrolls in the order of arrival, and sends them parameters.
 
     A hook of the run. An actor waits for its answer, so at most one unroll of each waits here. One thread talks to all actors.
     """
 
-    def __init__(self, address: str, parts: Parts, policy: SingleLearnerCoarse, folder: Path | None, say: Callable[[str], Any]):
-        self.parts, self._bound, self._say = parts, policy.staleness, say
-        self.packing = Packing.of(policy.parameter_codec, parts.halves.published_kinds)
-        self._about = parts.experiment.to_json()
-        sent, metrics = parts.halves.sent if parts.experiment.guard != "ignore" else (), parts.halves.schedule.metrics
+    def __init__(
+        self, address: str, program: SplitProgram, policy: SingleLearnerCoarse, folder: Path | None, say: Callable[[str], Any]
+    ):  # fmt: skip
+        self.program, self._bound, self._say = program, policy.staleness, say
+        self.packing = Packing.of(policy.parameter_codec, program.halves.published_kinds)
+        self._about = program.experiment.to_json()
+        sent, metrics = program.halves.sent if program.experiment.guard != "ignore" else (), program.halves.schedule.metrics
         # The floats that the learner learns from; metrics of episodes may be nan.
         self._learned = {i: v.label for i, v in enumerate(sent) if v not in metrics and _is_float(v.aval)}
         self._address = wire.address_of(address)
-        self._context, _ = keys.contexts(say)
+        self._context, _ = tls.contexts(say)
         self._arrived: queue.SimpleQueue[Unroll] = queue.SimpleQueue()
         self._held: Unroll | None = None
-        self._actors: dict[int, Actor] = {}
+        self._actors: dict[int, ConnectedActor] = {}
         self._serving: dict[asyncio.Task[None], Peer | None] = {}  # None: it has not proved that it has the key
         self._strangers, self._is_over = 0, False
         self._since, self.iteration = time.perf_counter(), 0
         self._newest = Published(0, [])
+        self._log = UnrollLog(folder)
         self._listener = wire.listen(self._address)
-        self._record = Arrivals(folder)
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._opened = self._runner.get_loop(), asyncio.Event()
         self._listening = self._loop.create_task(self._listen())
@@ -134,7 +124,7 @@ class Pool:
         """
         self.iteration = run.iteration
         computes = {"total_steps": run.experiment.total_steps, "guard": run.experiment.guard}
-        self._record.begin(run.iteration, codec=self.packing.name, **computes)
+        self._log.begin(run.iteration, codec=self.packing.name, **computes)
         self.publish(jax.tree.leaves(run.run_state))
         self._loop.call_soon_threadsafe(self._opened.set)
 
@@ -142,7 +132,7 @@ class Pool:
         """Adds what is known of the actors to the row of a chunk."""
         now = time.perf_counter()
         steps = len(jax.tree.leaves(run.metrics)[0]) * run.experiment.steps_per_iteration
-        counts = {"dropped_unrolls": self._record.dropped, "refused_unrolls": self._record.refused}
+        counts = {"dropped_unrolls": self._log.dropped, "refused_unrolls": self._log.refused}
         run.rows[-1] |= {"actors": len(self._actors)} | counts
         run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # with the time in which the learner waited for actors
 
@@ -173,7 +163,7 @@ class Pool:
             self._loop.call_soon_threadsafe(self._listening.cancel)
             self._thread.join()
         self._listener.close()
-        self._record.close()
+        self._log.close()
 
     def ready(self, seconds: float) -> bool:
         """Whether there is an unroll to learn from within some seconds."""
@@ -197,16 +187,16 @@ class Pool:
             except queue.Empty:
                 return None
             of = (unroll.actor.ticket, unroll.number, unroll.life, unroll.version)
-            if self._record.take(*of, self.iteration, self._bound, unroll.flaw) is None:
+            if self._log.take(*of, self.iteration, self._bound, unroll.flaw) is None:
                 return unroll
             self.answer(unroll.actor)
 
     def publish(self, leaves: Sequence[jax.Array]) -> None:
         """Makes the parameters of a state those that actors get."""
-        own = jax.device_get([leaves[i] for i in self.parts.halves.published])
+        own = jax.device_get([leaves[i] for i in self.program.halves.published])
         self._newest = Published(self.iteration, self.packing.pack(own))
 
-    def answer(self, actor: Actor) -> None:
+    def answer(self, actor: ConnectedActor) -> None:
         """Sends an actor the newest parameters."""
         self._loop.call_soon_threadsafe(actor.answers.put_nowait, self._newest)
 
@@ -272,23 +262,23 @@ class Pool:
             if theirs.get(name) != mine[name]:
                 raise Refusal(f"it has {name} {theirs.get(name)}, and the learner has {mine[name]}; install the same")
         ticket = hello.get("ticket")
-        is_given = type(ticket) is int and ticket in range(self._record.tickets)  # which True and 0.0 are in, too
-        if ticket is not None and (hello.get("run") != self._record.run or not is_given):
+        is_given = type(ticket) is int and ticket in range(self._log.tickets)  # which True and 0.0 are in, too
+        if ticket is not None and (hello.get("run") != self._log.run or not is_given):
             raise Refusal("its ticket is of another run; start the actor again")
-        await peer.send({"run": self._record.run, "experiment": to_json(self._about), "codec": self.packing.name})
+        await peer.send({"run": self._log.run, "experiment": to_json(self._about), "codec": self.packing.name})
         ready, _ = await peer.receive()
         if "cannot" in ready:
             raise Refusal(f"it cannot build the experiment: {ready['cannot']}")
-        if ready.get("fingerprint") != self.parts.halves.fingerprint:
+        if ready.get("fingerprint") != self.program.halves.fingerprint:
             raise Refusal("its programs are not those of the learner; give both the same code, environments and settings")
         return ticket
 
     @contextlib.asynccontextmanager
-    async def _let_in(self, peer: Peer) -> AsyncIterator[Actor]:
+    async def _let_in(self, peer: Peer) -> AsyncIterator[ConnectedActor]:
         ticket = await self._met(peer)
         if self._is_over:
             raise WireError("the run is over")
-        actor = Actor(self._record.join() if ticket is None else ticket, peer, Sender(self.packing))
+        actor = ConnectedActor(self._log.join() if ticket is None else ticket, peer, Sender(self.packing))
         before, self._actors[actor.ticket] = self._actors.get(actor.ticket), actor
         if before is not None:
             before.peer.cut()
@@ -300,22 +290,22 @@ class Pool:
             if self._actors.get(actor.ticket) is actor:  # else it has come back by another connection
                 del self._actors[actor.ticket]
 
-    async def _exchange(self, actor: Actor) -> None:
+    async def _exchange(self, actor: ConnectedActor) -> None:
         """Sends parameters and receives unrolls, by turns, until one of both ends."""
-        kinds = self.parts.halves.sent_kinds
+        kinds = self.program.halves.sent_kinds
         while (newest := await actor.answers.get()) is not None:
             changed, arrays = actor.sender.message(newest.packed)
-            await actor.peer.send({"version": newest.version, "life": self._record.life, "changed": changed}, arrays)
+            await actor.peer.send({"version": newest.version, "life": self._log.life, "changed": changed}, arrays)
             header, payload = await actor.peer.receive(wire.size_of(kinds))
             try:
                 number, life, version = (_count(header[name]) for name in ("unroll", "life", "version"))
-                if header["run"] != self._record.run:
+                if header["run"] != self._log.run:
                     raise ValueError("its token is of another one")
-                if not self._record.has_published(life, version, newest.version):
+                if not self._log.has_published(life, version, newest.version):
                     raise ValueError(f"there were no parameters of iteration {version} of learner {life}")
                 found = wire.arrays_of(payload, kinds)
             except (KeyError, ValueError, WireError) as error:
-                self._record.refuse(actor.ticket, str(error))
+                self._log.refuse(actor.ticket, str(error))
                 raise Refusal(f"what it sent is no unroll of this run: {error}; start the actor again") from None
             flaw = self._flaw(found)
             actor.flawed = 0 if flaw is None else actor.flawed + 1
@@ -353,10 +343,10 @@ def _files() -> int:
     return soft - min(soft * 2 // 5, _SAVING)
 
 
-class Waiting:
+class WaitForActors:
     """A hook, the last one, that waits for an actor before each chunk; a request to stop the run ends the wait."""
 
-    def __init__(self, pool: Pool, requests: StopRequests):
+    def __init__(self, pool: ActorPool, requests: StopRequests):
         self._pool, self._requests = pool, requests
 
     def begin(self, run: Run) -> None:

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import MuZero
-from msrl_jax.algorithms.loops.buffers import action_type, unroll_buffer
-from msrl_jax.algorithms.loops.turns import player_observation, vectorize_turns
-from msrl_jax.algorithms.muzero import Choice, Unrolled, searcher, unrolled, unrolled_loss, unrolled_target
-from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
+from msrl_jax.algorithms.loops.buffers import action_type
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Box, Discrete, MaskedObservation
 from msrl_jax.envs.masks import observation_type, unmasked
-from msrl_jax.experiment import with_search
 from msrl_jax.fragments.runtime.memory import tree_bytes
+from msrl_jax.games import MuZero, with_search
+from msrl_jax.games.latent_model import LatentModel, latent_model
+from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
+from msrl_jax.games.turns import player_observation, vectorize_turns
 from msrl_jax.replay import Transition
 from tests.support.agents import make_counted, make_still
 from tests.support.off_policy import adam, assert_close, counting, start, wide
@@ -289,7 +288,7 @@ def test_trees_take_what_is_said(monkeypatch):
     env = msrl.envs.make("CartPole-v1")
     agent = make_still("muzero", env, **SMALL)
     jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
-    monkeypatch.setattr("msrl_jax.algorithms.loops.search.device_memory", lambda devices: 1)
+    monkeypatch.setattr("msrl_jax.games.tree_search.device_memory", lambda devices: 1)
     with pytest.raises(ValueError, match=r"num_simulations=4: the search trees of num_envs=8 .* take ([\d,]+) bytes") as error:
         MuZero(**SMALL).build(env)
     said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import AlphaZero
-from msrl_jax.algorithms.alphazero import Move, Outcome, position_worth, searcher
-from msrl_jax.algorithms.loops.search import cross_entropy
 from msrl_jax.algorithms.registry import check_env
-from msrl_jax.envs.games import KuhnPoker
-from msrl_jax.experiment import match, with_search
 from msrl_jax.fragments.runtime.memory import tree_bytes
+from msrl_jax.games import AlphaZero, match, with_search
+from msrl_jax.games.alphazero import Move, Outcome, position_worth, searcher
+from msrl_jax.games.small_games import KuhnPoker
+from msrl_jax.games.tree_search import cross_entropy
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.searches import apart
@@ -171,7 +170,7 @@ def test_trees_take_what_is_said(game, monkeypatch):
     states, obs = jax.tree.map(lambda x: x[None], played(game))
     params = jax.eval_shape(network.init, jax.random.key(0), jax.tree.map(lambda x: x[:, 0], obs))
     jax.eval_shape(search_of_game, params, jax.random.split(jax.random.key(1), 1), states, obs)
-    monkeypatch.setattr("msrl_jax.algorithms.loops.search.device_memory", lambda devices: 1)
+    monkeypatch.setattr("msrl_jax.games.tree_search.device_memory", lambda devices: 1)
     with pytest.raises(ValueError, match=r"num_simulations=4: the search trees .* take ([\d,]+) bytes") as error:
         AlphaZero(**(SMALL | {"num_envs": 1, "batch_size": 4})).build(game)
     said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import expit
 
-from msrl_jax.experiment import Player, at_random, bradley_terry, minimax, round_robin
+from msrl_jax.games import Player, at_random, bradley_terry, minimax, round_robin
 from tests.support.many_agents import Homes
 
 

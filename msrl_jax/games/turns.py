@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._compat import drop_unused, jaxprs_in
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import Stepped, emitted, env_name, is_on_host
 from msrl_jax.envs.check_types import check_types, show
-from msrl_jax.envs.masks import draws, moved_twice, no_such_player, turn_actions
+from msrl_jax.envs.masks import fault
 from msrl_jax.envs.wrappers import EnvironmentWrapper
+
+_DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+"""The primitives that make random numbers of keys, typed ones and others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +126,27 @@ def of_player(obs: Any, player: jax.Array) -> Any:
         return jnp.where((player == 0).reshape(*player.shape, *(1,) * (first.ndim - player.ndim)), first, second)
 
     return jax.tree.map(pick, obs)
+
+
+def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+    """The action of the player to move, 0 or 1, and a legal one of the other, who waits. `[2]` int32"""
+    return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
+
+
+def draws(game: Any) -> bool:
+    """Whether what a step of a game of two players returns depends on numbers that the step draws: a game of chance."""
+    key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
+    used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
+    return any(eqn.primitive.name in _DRAWING for body in jaxprs_in(used) for eqn in body.eqns)
+
+
+@fault("has a to_move(state) that returned neither 0 nor 1")
+def no_such_player(reward: jax.Array, happened: jax.Array) -> jax.Array:
+    """The reward, or nan if it was the turn of a player who is neither 0 nor 1."""
+    return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
+
+
+@fault("let a player move twice in a row (turns alternate in games for muzero; not in those for alphazero)")
+def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
+    """The reward, or nan if the player who moved is to move again, where turns have to alternate."""
+    return reward + jax.lax.sqrt(-happened.astype(jnp.float32))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax.envs.games import KuhnPoker, KuhnState, RockPaperScissors
+from msrl_jax.games.small_games import KuhnPoker, KuhnState, RockPaperScissors
 
 WAIT, PASS, BET = range(3)
 KUHN = {

@@ -1,7 +1,7 @@
 """Messages between the learner of a run and its actors over TLS: a header of JSON and the bytes of arrays. None is unpickled.
 
 A message is the lengths of both, the header, and the arrays. The learner serves many actors in one thread, and has a `Peer` for
-each; an actor has a `Channel`. Both ends prove that they have the key of `keys`.
+each; an actor has a `Channel`. Both ends prove that they have the key of `tls`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.experiment import keys
+from msrl_jax.elastic import tls
 
 PATIENCE = 10.0  # seconds for the other end to prove that it has the key
 _HEADER = 2**20  # largest header, in bytes
@@ -199,7 +199,7 @@ def _proving() -> Iterator[None]:
     except WireError as error:
         if isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError):
             raise PermissionError(
-                f"the other end has another key, or is not msrl-jax; this process has the key {keys.file()}: copy the same "
+                f"the other end has another key, or is not msrl-jax; this process has the key {tls.key_file()}: copy the same "
                 "file to every learner and actor"
             ) from error
         raise

@@ -14,8 +14,8 @@ from msrl_jax._checks import check_seed
 from msrl_jax._tracebacks import entry
 from msrl_jax.envs import MultiAgentEnvironment, make
 from msrl_jax.experiment.evaluate import MAX_STEPS
-from msrl_jax.experiment.matches import Player, match
 from msrl_jax.experiment.result import Result
+from msrl_jax.games.matches import Player, match
 
 ELO = 400 / math.log(10)  # of a difference of 1 between the logarithms of two strengths
 

@@ -17,10 +17,11 @@ from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import check_played, draws, mask_of, sample_legal, turn_actions
+from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.experiment.evaluate import MAX_STEPS
 from msrl_jax.experiment.result import Result
 from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.games.turns import draws, turn_actions
 
 
 @dataclasses.dataclass(frozen=True)

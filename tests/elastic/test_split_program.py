@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment.parts import Packing, Sender, parts_of, patched
+from msrl_jax.elastic.packing import Packing, Sender, apply_changes
+from msrl_jax.elastic.split_program import split_program
 from tests.support.runs import plain
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
@@ -19,25 +20,25 @@ def experiment(algo, env="CartPole-v1", **config):
 @pytest.mark.parametrize("algo", ["impala", "ppo"])
 def test_the_halves_are_the_iteration(algo):
     """Two iterations of both halves are two of plain `jax.jit`."""
-    parts = parts_of(experiment(algo))
-    halves, state = parts.halves, parts.experiment.initial_state()
+    program = split_program(experiment(algo))
+    halves, state = program.halves, program.experiment.initial_state()
     leaves, tree = jax.tree.flatten(state)
-    private, expected, metrics, expected_metrics = parts.first(0), state, [], {}
+    private, expected, metrics, expected_metrics = program.initial_leaves(0), state, [], {}
     for _ in range(2):
-        expected, expected_metrics = jax.jit(parts.experiment.agent.iteration)(expected)
-        private, sent = parts.act(private, [leaves[i] for i in halves.published])
-        leaves, metrics = parts.learn(leaves, jax.device_get(sent))
+        expected, expected_metrics = jax.jit(program.experiment.agent.iteration)(expected)
+        private, sent = program.act(private, [leaves[i] for i in halves.published])
+        leaves, metrics = program.learn(leaves, jax.device_get(sent))
     for i, x in zip(halves.private, private, strict=True):
         leaves[i] = x
     for (path, x), y in zip(jax.tree.leaves_with_path(expected), leaves, strict=True):
         np.testing.assert_allclose(plain(y), plain(x), rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
-    found = jax.tree.unflatten(parts.metrics, metrics)
+    found = jax.tree.unflatten(program.metrics, metrics)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, expected_metrics)
     assert jax.tree.structure(tree.unflatten(leaves)) == jax.tree.structure(state)
 
 
 def test_what_crosses_is_the_trajectory_and_the_parameters():
-    halves = parts_of(experiment("impala")).halves
+    halves = split_program(experiment("impala")).halves
     labels = [halves.schedule.inputs[i][0].label for i in (*halves.private, *halves.published)]
     own, read = labels[: len(halves.private)], labels[len(halves.private) :]
     assert all(".env_state" in x or x.endswith((".actor_keys", ".obs")) for x in own)
@@ -46,10 +47,10 @@ def test_what_crosses_is_the_trajectory_and_the_parameters():
 
 
 def test_equal_programs_have_equal_fingerprints():
-    first, second = (parts_of(experiment("impala")).halves.fingerprint for _ in range(2))
+    first, second = (split_program(experiment("impala")).halves.fingerprint for _ in range(2))
     assert first == second
-    assert first != parts_of(experiment("impala", unroll_length=9)).halves.fingerprint
-    assert first != parts_of(experiment("impala", activation="relu")).halves.fingerprint
+    assert first != split_program(experiment("impala", unroll_length=9)).halves.fingerprint
+    assert first != split_program(experiment("impala", activation="relu")).halves.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -65,14 +66,14 @@ def test_what_actors_apart_cannot_do_is_refused_in_one_sentence(algo, config, wh
     config = {name: x for name, x in (SMALL | config).items() if hasattr(msrl.algorithms.get(algo), name)}
     given = msrl.Experiment(algorithm=msrl.algorithms.get(algo)(**config), total_steps=10_000)
     with pytest.raises(ValueError, match=f"^{algo} on CartPole-v1 cannot learn from actors in other processes: {why}"):
-        parts_of(given)
+        split_program(given)
 
 
 def test_members_and_parameters_as_data_are_refused():
     with pytest.raises(ValueError, match="it has 2 members, whose data would be of several policies"):
-        parts_of(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), seeds=2))
+        split_program(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), seeds=2))
     with pytest.raises(ValueError, match="fix them in the name of the environment"):
-        parts_of(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), env_params={"length": 1.0}))
+        split_program(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), env_params={"length": 1.0}))
 
 
 KINDS = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((30, 20), "float32"), ((), "uint32"), ((40,), "float32")]]
@@ -89,7 +90,7 @@ def test_only_what_changed_in_bfloat16_crosses_with_the_delta_codec():
             arrays[0] += 1
         arrays[1] = np.uint32(step)
         changed, sent = sender.message(packing.pack(arrays))
-        held = sent if changed is None else patched(packing, held, sent)
+        held = sent if changed is None else apply_changes(packing, held, sent)
         for x, kind, got in zip(arrays, KINDS, packing.unpack(held), strict=True):
             expected = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(kind.dtype)) if x.ndim else x
             np.testing.assert_array_equal(got, expected)

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment import keys, pool, wire
+from msrl_jax.elastic import actor_pool, tls, wire
 
 
 @pytest.fixture
 def other_key(tmp_path, monkeypatch):
     """What TLS needs with a key of somebody else."""
     with monkeypatch.context() as patch:
-        patch.setenv(keys.VARIABLE, str(tmp_path / "other.pem"))
-        return keys.contexts(lambda line: None)
+        patch.setenv(tls.KEY_VARIABLE, str(tmp_path / "other.pem"))
+        return tls.contexts(lambda line: None)
 
 
 @contextlib.contextmanager
 def learner(serve=None):
     """The address of a learner of which each peer is served by a coroutine, and what became of each connection."""
-    ends, (context, _), ready = [], keys.contexts(), threading.Event()
+    ends, (context, _), ready = [], tls.contexts(), threading.Event()
 
     async def accepted(connection):
         try:
@@ -91,12 +91,12 @@ def is_cut(connection):
 
 def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read(tmp_path, monkeypatch):
     """Threads here, each of which has found no file."""
-    monkeypatch.setenv(keys.VARIABLE, str(tmp_path / "new" / "actors.pem"))
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(tmp_path / "new" / "actors.pem"))
     together = threading.Barrier(4)
     exists = type(tmp_path).exists
     monkeypatch.setattr(type(tmp_path), "exists", lambda path: together.wait(10) < 0 or exists(path))
     found = []
-    threads = [threading.Thread(target=lambda: found.append(keys.contexts(lambda line: None))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(tls.contexts(lambda line: None))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -111,67 +111,67 @@ def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read
 
 def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, monkeypatch):
     path, lines = tmp_path / "mistyped.pem", []
-    monkeypatch.setenv(keys.VARIABLE, str(path))
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
         msrl.experiment.act("127.0.0.1:7000", wait=0.1)
     assert not path.exists()
-    keys.contexts(lines.append)
-    keys.contexts(lines.append)
+    tls.contexts(lines.append)
+    tls.contexts(lines.append)
     assert lines == [f"made a key for learner and actors, {path}; copy it to the machines of actors"]
-    keys.contexts()
+    tls.contexts()
 
 
 def test_the_key_is_in_the_users_settings(tmp_path, monkeypatch):
-    monkeypatch.delenv(keys.VARIABLE)
+    monkeypatch.delenv(tls.KEY_VARIABLE)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    assert keys.file() == tmp_path / ".config" / "msrl-jax" / "actors.pem"
+    assert tls.key_file() == tmp_path / ".config" / "msrl-jax" / "actors.pem"
     monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
-    assert str(keys.file()) == "/settings/msrl-jax/actors.pem"
+    assert str(tls.key_file()) == "/settings/msrl-jax/actors.pem"
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620])
 def test_a_key_that_others_may_use_is_refused_with_the_remedy(mode, tmp_path, monkeypatch, other_key):
     path = tmp_path / "other.pem"
-    monkeypatch.setenv(keys.VARIABLE, str(path))
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     path.chmod(mode)
     with pytest.raises(ValueError, match=rf"others may use the key {path}; keep them out with: chmod 600 {path}"):
         msrl.experiment.act("127.0.0.1:7000", wait=0.1)
     path.chmod(0o400)
-    keys.contexts()
+    tls.contexts()
 
 
 def test_a_key_of_another_user_a_damaged_one_and_the_former_secret_are_refused(tmp_path, monkeypatch, other_key):
     path = tmp_path / "other.pem"
-    monkeypatch.setenv(keys.VARIABLE, str(path))
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     with monkeypatch.context() as patch:
         if os.geteuid():
             patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
         else:
             os.chown(path, 12345, -1)
-        with pytest.raises(ValueError, match=f"{path} belongs to another user; name a file of your own in {keys.VARIABLE}"):
-            keys.contexts()
+        with pytest.raises(ValueError, match=f"{path} belongs to another user; name a file of your own in {tls.KEY_VARIABLE}"):
+            tls.contexts()
     if not os.geteuid():
         os.chown(path, 0, -1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
-            keys.contexts()  # what the administrator gave
+            tls.contexts()  # what the administrator gave
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{tmp_path} is not a file; name a file in"):
-        patch.setenv(keys.VARIABLE, str(tmp_path))
-        keys.contexts()
+        patch.setenv(tls.KEY_VARIABLE, str(tmp_path))
+        tls.contexts()
     path.write_text("no key")
     with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner makes another"):
-        keys.contexts()
+        tls.contexts()
     monkeypatch.setenv("MSRL_JAX_SECRET", "s")
     with pytest.raises(ValueError, match="MSRL_JAX_SECRET has no effect any more: learner and actors share the key in"):
-        keys.contexts()
+        tls.contexts()
 
 
 def test_without_the_package_that_makes_keys_the_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setenv(keys.VARIABLE, str(tmp_path / "key.pem"))
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(tmp_path / "key.pem"))
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ImportError, match=r"with: pip install 'msrl-jax\[actors\]', or copy .*key\.pem from a machine"):
-        keys.contexts(lambda line: None)
+        tls.contexts(lambda line: None)
     assert not any(tmp_path.iterdir())
 
 
@@ -190,7 +190,7 @@ def test_messages_cross_both_ways():
         return "done"
 
     with learner(echo) as (address, ends):
-        with contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+        with contextlib.closing(wire.connect(address, tls.contexts()[1])) as channel:
             assert not channel.has_message()
             channel.send({"a": 1}, arrays)
             header, payload = channel.receive(wire.size_of(kinds))
@@ -214,7 +214,7 @@ def test_a_message_that_is_too_large_or_none_ends_its_connection(message):
         await peer.receive(100)
 
     with learner(receive) as (address, ends):
-        with contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+        with contextlib.closing(wire.connect(address, tls.contexts()[1])) as channel:
             channel._connection.sendall(message)
             assert is_cut(channel._connection)
         assert wait_for(ends) == [wire.WireError]
@@ -239,7 +239,7 @@ def test_who_has_no_key_or_another_one_is_not_let_in(tmp_path, other_key):
         with pytest.raises(PermissionError, match=r"has another key, .*; this process has the key .*: copy the same"):
             wire.connect(address, other_key[1])
         assert "let in" not in wait_for(ends, 4)
-        wire.connect(address, keys.contexts()[1]).close()
+        wire.connect(address, tls.contexts()[1]).close()
         assert wait_for(ends, 5)[-1] == "let in"
 
 
@@ -264,9 +264,9 @@ def proved(server, client):
 
 
 def test_neither_end_speaks_an_older_tls():
-    assert proved(*keys.contexts())
+    assert proved(*tls.contexts())
     for end in (0, 1):
-        pair = keys.contexts()
+        pair = tls.contexts()
         pair[end].minimum_version, pair[end].maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
         assert not proved(*pair)
 
@@ -285,7 +285,7 @@ def test_after_the_proof_an_actor_waits_as_long_as_it_takes_and_both_ends_look_f
         await peer.send({"late": True})
         return options(peer._writer.get_extra_info("socket"))
 
-    with learner(late) as (address, ends), contextlib.closing(wire.connect(address, keys.contexts()[1])) as channel:
+    with learner(late) as (address, ends), contextlib.closing(wire.connect(address, tls.contexts()[1])) as channel:
         channel.send({})
         assert channel.receive()[0] == {"late": True}
         assert all(options(channel._connection)) and all(wait_for(ends)[0])
@@ -329,13 +329,13 @@ def test_an_actor_tells_nothing_to_a_learner_without_its_key(other_key, monkeypa
                 msrl.experiment.act(":".join(map(str, listener.getsockname())))
             thread.join(10)
     with wire.listen(("127.0.0.1", 0)) as listener, pytest.raises(wire.WireError):
-        wire.connect(listener.getsockname(), keys.contexts()[1])
+        wire.connect(listener.getsockname(), tls.contexts()[1])
     assert not any(heard)
 
 
 def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
     """A suspended one: parameters that fill its buffers are on their way, and what serves it waits."""
-    monkeypatch.setattr(pool, "_LINGER", 0.2)
+    monkeypatch.setattr(actor_pool, "_LINGER", 0.2)
 
     async def end(peer):
         async def serve():
@@ -346,14 +346,14 @@ def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
         await asyncio.sleep(0.1)
         full = SimpleNamespace(_serving={serving: peer}, _actors={}, _opened=asyncio.Event())
         start = time.monotonic()
-        await pool.Pool._dismiss(full, {"over": True})  # type: ignore[arg-type]
+        await actor_pool.ActorPool._dismiss(full, {"over": True})  # type: ignore[arg-type]
         ended, waits = time.monotonic() - start, not serving.done()
         peer.cut()
         with contextlib.suppress(wire.WireError):
             await serving
         return ended if waits else "gone"
 
-    with learner(end) as (address, ends), contextlib.closing(wire.connect(address, keys.contexts()[1])):
+    with learner(end) as (address, ends), contextlib.closing(wire.connect(address, tls.contexts()[1])):
         assert 0.1 < wait_for(ends)[0] < 10
 
 
@@ -376,7 +376,7 @@ def test_who_changes_a_byte_on_the_way_cuts_the_connection(to_actor):
 
     with learner(echo) as (address, ends), wire.listen(("127.0.0.1", 0)) as between, socket.create_connection(address) as far:
         found = []
-        connecting = threading.Thread(target=lambda: found.append(wire.connect(between.getsockname(), keys.contexts()[1])))
+        connecting = threading.Thread(target=lambda: found.append(wire.connect(between.getsockname(), tls.contexts()[1])))
         connecting.start()
         near, _ = between.accept()
         pairs = [(near, far, not to_actor), (far, near, to_actor)]

@@ -38,8 +38,6 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
-from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
-from msrl_jax.algorithms.loops.turns import check_turns, of_player, player_observation, vectorize_turns
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
@@ -47,9 +45,11 @@ from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import emitted
-from msrl_jax.envs.masks import sample_legal, turn_actions
+from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.runtime.memory import tree_bytes
+from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
+from msrl_jax.games.turns import check_turns, of_player, player_observation, turn_actions, vectorize_turns
 
 
 class Example(NamedTuple):

@@ -1,6 +1,6 @@
 """The two halves of an iteration, as functions of arrays for processes of their own: that of the actors, that of the learner.
 
-A schedule has halves if actors read what learners made, act, and send data, from which learners then learn: each way once.
+A schedule can be split if actors read what learners made, act, and send data, from which learners then learn: each way once.
 """
 
 import hashlib
@@ -96,8 +96,8 @@ class Halves:
         return dict(self.schedule.constants)
 
 
-def halves(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
-    """Cuts a schedule of `Apart` in two; raises the error that `refused` makes of the reason why it cannot be."""
+def split(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
+    """Splits a schedule of `Apart` in two; raises the error that `refused` makes of the reason why it cannot be."""
     body = [i for i in schedule.body if not isinstance(i, Free)]
     if not all(isinstance(i, Run | Move) for i in body):
         raise refused("its actors and its learner exchange data at every step")

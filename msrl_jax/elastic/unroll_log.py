@@ -1,4 +1,4 @@
-"""The record of what actors sent to the learner of a run, `arrivals.jsonl`, and the replay of a run from it, in one process.
+"""The log of unrolls that actors sent to the learner of a run, `arrivals.jsonl`.
 
 A line is one of these, in the order in which things happened:
 
@@ -13,42 +13,32 @@ A learner that begins notes `total_steps` and `guard`, too, which may be others 
 the number of the iteration that learns from it, or the reason why none does: `dropped` if it is late, `refused` if it is bad.
 """
 
-import dataclasses
 import errno
-import functools
-import itertools
 import json
 import os
 import secrets
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from msrl_jax._checks import parse_json
-from msrl_jax._tracebacks import entry
-from msrl_jax.algorithms.agent import innermost
-from msrl_jax.experiment.folder import RunFolderError, SaveWarning, read_rows
-from msrl_jax.experiment.parts import Packing, Parts, parts_of
-from msrl_jax.experiment.spec import Experiment, difference
-from msrl_jax.experiment.store import read_description
+from msrl_jax.experiment.folder import RunFolderError, SaveWarning, check_links
 
 FILE = "arrivals.jsonl"
 _KEPT = 100_000  # most lines that wait in memory until they can be written
 
 
-class Arrivals:
-    """Writes the record of a run, in a file if it has a folder; what earlier learners of the run wrote is read first."""
+class UnrollLog:
+    """Writes the log of a run, in a file if it has a folder; what earlier learners of the run wrote is read first."""
 
     def __init__(self, folder: Path | None):
-        self._file = None if folder is None else folder / FILE
-        lines = [] if self._file is None else read(self._file)
+        self._file, lines = None, list[dict[str, Any]]()
+        if folder is not None:
+            check_links(folder, [FILE])
+            self._file = folder / FILE
+            lines = read_log(self._file)
         self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
         self.run = next((line["run"] for line in lines), secrets.token_hex(8))
         self.tickets = sum("joins" in line for line in lines)
@@ -159,8 +149,8 @@ class Arrivals:
         return None
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The lines of a record; none if there is no file."""
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """The lines of a log; none if there is no file."""
     try:
         lines = [parse_json(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
         if not all(isinstance(line, dict) for line in lines) or (lines and "run" not in lines[0]):
@@ -168,105 +158,3 @@ def read(file: Path) -> list[dict[str, Any]]:
         return lines
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
-
-
-@entry
-def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
-    """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
-
-    Args:
-      folder: the folder of the run.
-      experiment: what the run computes; needed if its folder does not hold that, because something was given as an object.
-      trust: whether the code that the folder names may run, as in `Result.load`.
-
-    Returns:
-      The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
-
-    Raises:
-      RunFolderError: a ValueError, if there is no record of the whole run.
-    """
-    folder = Path(folder)
-    description, lines = read_description(folder), read(folder / FILE)
-    begins = [0, *(entry["iteration"] for entry in description["resumed"])]
-    # A learner that was killed as it began may be in one of both alone.
-    if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
-        raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
-    if any("gap" in line for line in lines):
-        raise RunFolderError(f"{folder / FILE} has a gap, of lines that could not be written, so the run cannot be replayed")
-    if experiment is None:
-        experiment = Experiment.from_json(description, where=f"the run in {folder}", trust=trust)
-    if differs := difference(description, experiment.to_json()):
-        name, saved, given = differs
-        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")
-    again = _Again(experiment, lines)
-    try:
-        for line in lines:
-            if "begins" in line:
-                again.begin(line)
-            elif "ticket" in line:
-                again.arrive(line)
-        if any(row["iteration"] > again.iteration for row in read_rows(folder)[-1:]):
-            raise KeyError("its last lines")
-    except KeyError as error:
-        text = f"{folder / FILE} does not have all that arrived ({error} is not there); restore the file"
-        raise RunFolderError(text) from error
-    return innermost(jax.tree.unflatten(jax.tree.structure(again.parts[-1].state), again.leaves))
-
-
-def _changes(numbers: Iterable[int]) -> list[int]:
-    return [number for number, _ in itertools.groupby(numbers)]
-
-
-class _Again:
-    """A run that is computed again."""
-
-    def __init__(self, experiment: Experiment, lines: list[dict[str, Any]]):
-        self._parts_of = functools.cache(lambda **computes: parts_of(dataclasses.replace(experiment, **computes)))
-        self.parts: list[Parts] = []  # of each learner
-        self.leaves: list[jax.Array] = []
-        self.iteration = 0
-        self._begins = {line["begins"] for line in lines if "begins" in line}
-        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners go on
-        self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
-        self._published: dict[tuple[int, int], list[Any]] = {}
-        self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
-
-    def begin(self, line: dict[str, Any]) -> None:
-        parts, self.iteration = self._parts_of(total_steps=line["total_steps"], guard=line["guard"]), line["begins"]
-        self.packing = Packing.of(line["codec"], parts.halves.published_kinds)
-        if self.parts:
-            self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
-        else:
-            self.leaves = jax.device_put(jax.tree.leaves(parts.experiment.initial_state()), parts.at)
-        self.parts.append(parts)
-        self._publish()
-
-    def arrive(self, line: dict[str, Any]) -> None:
-        ticket, acting = line["ticket"], _acting(line)
-        parts = self.parts[line["life"]]  # an actor may have acted before the programs changed
-        made, own, sent = self._actors.get(ticket) or (0, parts.first(ticket), None)
-        if line["unroll"] == made:  # else it came before
-            own, sent = parts.act(own, jax.device_put(self._published[acting], parts.at))
-            self._actors[ticket] = made + 1, own, sent
-        elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
-            raise KeyError(f"unroll {made} of ticket {ticket}")
-        self._reads[acting] -= 1
-        if not self._reads[acting]:
-            del self._published[acting]
-        if "used" in line:
-            self.leaves, _ = self.parts[-1].learn(self.leaves, sent)
-            self.iteration += 1
-            self._publish()
-
-    def _publish(self) -> None:
-        now = len(self.parts) - 1, self.iteration
-        if self._reads[now]:
-            own = jax.device_get([self.leaves[i] for i in self.parts[-1].halves.published])
-            self._published[now] = self.packing.unpack(self.packing.pack(own))
-        if self.iteration in self._begins:
-            self._kept[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
-
-
-def _acting(line: dict[str, Any]) -> tuple[int, int]:
-    """The learner and the version of the parameters that acted."""
-    return line["life"], line["version"]

@@ -15,13 +15,13 @@ from typing import Any
 
 from msrl_jax._checks import writing
 
-VARIABLE = "MSRL_JAX_ACTORS_KEY"  # the variable that names another file
+KEY_VARIABLE = "MSRL_JAX_ACTORS_KEY"  # the variable that names another file
 _FORMER = "MSRL_JAX_SECRET"
 
 
-def file() -> Path:
+def key_file() -> Path:
     """The file with the key: the one that `MSRL_JAX_ACTORS_KEY` names, or `msrl-jax/actors.pem` in the user's settings."""
-    if given := os.environ.get(VARIABLE):
+    if given := os.environ.get(KEY_VARIABLE):
         return Path(given).expanduser().absolute()
     settings = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(settings) if os.path.isabs(settings) else Path.home() / ".config") / "msrl-jax" / "actors.pem"
@@ -40,21 +40,21 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
     """
     if _FORMER in os.environ:
         raise ValueError(
-            f"the variable {_FORMER} has no effect any more: learner and actors share the key in {file()}; unset the variable, "
-            "and copy this file to machines that do not have it"
+            f"the variable {_FORMER} has no effect any more: learner and actors share the key in {key_file()}; unset the "
+            "variable, and copy this file to machines that do not have it"
         )
-    path = file()
+    path = key_file()
     if not path.exists():
         if said is None:
-            correct = f", or correct the variable {VARIABLE}" if os.environ.get(VARIABLE) else ""
+            correct = f", or correct the variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else ""
             raise ValueError(f"there is no key {path}; start the learner first, which makes it, or copy the learner's{correct}")
         _make(path)
         said(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():
-        raise ValueError(f"the key {path} is not a file; name a file in {VARIABLE}")
+        raise ValueError(f"the key {path} is not a file; name a file in {KEY_VARIABLE}")
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"the key {path} belongs to another user; name a file of your own in {VARIABLE}")
+        raise ValueError(f"the key {path} belongs to another user; name a file of your own in {KEY_VARIABLE}")
     if status.st_mode & 0o077:
         raise ValueError(f"others may use the key {path}; keep them out with: chmod 600 {path}")
     learner, actor = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""Actors that come and go: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
+"""Elastic actors: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
 import asyncio
 import contextlib
@@ -25,10 +25,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli.program import main
-from msrl_jax.experiment import arrivals, keys, pool, replay_arrivals, wire
-from msrl_jax.experiment.arrivals import FILE, Arrivals, read
+from msrl_jax.elastic import actor_pool, replay_arrivals, tls, unroll_log, wire
+from msrl_jax.elastic.split_program import split_program
+from msrl_jax.elastic.unroll_log import FILE, UnrollLog, read_log
 from msrl_jax.experiment.folder import versions
-from msrl_jax.experiment.parts import parts_of
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 from tests.support.slow import slow_unless
@@ -108,7 +108,7 @@ class Live:
         wait_for(has, self.logs)
 
     def lines(self):
-        return read(self.run / FILE)
+        return read_log(self.run / FILE)
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +225,13 @@ def learner_in_a_thread(address, folder=None, algo="impala", **options):
 
 def reached(address):
     with contextlib.suppress(wire.WireError):
-        return wire.connect(wire.address_of(address), keys.contexts()[1])
+        return wire.connect(wire.address_of(address), tls.contexts()[1])
 
 
 def let_in(listener):
     """The channel of a learner of our own to the next actor."""
     connection, _ = listener.accept()
-    return wire.Channel(keys.contexts()[0].wrap_socket(connection, server_side=True))
+    return wire.Channel(tls.contexts()[0].wrap_socket(connection, server_side=True))
 
 
 def said(address, *messages):
@@ -261,7 +261,7 @@ def enter(address, ready, ticket=None, run=None):
 def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
     """Of no version and of another one, with a ticket of another run or that was never given, with other programs, and those
     that send no unroll of the run, or nan; then a good one. No other learner listens there."""
-    monkeypatch.setattr(pool, "_LINGER", 0.2)
+    monkeypatch.setattr(actor_pool, "_LINGER", 0.2)
     thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
     assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
     with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
@@ -279,8 +279,8 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert forged.startswith("it cannot build the experiment:  [2J forged!") and len(forged) == 1000  # a line of a log
 
     experiment = msrl.Experiment(algorithm=msrl.algorithms.IMPALA(**TINY), total_steps=2 * STEPS)
-    parts = parts_of(experiment).halves
-    ready, kinds = {"fingerprint": parts.fingerprint}, parts.sent_kinds
+    halves = split_program(experiment).halves
+    ready, kinds = {"fingerprint": halves.fingerprint}, halves.sent_kinds
     faults = {
         "its token is of another one": {"run": "another"}, "True is no count": {"unroll": True}, "'life'": {"life": None},
         "there were no parameters of iteration 7 of learner 0": {"version": 7},  # of the future
@@ -297,10 +297,10 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
 
     channel, token, ticket = enter(address, ready)
     bad = [np.full(x.shape, np.nan, x.dtype) if x.dtype == np.float32 else np.zeros(x.shape, x.dtype) for x in kinds]
-    for number in range(pool._FLAWED):
+    for number in range(actor_pool._FLAWED):
         channel.send(token | {"unroll": number}, bad)
         answer, _ = channel.receive(2**20)
-        assert number == pool._FLAWED - 1 or (answer["version"] == 0 and "refused" not in answer)
+        assert number == actor_pool._FLAWED - 1 or (answer["version"] == 0 and "refused" not in answer)
     assert re.fullmatch(r".*obs has nan or infinities, as in 10 unrolls in a row; look for the cause .*", answer["refused"])
     channel.close()
 
@@ -316,10 +316,11 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     back.close()
     history = found[0].history
     assert found[0].status == "finished" and history["step"][-1] == 2 * STEPS
-    assert history["actors"][-1] == 2 and history["refused_unrolls"][-1] == len(faults) + pool._FLAWED
-    lines = read(tmp_path / "run" / FILE)
+    assert history["actors"][-1] == 2 and history["refused_unrolls"][-1] == len(faults) + actor_pool._FLAWED
+    lines = read_log(tmp_path / "run" / FILE)
     assert [line["used"] for line in lines if "used" in line] == [0, 1]
-    assert sum("refused" in line for line in lines) == pool._FLAWED and sum("refuses" in line for line in lines) == len(faults)
+    assert sum("refused" in line for line in lines) == actor_pool._FLAWED
+    assert sum("refuses" in line for line in lines) == len(faults)
     assert_same_state(replay_arrivals(tmp_path / "run"), found[0].state)
     said_of = [line for line in capfd.readouterr().err.splitlines() if "an actor was refused" in line]
     assert len(said_of) == 10 + len(faults) + 1
@@ -327,8 +328,8 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
 
 def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_path, monkeypatch):
     """Meanwhile an actor with another key is refused, and one with the right key acts to the end."""
-    monkeypatch.setattr(pool, "_UNPROVED", 8)
-    monkeypatch.setattr(pool, "_PENALTY", 0.1)
+    monkeypatch.setattr(actor_pool, "_UNPROVED", 8)
+    monkeypatch.setattr(actor_pool, "_PENALTY", 0.1)
     monkeypatch.setattr(wire, "PATIENCE", 0.5)
     thread, found = learner_in_a_thread(address, tmp_path / "run", total_steps=4 * STEPS)
     wait_for(lambda: reached(address), "nobody listens").close()
@@ -339,8 +340,8 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
         time.sleep(0.3)
         assert files() - before - len(flood) <= 8 + 4  # with what the run itself may open
         with monkeypatch.context() as patch:
-            patch.setenv(keys.VARIABLE, str(tmp_path / "another key.pem"))
-            keys.contexts(lambda line: None)
+            patch.setenv(tls.KEY_VARIABLE, str(tmp_path / "another key.pem"))
+            tls.contexts(lambda line: None)
             with pytest.raises(PermissionError, match=r"has another key, .*this process has the key .*another key\.pem: copy"):
                 msrl.experiment.act(address)
         assert msrl.experiment.act(address, wait=300) >= 4
@@ -399,7 +400,7 @@ def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_lear
     file.unlink()
     act = threading.Thread(target=lambda: ended.append(msrl.experiment.act(str(file), wait=300, say=lines.append)), daemon=True)
     act.start()
-    wait_for(lambda: lines == [f"no learner at {file}; waiting for one"], lambda: str(lines))
+    wait_for(lambda: lines == [f"no learner answers at {file} yet; waiting for one"], lambda: str(lines))
     for is_over in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             where = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -409,7 +410,7 @@ def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_lear
         if is_over:
             channel.send({"over": True})
         channel.close()
-        assert f"acting for {where}" in lines
+        assert f"found the learner at {where}; waiting until it is ready" in lines
     act.join(START)
     assert ended == [0]
 
@@ -599,14 +600,14 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
     """Nine unrolls with nan, a good one, and nine again; then parameters that are not finite make another one nan."""
     kinds = [jax.ShapeDtypeStruct((1,), np.float32)]
     rewards = [*[np.nan] * 9, 1.0, *[np.nan] * 9, np.nan]
-    newest = pool.Published(0, [np.zeros(1, np.float32)])
+    newest = actor_pool.Published(0, [np.zeros(1, np.float32)])
 
     class Peer:
         sent = 0
 
         async def send(self, header, arrays=()):
             if self.sent == len(rewards) - 1:
-                learner._newest = pool.Published(0, [np.float32([np.inf])])
+                learner._newest = actor_pool.Published(0, [np.float32([np.inf])])
 
         async def receive(self, payload=0):
             if self.sent == len(rewards):
@@ -617,16 +618,17 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
 
     record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
     learner: Any = SimpleNamespace(
-        parts=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _record=record, _learned={0: "reward"}, _newest=newest,
+        program=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _log=record, _learned={0: "reward"}, _newest=newest,
         _arrived=queue.SimpleQueue(), _say=lambda line: None,
     )  # fmt: skip
-    learner._flaw = functools.partial(pool.Pool._flaw, learner)
+    learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
 
     async def exchange():
-        actor = pool.Actor(0, Peer(), SimpleNamespace(message=lambda packed: (None, packed)))  # type: ignore[arg-type]
+        sender = SimpleNamespace(message=lambda packed: (None, packed))
+        actor = actor_pool.ConnectedActor(0, Peer(), sender)  # type: ignore[arg-type]
         for _ in range(len(rewards) + 1):
             actor.answers.put_nowait(newest)
-        await pool.Pool._exchange(learner, actor)
+        await actor_pool.ActorPool._exchange(learner, actor)
 
     with pytest.raises(wire.WireError, match="it is gone"):
         asyncio.run(exchange())
@@ -645,7 +647,7 @@ def test_nobody_there():
 
 
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
-    first = Arrivals(tmp_path)
+    first = UnrollLog(tmp_path)
     first.begin(0)
     tickets = [first.join(), first.join()]
     outcomes = [
@@ -656,7 +658,7 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
     first.refuse(1, "it is no unroll")
     first.take(1, 2, 0, 2, 2, 1, "obs has nan")
-    second = Arrivals(tmp_path)  # after a checkpoint of 2 iterations
+    second = UnrollLog(tmp_path)  # after a checkpoint of 2 iterations
     assert (second.dropped, second.refused) == (first.dropped, first.refused) == (2, 2)
     second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
@@ -664,24 +666,24 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
-    assert len(read(tmp_path / FILE)) == 16
+    assert len(read_log(tmp_path / FILE)) == 16
 
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
-    first = Arrivals(tmp_path)
+    first = UnrollLog(tmp_path)
     first.begin(0)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'{"joi')
-    Arrivals(tmp_path).begin(0)
-    assert [line["begins"] for line in read(tmp_path / FILE)] == [0, 0]
+    UnrollLog(tmp_path).begin(0)
+    assert [line["begins"] for line in read_log(tmp_path / FILE)] == [0, 0]
     (tmp_path / FILE).write_text("5\n")
     with pytest.raises(ValueError, match=r"is damaged \(a line is no entry of a record\)"):
-        read(tmp_path / FILE)
+        read_log(tmp_path / FILE)
 
 
 def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     """No file may be opened for a while, and then no more than a part of a line be written; the lines come later."""
-    record, file = Arrivals(tmp_path), tmp_path / FILE
+    record, file = UnrollLog(tmp_path), tmp_path / FILE
     record.begin(0)
     record.join()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -692,10 +694,10 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
         record.take(0, 1, 0, 1, 1, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(read(file)) == 2
+    assert len(read_log(file)) == 2
     record._again = 0.0  # a second later
     record.take(0, 2, 0, 2, 2, 1)
-    assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2]
+    assert [line["used"] for line in read_log(file) if "used" in line] == [0, 1, 2]
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
@@ -705,12 +707,12 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     record.close()
-    assert [line["used"] for line in read(file) if "used" in line] == [0, 1, 2, 3]
+    assert [line["used"] for line in read_log(file) if "used" in line] == [0, 1, 2, 3]
 
 
 def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
     """The learner notes what it takes while the thread that talks to actors lets some in."""
-    record, fstat, inside, together = Arrivals(tmp_path), os.fstat, threading.Lock(), list[int]()
+    record, fstat, inside, together = UnrollLog(tmp_path), os.fstat, threading.Lock(), list[int]()
 
     def slow(file):
         together.append(not inside.acquire(blocking=False))
@@ -720,19 +722,19 @@ def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
         return fstat(file)
 
     record.begin(0)
-    monkeypatch.setattr(arrivals.os, "fstat", slow)
+    monkeypatch.setattr(unroll_log.os, "fstat", slow)
     threads = [threading.Thread(target=record.refuse, args=(i, "bad")) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not any(together) and sorted(line["refuses"] for line in read(tmp_path / FILE)[1:]) == list(range(8))
+    assert not any(together) and sorted(line["refuses"] for line in read_log(tmp_path / FILE)[1:]) == list(range(8))
     assert record.refused == 8
 
 
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrivals, "_KEPT", 1)
-    record = Arrivals(tmp_path)
+    monkeypatch.setattr(unroll_log, "_KEPT", 1)
+    record = UnrollLog(tmp_path)
     record.begin(0)
     (tmp_path / FILE).rename(tmp_path / "moved")
     (tmp_path / FILE).mkdir()  # nothing can be written there
@@ -745,13 +747,13 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
     (tmp_path / FILE).rmdir()
     (tmp_path / "moved").rename(tmp_path / FILE)
     record.close()
-    assert read(tmp_path / FILE)[1:] == [{"gap": 2}, {"joins": 2}]
+    assert read_log(tmp_path / FILE)[1:] == [{"gap": 2}, {"joins": 2}]
 
 
 def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
     """One of them and a part of the other could be written; what follows is shorter, and a gap that is the last line counts."""
-    monkeypatch.setattr(arrivals, "_KEPT", 1)
-    record, file = Arrivals(tmp_path), tmp_path / FILE
+    monkeypatch.setattr(unroll_log, "_KEPT", 1)
+    record, file = UnrollLog(tmp_path), tmp_path / FILE
     record.begin(0)
     limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), file.stat().st_size
     try:
@@ -764,6 +766,6 @@ def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.stat().st_size == size + 250
     record.close()
-    assert read(file)[1:] == [{"gap": 2}]
+    assert read_log(file)[1:] == [{"gap": 2}]
     record.join()
-    assert read(file)[1:] == [{"gap": 2}, {"joins": 0}]
+    assert read_log(file)[1:] == [{"gap": 2}, {"joins": 0}]

@@ -36,13 +36,10 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, unroll_buffer
+from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, window_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
-from msrl_jax.algorithms.loops.search import check_trees, cross_entropy, import_mctx
 from msrl_jax.algorithms.loops.sequences import rescale, unrescale
-from msrl_jax.algorithms.loops.turns import OneMover, player_observation, vectorize_turns
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.latent_model import LatentModel, latent_model
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import n_step_return
@@ -52,7 +49,10 @@ from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.replay import Transition
+from msrl_jax.games.latent_model import LatentModel, latent_model
+from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
+from msrl_jax.games.turns import OneMover, player_observation, vectorize_turns
+from msrl_jax.replay import Replay, Transition
 
 
 class Choice(NamedTuple):
@@ -227,6 +227,14 @@ class MuZero:
             probabilities=probabilities,
             ranked=not is_game,  # the sum of both returns is 0
         )
+
+
+def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Replay:
+    """Makes the buffer of windows that begin at every step: `model_steps` of a model, and the `n_step` rewards after these."""
+    return window_buffer(
+        obs, action, config, config.batch_size, config.shards, may_be_absent=may_be_absent,
+        length=config.model_steps + config.n_step, length_is="model_steps + n_step are",
+    )  # fmt: skip
 
 
 def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> Search:

@@ -1,0 +1,101 @@
+"""How parameters cross from a learner to its actors: whole or in bfloat16, and all of them or only what changed."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import codecs
+from msrl_jax._checks import shown
+from msrl_jax.codecs import BFLOAT16, Codec
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How what is published crosses: as it is, in bfloat16, or as what changed of that since the last message to an actor."""
+
+    codec: Codec | None
+    kinds: Sequence[Any]  # of what is published
+
+    @classmethod
+    def of(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
+        """The packing of a codec by its name; raises ValueError if it is for other values than parameters."""
+        known = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
+        if known is not None and not (isinstance(known, Codec) and known.encode is BFLOAT16.encode):
+            raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes take 'bfloat16', 'delta' or none")
+        return cls(known, kinds)
+
+    @property
+    def name(self) -> str | None:
+        """The name of the codec."""
+        return None if self.codec is None else self.codec.name
+
+    @functools.cached_property
+    def packs(self) -> tuple[bool, ...]:
+        """Which arrays are packed."""
+        return tuple(self.codec is not None and self.codec.takes(x) for x in self.kinds)
+
+    @functools.cached_property
+    def packed_kinds(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes as they cross."""
+        pairs = zip(self.kinds, self.packs, strict=True)
+        return [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if packs else x.dtype) for x, packs in pairs]
+
+    def pack(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """The arrays as they cross."""
+        return [np.asarray(x).astype(kind.dtype) for x, kind in zip(arrays, self.packed_kinds, strict=True)]
+
+    def unpack(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The arrays as the actor has them."""
+        return [x.astype(kind.dtype) for x, kind in zip(arrays, self.kinds, strict=True)]
+
+    def words(self, packed: Sequence[np.ndarray]) -> np.ndarray:
+        """The packed numbers, one after another. `[N]` uint16"""
+        parts = [x.reshape(-1).view(np.uint16) for x, packs in zip(packed, self.packs, strict=True) if packs]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+    def others(self, arrays: Sequence[Any]) -> list[Any]:
+        """Those that are not packed."""
+        return [x for x, packs in zip(arrays, self.packs, strict=True) if not packs]
+
+
+@dataclass
+class Sender:
+    """Makes the messages to one actor, and counts them."""
+
+    packing: Packing
+    last: np.ndarray | None = None  # the words that the actor has
+    exchanges: int = field(default=0)
+
+    def message(self, packed: Sequence[np.ndarray]) -> tuple[int | None, list[np.ndarray]]:
+        """How many words changed, and what to send; None if all is sent."""
+        changes = None if self.packing.codec is None else self.packing.codec.changes
+        if changes is None:
+            return None, list(packed)
+        now, last = self.packing.words(packed), self.last
+        self.last, self.exchanges = now, self.exchanges + 1
+        if last is None or self.exchanges % changes.every == 0:
+            return None, list(packed)
+        (places,) = np.nonzero(now != last)
+        if len(places) > len(now) // changes.one_in:
+            return None, list(packed)
+        return len(places), [places.astype(np.int32), now[places], *self.packing.others(packed)]
+
+
+def apply_changes(packing: Packing, last: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The arrays of the last message with what changed: places, words, and the arrays that are not packed."""
+    places, words, *others = changed
+    now = packing.words(last).copy()
+    now[places] = words
+    found, start, rest = [], 0, iter(others)
+    for kind, packs in zip(packing.packed_kinds, packing.packs, strict=True):
+        if packs:
+            found.append(now[start : start + kind.size].view(kind.dtype).reshape(kind.shape))
+            start += kind.size
+        else:
+            found.append(next(rest))
+    return found

@@ -1,0 +1,123 @@
+"""The replay of a run with actors from its log of unrolls, in one process."""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax._tracebacks import entry
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.elastic.packing import Packing
+from msrl_jax.elastic.split_program import SplitProgram, split_program
+from msrl_jax.elastic.unroll_log import FILE, read_log
+from msrl_jax.experiment.folder import RunFolderError, read_rows
+from msrl_jax.experiment.spec import Experiment, difference
+from msrl_jax.experiment.store import read_description
+
+
+@entry
+def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
+    """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
+
+    Args:
+      folder: the folder of the run.
+      experiment: what the run computes; needed if its folder does not hold that, because something was given as an object.
+      trust: whether the code that the folder names may run, as in `Result.load`.
+
+    Returns:
+      The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
+
+    Raises:
+      RunFolderError: a ValueError, if there is no record of the whole run.
+    """
+    folder = Path(folder)
+    description, lines = read_description(folder), read_log(folder / FILE)
+    begins = [0, *(resumed["iteration"] for resumed in description["resumed"])]
+    # A learner that was killed as it began may be in one of both alone.
+    if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
+        raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
+    if any("gap" in line for line in lines):
+        raise RunFolderError(f"{folder / FILE} has a gap, of lines that could not be written, so the run cannot be replayed")
+    if experiment is None:
+        experiment = Experiment.from_json(description, where=f"the run in {folder}", trust=trust)
+    if differs := difference(description, experiment.to_json()):
+        name, saved, given = differs
+        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")
+    replay = _Replay(experiment, lines)
+    try:
+        for line in lines:
+            if "begins" in line:
+                replay.begin(line)
+            elif "ticket" in line:
+                replay.arrive(line)
+        if any(row["iteration"] > replay.iteration for row in read_rows(folder)[-1:]):
+            raise KeyError("its last lines")
+    except KeyError as error:
+        text = f"{folder / FILE} does not have all that arrived ({error} is not there); restore the file"
+        raise RunFolderError(text) from error
+    return innermost(jax.tree.unflatten(jax.tree.structure(replay.programs[-1].state), replay.leaves))
+
+
+def _changes(numbers: Iterable[int]) -> list[int]:
+    return [number for number, _ in itertools.groupby(numbers)]
+
+
+class _Replay:
+    """A run that is computed again."""
+
+    def __init__(self, experiment: Experiment, lines: list[dict[str, Any]]):
+        self._split = functools.cache(lambda **computes: split_program(dataclasses.replace(experiment, **computes)))
+        self.programs: list[SplitProgram] = []  # of each learner
+        self.leaves: list[jax.Array] = []
+        self.iteration = 0
+        self._begins = {line["begins"] for line in lines if "begins" in line}
+        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners go on
+        self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
+        self._published: dict[tuple[int, int], list[Any]] = {}
+        self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
+
+    def begin(self, line: dict[str, Any]) -> None:
+        program, self.iteration = self._split(total_steps=line["total_steps"], guard=line["guard"]), line["begins"]
+        self.packing = Packing.of(line["codec"], program.halves.published_kinds)
+        if self.programs:
+            self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
+        else:
+            self.leaves = jax.device_put(jax.tree.leaves(program.experiment.initial_state()), program.sharding)
+        self.programs.append(program)
+        self._publish()
+
+    def arrive(self, line: dict[str, Any]) -> None:
+        ticket, acting = line["ticket"], _acting(line)
+        program = self.programs[line["life"]]  # an actor may have acted before the programs changed
+        made, own, sent = self._actors.get(ticket) or (0, program.initial_leaves(ticket), None)
+        if line["unroll"] == made:  # else it came before
+            own, sent = program.act(own, jax.device_put(self._published[acting], program.sharding))
+            self._actors[ticket] = made + 1, own, sent
+        elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
+            raise KeyError(f"unroll {made} of ticket {ticket}")
+        self._reads[acting] -= 1
+        if not self._reads[acting]:
+            del self._published[acting]
+        if "used" in line:
+            self.leaves, _ = self.programs[-1].learn(self.leaves, sent)
+            self.iteration += 1
+            self._publish()
+
+    def _publish(self) -> None:
+        now = len(self.programs) - 1, self.iteration
+        if self._reads[now]:
+            own = jax.device_get([self.leaves[i] for i in self.programs[-1].halves.published])
+            self._published[now] = self.packing.unpack(self.packing.pack(own))
+        if self.iteration in self._begins:
+            self._kept[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
+
+
+def _acting(line: dict[str, Any]) -> tuple[int, int]:
+    """The learner and the version of the parameters that acted."""
+    return line["life"], line["version"]

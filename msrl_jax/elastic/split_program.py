@@ -1,0 +1,90 @@
+"""An iteration as two compiled programs, that of an actor and that of the learner, which both ends build in the same way."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax.elastic.halves import Apart, Halves, split
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.fragments.runtime.executables import lower
+
+
+@dataclass(frozen=True, eq=False)
+class SplitProgram:
+    """The halves of an experiment's iteration, each compiled for one device of this process when it is used."""
+
+    experiment: Experiment
+    halves: Halves
+    metrics: Any  # the structure of the metrics of an iteration
+    device: Any
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """Shapes and dtypes of the state of the run."""
+        return jax.eval_shape(self.experiment.initial_state)
+
+    @functools.cached_property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Where everything is."""
+        return jax.sharding.SingleDeviceSharding(self.device)
+
+    def _placed(self, kinds: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding) for x in kinds]
+
+    @functools.cached_property
+    def learn(self) -> Any:
+        """`(leaves of the state, what was sent) -> (next leaves, metrics)`; it takes the memory of the leaves."""
+        leaves, sent = self._placed(jax.tree.leaves(self.state)), self._placed(self.halves.sent_kinds)
+        return lower(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent).compile()
+
+    @functools.cached_property
+    def act(self) -> Any:
+        """`(leaves of an actor, what was published) -> (its next leaves, what it sends)`."""
+        own = jax.tree.leaves(self.state)
+        private = self._placed([own[i] for i in self.halves.private])
+        return lower(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds)).compile()
+
+    def initial_leaves(self, ticket: int) -> list[jax.Array]:
+        """The leaves with which an actor begins: those of the run itself for ticket 0, of another key for each other one."""
+        # `split` makes keys as `fold_in` does, from small numbers.
+        key = self.experiment.key if ticket == 0 else jax.random.fold_in(self.experiment.key, np.uint32(2**32 - ticket))
+        leaves = jax.tree.leaves(jax.jit(self.experiment.agent.init, out_shardings=self.sharding)(key))
+        return [leaves[i] for i in self.halves.private]
+
+
+def split_program(experiment: Experiment, device: Any = None) -> SplitProgram:
+    """Splits the iteration of an experiment; raises ValueError, with what to do, if remote actors cannot act for it."""
+
+    def refused(why: str, remedy: str) -> ValueError:
+        what = f"{experiment.name} on {experiment.env_name} cannot learn from actors in other processes"
+        return ValueError(f"{what}: {why}. Leave out actors_at{remedy}")
+
+    if jax.process_count() > 1:
+        raise refused(f"its learner would be {jax.process_count()} processes", ", or start the learner as one process")
+    if experiment.has_members:
+        why = f"it has {experiment.members} members, whose data would be of several policies"
+        raise refused(why, ", or train one seed with one value of each setting")
+    if is_on_host(experiment.environment):
+        raise refused("the host simulates its environments", ", or use an environment that is written in JAX")
+    if experiment.env_params is not None:
+        why = "env_params are kept in its state, which actors do not read"
+        raise refused(why, ", or fix them in the name of the environment")
+    if (agent := experiment.behavior.agent).unit != "environment steps":
+        raise refused("it learns from data alone", "; no actors are needed")
+    env_state = getattr(jax.eval_shape(agent.init, jax.random.key(0)), "env_state", ())
+    if env_state and jax.tree.leaves(jax.eval_shape(agent.env.statistics, env_state)):
+        why = "each actor would normalize by statistics of its own"
+        raise refused(why, ", or normalize_observations and normalize_rewards")
+
+    def loop_refused(why: str) -> ValueError:
+        takes = experiment.name in ("impala", "ppo", "a2c")  # but not with all settings, such as replay_batches
+        return refused(why, f", or train {experiment.name} with its defaults" if takes else ", or train impala, ppo or a2c")
+
+    device = jax.local_devices()[0] if device is None else device
+    program = experiment.compile(Apart(device), [device])
+    return SplitProgram(experiment, split(program.schedule, loop_refused), program.traced.metrics, device)
