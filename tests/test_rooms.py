@@ -11,6 +11,8 @@ import msrl_jax as msrl
 from msrl_jax import _rooms
 from msrl_jax._rooms import Registry, added
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
+from msrl_jax.experiment import Experiment
+from msrl_jax.experiment.arguments import make_experiment
 from tests.support import processes
 
 ROOMS = sorted(_rooms.rooms())
@@ -92,3 +94,11 @@ print("msrl_jax.games.self_play" in sys.modules, "msrl_jax.games.muzero" in sys.
     done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["[]", "True False"]
+
+
+def test_runs_that_were_saved_before_an_algorithm_was_in_a_room_have_it():
+    experiment = make_experiment("self_play", "RockPaperScissors", overrides={"hidden_sizes": (4,)})
+    about = experiment.to_json()
+    assert about["class"] == "msrl_jax.games.self_play:SelfPlay"
+    again = Experiment.from_json(about | {"class": "msrl_jax.algorithms.self_play:SelfPlay"})
+    assert again.algorithm == experiment.algorithm
