@@ -342,6 +342,7 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
     (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
     monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
+    monkeypatch.setattr(_recipes, "RECORDS", (tmp_path / "recipes",))
     first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
     (namespace,), output = run_sections(RECIPES, "Reproducing")

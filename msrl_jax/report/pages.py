@@ -22,7 +22,7 @@ from msrl_jax.experiment.folder import write_text
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
 
-_PUBLISHED = Path("published", "returns.toml")
+_PUBLISHED = "published.toml"  # what others have published, in the folder of the records
 _BACK = "[All results](../results.md)"
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
@@ -98,12 +98,20 @@ class Row:
         ]
 
 
-def rows() -> list[Row]:
-    """All recipes that have a record."""
-    published = tomllib.loads((_recipes.FOLDER / _PUBLISHED).read_text("utf-8"))["row"]
+def rows(records: Path | None = None) -> list[Row]:
+    """All recipes that have a record in a folder of records, which is that of the clone if None.
+
+    Raises:
+      ValueError: if there is no clone, or no such folder.
+    """
+    place = _recipes.records_folder(records)
+    if place is None:
+        raise ValueError(_recipes.NO_RECORDS)
+    others = place / _PUBLISHED
+    published = tomllib.loads(others.read_text("utf-8"))["row"] if others.exists() else []
     found = []
     for recipe in map(_recipes.find, _recipes.names()):
-        if (record := _recipes.record_of(recipe)) is not None:
+        if (record := _recipes.record_of(recipe, place)) is not None:
             row = Row(recipe, record, ())
             found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
     return found
@@ -127,20 +135,21 @@ def _ours(record: Record, row: dict[str, Any]) -> Estimate:
     return _mean(record.last if row["score"] == "training" else record.best)
 
 
-def write_pages(folder: Path) -> list[Path]:
+def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
     """Writes the pages and figures of all recipes that have a record, and removes what it wrote before of others.
 
     Args:
       folder: where `results.md` and `results/` belong.
+      records: folder of the records; that of the clone if None.
 
     Returns:
       The files.
 
     Raises:
-      ValueError: as `check_pages`.
+      ValueError: as `check_pages` and `rows`.
     """
     check_pages(folder)
-    found, place = rows(), folder / "results"
+    found, place = rows(records), folder / "results"
     texts = {folder / "results.md": _index(found)}
     for algo, own in _grouped(found, lambda row: row.algo):
         texts[place / own[0].files.algorithm] = _algorithm(algo, own)

@@ -12,6 +12,7 @@ from msrl_jax.report import pages
 from msrl_jax.report.pages import Row, curve, rows, write_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 VALUES = {"algo": "ppo", "env": "CartPole-v1", "total_steps": 490_000, "learning_rate": 0.1}
 RECORD = Record(
     recipe="mine", settings=VALUES, config={}, seeds=[0, 1], steps=[100, 200, 300],
@@ -23,14 +24,22 @@ RECORD = Record(
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """A folder of recipes that has one of its own."""
+def records(tmp_path, monkeypatch):
+    """A folder of records, in place of that of the clone."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    monkeypatch.setattr(_recipes, "RECORDS", (folder,))
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path, records, monkeypatch):
+    """A folder of recipes that has one of its own, which has a record."""
     folder = tmp_path / "recipes"
-    (folder / "published").mkdir(parents=True)
-    published = (_recipes.FOLDER / "published" / "returns.toml").read_text()
-    (folder / "published" / "returns.toml").write_text(published)
+    folder.mkdir()
+    (records / "published.toml").write_text((RECORDS / "published.toml").read_text())
     (folder / "mine.toml").write_text("# Made up.\n" + "".join(f"{k} = {v!r}\n" for k, v in VALUES.items()))
-    RECORD.write(folder / "mine.json")
+    RECORD.write(records / "mine.json")
     monkeypatch.setattr(_recipes, "FOLDER", folder)
     return folder
 
@@ -74,25 +83,25 @@ def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys)
     assert not list((tmp_path / "docs" / "results").iterdir())
 
 
-def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine):
+def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine, records):
     (row,) = rows()
     assert {x["source"] for x in row.published} == {"CleanRL", "gymnax"}
     (mine / "mine.toml").write_text((mine / "mine.toml").read_text().replace("490000", "400000"))
-    dataclasses.replace(RECORD, settings=VALUES | {"total_steps": 400_000}).write(mine / "mine.json")
+    dataclasses.replace(RECORD, settings=VALUES | {"total_steps": 400_000}).write(records / "mine.json")
     (row,) = rows()
     assert row.cells()[5] == "500 [gymnax](https://github.com/RobertTLange/gymnax), checkpoint, steps not told"
 
 
-def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine):
+def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine, records):
     row = 'source = "They"\nurl = "u"\nalgo = "ppo"\nenv = "CartPole-v1"\nscore = "greedy"\n'
     higher, lower = (f"[[row]]\n{row}steps = 50_000\nvalue = {value}\n" for value in (9, 7))
-    (mine / "published" / "returns.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
+    (records / "published.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
     (found,) = rows()
     assert found.cells()[5] == "9 [They](u), greedy, after 50,000 steps"
     rows_of_variant = higher.replace("algo", 'variant = "ppo-wide"\nalgo').replace("They", "Wide")
-    (mine / "published" / "returns.toml").write_text(higher + rows_of_variant)
+    (records / "published.toml").write_text(higher + rows_of_variant)
     (mine / "ppo-wide-cartpole.toml").write_text((mine / "mine.toml").read_text())
-    RECORD.write(mine / "ppo-wide-cartpole.json")
+    RECORD.write(records / "ppo-wide-cartpole.json")
     assert [[x["source"] for x in row.published] for row in rows()] == [["They"], ["Wide"]]
     assert found.below() == ["8.0 [7.0, 9.0] beside 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
 
@@ -103,16 +112,16 @@ def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():
     np.testing.assert_array_equal([middle[0], low[0], high[0]], [5.0, 4.0, 6.0])
 
 
-def test_a_suite_says_which_variant_is_better(mine, tmp_path):
+def test_a_suite_says_which_variant_is_better(mine, records, tmp_path):
     """By hand: 4 and 6 against 5 and 5, against 3 and 3; at other steps there is nothing to compare."""
     others = {"ppo-wide-cartpole": [5.0, 5.0], "dqn-cartpole": [3.0, 3.0], "pqn-cartpole": [9.0, 9.0]}
     (mine / "mine.toml").rename(mine / "ppo-cartpole.toml")
-    (mine / "mine.json").rename(mine / "ppo-cartpole.json")
+    (records / "mine.json").rename(records / "ppo-cartpole.json")
     for name, last in others.items():
         values = VALUES | {"total_steps": 100_000 if name == "pqn-cartpole" else VALUES["total_steps"]}
         (mine / f"{name}.toml").write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()))
         best = [8.0, 8.0]  # against 7 and 9
-        dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(mine / f"{name}.json")
+        dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(records / f"{name}.json")
     write_pages(tmp_path)
     page = (tmp_path / "results" / "classic-control.md").read_text()
     for title, beside_dqn in (("### In training", "1.00 [1.00, 1.00] (1)"), ("### Their best agents", "0.50 [0.00, 1.00] (1)")):
