@@ -195,10 +195,12 @@ def anchors(text):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", PAGES[page])) if "://" not in link]
+    written = [ROOT / folder for folder in (ROOT / ".gitignore").read_text().split() if folder.startswith("docs/")]
     for link in links:
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), link
+        assert not any(target.resolve().is_relative_to(folder) for folder in written), f"{link} is not in the repository"
         assert not anchor or anchor in anchors(target.read_text()), link
 
 

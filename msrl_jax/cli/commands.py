@@ -319,7 +319,7 @@ class Reproduce(Command):
         None, "time after which what runs is saved and ends, such as 5h50m; the exit code is then 75."
     )
     update: bool = option(False, "write the new records to the folder of the records, in place of those there.")
-    pages: Path | None = option(None, "folder to write the pages of all records to, such as docs; names may then be left out.")
+    pages: Path | None = option(None, "folder to write the pages of all records to; names may then be left out.")
     progress: Progress = option("auto", "kind of progress display on stderr.")
 
 

@@ -1,6 +1,8 @@
-"""Pages of results say what the records say, and those in the repository are of the records in it."""
+"""Pages of results say what the records say; the records of the repository make them, and its tables are of its records."""
 
 import dataclasses
+import importlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +48,14 @@ def mine(tmp_path, records, monkeypatch):
 
 def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, tmp_path):
     docs = tmp_path / "docs"
-    (docs / "results").mkdir(parents=True)
-    (docs / "results" / "thesis.md").write_text("stays")
-    (docs / "results" / "old.md").write_text(f"gone {pages._MARK}")
+    docs.mkdir()
+    (docs / "thesis.md").write_text("stays")
+    (docs / "old.md").write_text(f"gone {pages._MARK}")
     names = {path.name for path in write_pages(docs)}
-    assert names == {"results.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
-    assert not (docs / "results" / "old.md").exists() and (docs / "results" / "thesis.md").read_text() == "stays"
-    index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
-    cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
+    assert names == {"index.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
+    assert not (docs / "old.md").exists() and (docs / "thesis.md").read_text() == "stays"
+    index, algorithm = (docs / "index.md").read_text(), (docs / "ppo.md").read_text()
+    cells = "| [mine](ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
     assert cells in index and "| 12 s, 2 seeds, 2 cores |" in index
     below = "5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
     assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
@@ -66,21 +68,21 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
 
 def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "results.md").write_text("mine")
+    (tmp_path / "docs" / "index.md").write_text("mine")
     for names in ([], ["mine"]):  # which is not trained before
         assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
-    (tmp_path / "docs" / "results.md").unlink()
+        assert "index.md, which it did not write; name another folder" in capsys.readouterr().err
+    (tmp_path / "docs" / "index.md").unlink()
     for name in ("mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"):
-        (tmp_path / "docs" / "results" / name).write_text("mine")
+        (tmp_path / "docs" / name).write_text("mine")
         assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
         assert f"{name}, which it did not write; name another folder" in capsys.readouterr().err
-        (tmp_path / "docs" / "results" / name).unlink()
+        (tmp_path / "docs" / name).unlink()
     (tmp_path / "file").write_text("")
     assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
-    assert "file/results (Not a directory); name another folder" in capsys.readouterr().err
+    assert "file (File exists); name another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "docs" / "results").iterdir())
+    assert not list((tmp_path / "docs").iterdir())
 
 
 def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine, records):
@@ -123,7 +125,7 @@ def test_a_suite_says_which_variant_is_better(mine, records, tmp_path):
         best = [8.0, 8.0]  # against 7 and 9
         dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(records / f"{name}.json")
     write_pages(tmp_path)
-    page = (tmp_path / "results" / "classic-control.md").read_text()
+    page = (tmp_path / "classic-control.md").read_text()
     for title, beside_dqn in (("### In training", "1.00 [1.00, 1.00] (1)"), ("### Their best agents", "0.50 [0.00, 1.00] (1)")):
         parts = [line.split("|") for line in page.partition(title)[2].partition("###")[0].splitlines()]
         table = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in parts if len(cells) == 7}
@@ -146,13 +148,27 @@ def test_the_command_writes_pages_without_names(mine, tmp_path, capsys):
     assert cli.main(["reproduce"]) == 2 and "name recipes" in capsys.readouterr().err
 
 
-def test_the_pages_in_the_repository_are_of_its_records(tmp_path, monkeypatch):
+def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_have_no_dead_link(tmp_path, monkeypatch):
     for name, drawn in {"curve": (), "draw": None, "finished": None, "svg_of": "<svg>\n</svg>\n"}.items():
-        monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # a figure is of the records that it names
-    for path in write_pages(tmp_path):
-        kept, end = DOCS / path.relative_to(tmp_path), -2 if path.suffix == ".svg" else 0  # where figures name their records
-        same = kept.exists() and kept.read_text().splitlines()[end:] == path.read_text().splitlines()[end:]
-        assert same, f"{kept.name} is not of the records; msrl-jax reproduce --pages docs writes it"
-    made = {path.name for path in (tmp_path / "results").iterdir()}
-    assert {path.name for path in (DOCS / "results").iterdir()} == made
-    assert pages.rows()
+        monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # drawing takes most of the time
+    texts = {path.name: path.read_text() for path in write_pages(tmp_path / "results")}
+    assert set(texts) == {path.name for path in (tmp_path / "results").iterdir()}
+    (tmp_path / "recipes.md").write_text((DOCS / "recipes.md").read_text())
+    for name, text in texts.items():
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^):]*)?\)", text):
+            assert (tmp_path / "results" / link).exists(), (name, link)
+    records = {path.stem: Record.read(path) for path in RECORDS.glob("*.json")}
+    assert {row.recipe.name for row in rows()} == set(records)
+    for name, record in records.items():
+        assert texts[f"{name}.svg"].splitlines()[-2] == f"<!-- {record.sum} -->"
+        (line,) = re.findall(rf"^\| \[{name}\]\((\S+).*", texts["index.md"], re.MULTILINE)
+        row = next(x for x in texts["index.md"].splitlines() if x.startswith(f"| [{name}]("))
+        shown = [float(cell.split()[0]) for cell in row.split("|")[4:6]]
+        np.testing.assert_allclose(shown, [np.mean(record.last), np.mean(record.best)], rtol=0.02, atol=0.005)
+        assert f"## {name}\n" in texts[line.partition("#")[0]] and row in texts[line.partition("#")[0]]
+
+
+def test_the_tables_in_the_repository_are_of_its_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    found = importlib.import_module("write_results").page()
+    assert (DOCS / "results.md").read_text() == found, "the tables are not of the records; python docs/write_results.py"
