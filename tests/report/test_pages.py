@@ -157,15 +157,14 @@ def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_ha
     for name, text in texts.items():
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^):]*)?\)", text):
             assert (tmp_path / "results" / link).exists(), (name, link)
-    records = {path.stem: Record.read(path) for path in RECORDS.glob("*.json")}
+    records, index = {path.stem: Record.read(path) for path in RECORDS.glob("*.json")}, texts["index.md"]
     assert {row.recipe.name for row in rows()} == set(records)
     for name, record in records.items():
         assert texts[f"{name}.svg"].splitlines()[-2] == f"<!-- {record.sum} -->"
-        (line,) = re.findall(rf"^\| \[{name}\]\((\S+).*", texts["index.md"], re.MULTILINE)
-        row = next(x for x in texts["index.md"].splitlines() if x.startswith(f"| [{name}]("))
-        shown = [float(cell.split()[0]) for cell in row.split("|")[4:6]]
+        line, page = re.search(rf"^\| \[{name}\]\((\w+\.md)#{name}\).*", index, re.MULTILINE).group(0, 1)
+        shown = [float(cell.split()[0]) for cell in line.split("|")[4:6]]
         np.testing.assert_allclose(shown, [np.mean(record.last), np.mean(record.best)], rtol=0.02, atol=0.005)
-        assert f"## {name}\n" in texts[line.partition("#")[0]] and row in texts[line.partition("#")[0]]
+        assert f"\n## {name}\n" in texts[page] and line in texts[page]
 
 
 def test_the_tables_in_the_repository_are_of_its_records(monkeypatch):
