@@ -37,7 +37,7 @@ def measure(name: str, first: int = FIRST, seeds: int = SEEDS, **changes: Any) -
       is of the last agent. Scores are means of `episodes` episodes.
     """
     recipe = _recipes.find(name)
-    record = _recipes.record_of(recipe)
+    record = _recipes.record_of(recipe, _recipes.records_folder())
     if record is None:
         raise ValueError(f"{name} has no record that says what its best agents reach: msrl-jax reproduce {name} --update")
     experiment = dataclasses.replace(msrl.recipe(name), seed=first, seeds=seeds, **changes)

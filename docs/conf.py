@@ -14,11 +14,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import write_notebooks  # noqa: E402  # in this folder
 import write_reference  # noqa: E402
 
+from msrl_jax.report.pages import write_pages  # noqa: E402
+
 project, author = "msrl_jax", "the authors of msrl_jax"
 copyright = author
 version = release = version_of("msrl-jax")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["README.md"]
+exclude_patterns = ["README.md", "results.md"]  # of which the site has pages with curves
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode, nb_execution_timeout, nb_execution_raise_on_error = "off", 600, True
@@ -42,15 +44,16 @@ def spaced(app, what, name, value, options, lines):
 
 
 def read(app, page, source):
-    """Links between pages and notebooks are those of the repository; on the site, notebooks are pages of the docs."""
+    """Links are those of the repository; on the site, notebooks are pages of the docs, and results have pages with curves."""
     if page.startswith("notebooks/"):
         source[0] = write_notebooks.page(source[0], page.removeprefix("notebooks/"), app.config.nb_execution_mode != "off")
     else:
-        source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+        source[0] = source[0].replace("](../notebooks/", "](notebooks/").replace("](results.md", "](results/index.md")
 
 
 def write(app, config):
-    """Writes the reference from the package itself, and copies the notebooks, before the pages are read."""
+    """Writes the results from the records, the reference from the package, and the notebooks, before the pages are read."""
+    write_pages(HERE / "results")
     write_reference.write(HERE / "reference")
     write_notebooks.write(HERE / "notebooks")
 

@@ -1,7 +1,9 @@
-"""Recipes: settings for a pair of algorithm and environment, and the record of what they reach; files of this package.
+"""Recipes: settings for a pair of algorithm and environment, and the record of what they reach.
 
-    recipes/NAME.toml    the settings, as `--config` takes them; comments at its head say where they come from
-    recipes/NAME.json    the record: curves and scores of every seed, which `reproduce` wrote
+    msrl_jax/recipes/NAME.toml      the settings, as `--config` takes them; comments at its head say where they come from
+    benchmarks/records/NAME.json    the record: curves and scores of every seed, which `reproduce` wrote
+
+Recipes are part of the package. Records are part of its repository, so an installed package may have none.
 """
 
 import contextlib
@@ -10,14 +12,18 @@ import fnmatch
 import hashlib
 import itertools
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import parse_json, replacing, suggestion
+from msrl_jax._checks import as_path, parse_json, replacing, suggestion
 
 FOLDER = Path(__file__).parent / "recipes"
+RECORDS = (Path(__file__).parents[1] / "benchmarks" / "records", Path("benchmarks", "records"))
+"""Where records may be: in the clone that the package is imported from, or in the one that is the working directory."""
+NO_RECORDS = "no records of recipes are here; run in a clone of the repository, or name its benchmarks/records with --records"
 _ANEW = " (msrl-jax reproduce, with --update)"
 _OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
 
@@ -41,11 +47,6 @@ class Recipe:
     path: Path
     about: str
     values: Mapping[str, Any]
-
-    @property
-    def record_path(self) -> Path:
-        """The file of its record, which need not exist."""
-        return self.path.with_suffix(".json")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -193,11 +194,34 @@ def of_pair(algo: str, env: str) -> Recipe | None:
     return None
 
 
-def record_of(recipe: Recipe) -> Record | None:
-    """The record of a recipe; None if there is none. Raises RecordError if it is damaged, or of other settings."""
-    if not recipe.record_path.exists():
+def records_folder(given: str | os.PathLike | None = None) -> Path | None:
+    """The folder of the records: the given one, else that of a clone; None if there is no clone.
+
+    Raises:
+      ValueError: if the given one is not a folder.
+    """
+    if given is None:
+        return next((place for place in RECORDS if place.is_dir()), None)
+    folder = as_path("records", given)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} with records; name benchmarks/records of a clone (--records)")
+    return folder
+
+
+def record_path(name: str, folder: Path) -> Path:
+    """The file of the record of a recipe in a folder of records; it need not exist."""
+    return folder / f"{name}.json"
+
+
+def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
+    """The record of a recipe in a folder of records; None if there is no record or no folder.
+
+    Raises:
+      RecordError: if the record is damaged, or of other settings.
+    """
+    if folder is None or not (path := record_path(recipe.name, folder)).exists():
         return None
-    record = Record.read(recipe.record_path)
+    record = Record.read(path)
     check_same(recipe.name, record.settings, recipe.settings)
     return record
 

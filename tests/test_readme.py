@@ -195,10 +195,12 @@ def anchors(text):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", PAGES[page])) if "://" not in link]
+    written = [ROOT / folder for folder in (ROOT / ".gitignore").read_text().split() if folder.startswith("docs/")]
     for link in links:
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), link
+        assert not any(target.resolve().is_relative_to(folder) for folder in written), f"{link} is not in the repository"
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
@@ -342,6 +344,7 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
     (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
     monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
+    monkeypatch.setattr(_recipes, "RECORDS", (tmp_path / "recipes",))
     first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
     (namespace,), output = run_sections(RECIPES, "Reproducing")

@@ -377,13 +377,18 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     from msrl_jax.experiment.hooks import seconds
     from msrl_jax.report import pages, reproduce
 
-    if args.update and not os.access(_recipes.FOLDER, os.W_OK):
-        raise UsageError(f"--update cannot write to {_recipes.FOLDER}; leave it out, and take the record from {args.out}")
+    folder = _recipes.records_folder(args.records)
+    if folder is None:
+        if args.update or args.pages is not None:
+            raise UsageError(_recipes.NO_RECORDS)
+        print(_recipes.NO_RECORDS, file=sys.stderr)
+    elif args.update and not os.access(folder, os.W_OK):
+        raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {args.out}")
     if args.pages is not None:  # what is refused is told before anything is trained
         pages.check_pages(args.pages)
         for name in set(_recipes.names()) - set(names):
-            _recipes.record_of(_recipes.find(name))
-    compared = {name: _can_compare(args, name) for name in names}
+            _recipes.record_of(_recipes.find(name), folder)
+    compared = {name: _can_compare(args, name, folder) for name in names}
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:
@@ -395,34 +400,33 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
         if each.record is None:
             code = _code_of(each.stop_reason)
             break
-        if args.update:
-            each.record.write(_recipes.find(name).record_path)
+        if args.update and folder is not None:
+            each.record.write(_recipes.record_path(name, folder))
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
     if args.pages is not None:
-        print(f"{len(pages.write_pages(args.pages))} files in {args.pages}")
+        print(f"{len(pages.write_pages(args.pages, folder))} files in {args.pages}")
     if args.json:
         _print_json(found)
     return code
 
 
-def _can_compare(args: Reproduce, name: str) -> bool:
+def _can_compare(args: Reproduce, name: str, folder: Path | None) -> bool:
     """Whether a recipe has a record to compare with; says if the seeds are too few for that. With `--update`, one that is
     damaged or of other settings is no error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
     from msrl_jax.report.statistics import fewest
 
-    recipe = _recipes.find(name)
     try:
-        recorded = comparable(recipe)
+        recorded = comparable(_recipes.find(name), folder)
     except _recipes.RecordError as error:
         if not args.update:
             raise
         print(f"the old record is not compared with: {error}", file=sys.stderr)
         return False
-    if args.update and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
+    if args.update and folder and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
         raise UsageError(
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
-            f"without some of them; leave --seed and --seeds out, or delete {recipe.record_path} first"
+            f"without some of them; leave --seed and --seeds out, or delete {_recipes.record_path(name, folder)} first"
         )
     if recorded:
         count, least = len(seeds_of(recorded, args.seeds, args.seed)), fewest(len(recorded.seeds))

@@ -313,12 +313,13 @@ class Reproduce(Command):
     seeds: int | None = option(None, "number of seeds; as many as the record has if not given, or 10.")
     seed: int | None = option(None, "the first seed; that of the record if not given.")
     policy: str | None = option(None, "distribution policy; as in train.")
+    records: Path | None = option(None, "folder of the records; benchmarks/records of the clone if not given.")
     out: Path = option(Path("reproduced"), "folder in which each recipe has one, with which the same command goes on.")
     time_limit: str | None = option(
         None, "time after which what runs is saved and ends, such as 5h50m; the exit code is then 75."
     )
-    update: bool = option(False, "write the new records into this package, in place of those there.")
-    pages: Path | None = option(None, "folder to write the pages of all records to, such as docs; names may then be left out.")
+    update: bool = option(False, "write the new records to the folder of the records, in place of those there.")
+    pages: Path | None = option(None, "folder to write the pages of all records to; names may then be left out.")
     progress: Progress = option("auto", "kind of progress display on stderr.")
 
 
@@ -335,6 +336,7 @@ class List:
     """List the algorithms, environments, distribution policies, and the suites of environments that can be installed."""
 
     recipes: bool = option(False, "the recipes instead, with what they reach.")
+    records: Path | None = option(None, "with --recipes, folder of the records; benchmarks/records of the clone if not given.")
     envs: bool = option(False, "only the environments and their suites.")
     json: bool = option(False, "print the names as one line of JSON instead.")
 

@@ -9,10 +9,13 @@ from typing import Any
 from msrl_jax import _recipes, _rooms, _suites
 from msrl_jax._terminal import table
 from msrl_jax.cli.commands import List
+from msrl_jax.cli.flags import UsageError
 
 
 def _list_recipes(args: List) -> int:
-    rows, cells = [], []
+    rows, cells, folder = [], [], _recipes.records_folder(args.records)
+    if folder is None:
+        print(_recipes.NO_RECORDS, file=sys.stderr)
     for name in _recipes.names():
         try:
             recipe = _recipes.find(name)
@@ -21,7 +24,7 @@ def _list_recipes(args: List) -> int:
             continue
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         try:
-            record = _recipes.record_of(recipe)
+            record = _recipes.record_of(recipe, folder)
             reached = "no record"
         except _recipes.RecordError as error:
             record, reached = None, "damaged record"
@@ -43,6 +46,8 @@ def _list_recipes(args: List) -> int:
 
 def list_names(args: List, config: dict[str, Any]) -> int:
     """What `msrl-jax list` does."""
+    if args.records is not None and not args.recipes:
+        raise UsageError("--records is for --recipes; give both, or leave it out")
     if args.recipes:
         return _list_recipes(args)
     if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported

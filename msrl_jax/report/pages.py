@@ -1,9 +1,9 @@
 """Pages of results, written from the records of recipes: tables beside published returns, and curves with their intervals.
 
-    results.md                  all recipes
-    results/ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
-    results/SUITE.md            the environments of a suite, the algorithms side by side
-    results/NAME.svg            curves
+    index.md            all recipes
+    ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
+    SUITE.md            the environments of a suite, the algorithms side by side
+    NAME.svg            curves
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from msrl_jax.experiment.folder import write_text
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
 
-_PUBLISHED = Path("published", "returns.toml")
-_BACK = "[All results](../results.md)"
+_PUBLISHED = "published.toml"  # what others have published, in the folder of the records
+_INDEX = "index.md"
+_BACK = "[All results](index.md)"
 _SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
@@ -38,7 +39,7 @@ intervals."""
 
 
 class Files(NamedTuple):
-    """The names of the files in `results` that have a recipe."""
+    """The names of the pages and figures that have a recipe."""
 
     algorithm: str
     curve: str
@@ -79,11 +80,11 @@ class Row:
         """The files that have it."""
         return _files(self.recipe)
 
-    def cells(self) -> list[str]:
-        """The cells of a table."""
+    def cells(self, link: str = "") -> list[str]:
+        """The cells of a table, whose name of the recipe is a link, to the page of its algorithm if nothing else is given."""
         record, name, others = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
         return [
-            f"[{name}]({self.files.algorithm}#{name})", self.env, f"{self.recipe.values['total_steps']:,}",
+            f"[{name}]({link or f'{self.files.algorithm}#{name}'})", self.env, f"{self.recipe.values['total_steps']:,}",
             str(_mean(record.last)), str(_mean(record.best)), others,
             f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds, {record.place}",
         ]  # fmt: skip
@@ -98,12 +99,20 @@ class Row:
         ]
 
 
-def rows() -> list[Row]:
-    """All recipes that have a record."""
-    published = tomllib.loads((_recipes.FOLDER / _PUBLISHED).read_text("utf-8"))["row"]
+def rows(records: Path | None = None) -> list[Row]:
+    """All recipes that have a record in a folder of records, which is that of the clone if None.
+
+    Raises:
+      ValueError: if there is no clone, or no such folder.
+    """
+    place = _recipes.records_folder(records)
+    if place is None:
+        raise ValueError(_recipes.NO_RECORDS)
+    others = place / _PUBLISHED
+    published = tomllib.loads(others.read_text("utf-8"))["row"] if others.exists() else []
     found = []
     for recipe in map(_recipes.find, _recipes.names()):
-        if (record := _recipes.record_of(recipe)) is not None:
+        if (record := _recipes.record_of(recipe, place)) is not None:
             row = Row(recipe, record, ())
             found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
     return found
@@ -127,29 +136,30 @@ def _ours(record: Record, row: dict[str, Any]) -> Estimate:
     return _mean(record.last if row["score"] == "training" else record.best)
 
 
-def write_pages(folder: Path) -> list[Path]:
+def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
     """Writes the pages and figures of all recipes that have a record, and removes what it wrote before of others.
 
     Args:
-      folder: where `results.md` and `results/` belong.
+      folder: where they belong.
+      records: folder of the records; that of the clone if None.
 
     Returns:
       The files.
 
     Raises:
-      ValueError: as `check_pages`.
+      ValueError: as `check_pages` and `rows`.
     """
     check_pages(folder)
-    found, place = rows(), folder / "results"
-    texts = {folder / "results.md": _index(found)}
+    found = rows(records)
+    texts = {folder / _INDEX: index(found)}
     for algo, own in _grouped(found, lambda row: row.algo):
-        texts[place / own[0].files.algorithm] = _algorithm(algo, own)
-        texts |= {place / row.files.curve: _figure([(row.algo, row)], row) for row in own}
+        texts[folder / own[0].files.algorithm] = _algorithm(algo, own)
+        texts |= {folder / row.files.curve: _figure([(row.algo, row)], row) for row in own}
     for suite, own in _grouped(found, lambda row: row.suite):
-        texts[place / own[0].files.suite] = _suite(suite, own)
+        texts[folder / own[0].files.suite] = _suite(suite, own)
         for _, each in _grouped(own, lambda row: row.env):
-            texts[place / each[0].files.curves] = _figure([(row.recipe.name, row) for row in each], each[0])
-    for old in {*place.glob("*.md"), *place.glob("*.svg")} - texts.keys():
+            texts[folder / each[0].files.curves] = _figure([(row.recipe.name, row) for row in each], each[0])
+    for old in {*folder.glob("*.md"), *folder.glob("*.svg")} - texts.keys():
         if _is_ours(old):
             old.unlink()
     for path, text in texts.items():
@@ -161,13 +171,13 @@ def check_pages(folder: Path) -> None:
     """Makes the folder of the pages; raises ValueError if it cannot be, or if `write_pages` would overwrite what it did not
     write."""
     try:
-        (folder / "results").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--pages cannot make {folder / 'results'} ({error.strerror}); name another folder") from None
-    _check_ours(folder / "results.md")
+        raise ValueError(f"--pages cannot make {folder} ({error.strerror}); name another folder") from None
+    _check_ours(folder / _INDEX)
     for name in _recipes.names():
         for file in _files(_recipes.find(name)):
-            _check_ours(folder / "results" / file)
+            _check_ours(folder / file)
 
 
 def _files(recipe: Recipe) -> Files:
@@ -215,37 +225,49 @@ def _published(row: dict[str, Any]) -> str:
     return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {', '.join(filter(None, about))}"
 
 
-def _table(found: Sequence[Row], prefix: str = "") -> str:
-    """The table of recipes; `prefix` leads from the page to those of the algorithms."""
-    cells = [row.cells() for row in found]
-    lines = ["", _line(_HEAD), "|---" * len(_HEAD) + "|"]
-    return "\n".join([*lines, *(_line([first.replace("](", f"]({prefix}"), *rest]) for first, *rest in cells), ""])
+def _table(cells: Iterable[Sequence[str]]) -> str:
+    return "\n".join(["", _line(_HEAD), "|---" * len(_HEAD) + "|", *map(_line, cells), ""])
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _index(found: Sequence[Row]) -> str:
-    algorithms = [f"[{algo}](results/{own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
+def index(found: Sequence[Row], *, alone: bool = False) -> str:
+    """The page of all recipes.
+
+    Args:
+      found: the recipes and their records.
+      alone: whether the pages of algorithms and suites are not beside it, as where it is `docs/results.md` of the repository;
+        then the recipes link to their files.
+
+    Returns:
+      The page as Markdown.
+    """
+    algorithms = [f"[{algo}]({own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
+    others = [
+        "The curves, and a page for each algorithm and each suite, are on the site, which",
+        "`python -m sphinx -W -b html docs build/site` builds; `msrl-jax reproduce --pages FOLDER` writes them, too.",
+    ]  # fmt: skip
     parts = [
         "# Results", "",
         "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
         "`msrl_jax/recipes`. `msrl-jax train --recipe ppo-cartpole` trains one, and",
-        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores [agree](recipes.md#reproducing) with",
-        "the table.", "",
-        f"By algorithm: {', '.join(algorithms)}", "", _ABOUT,
+        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores",
+        f"[agree]({'' if alone else '../'}recipes.md#reproducing) with the table.", "",
+        *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]), "", _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):
-        link = f"[The curves side by side](results/{own[0].files.suite})"
-        parts += ["", f"## {suite}", "", link, _table(own, "results/")]
+        curves = [] if alone else ["", f"[The curves side by side]({own[0].files.suite})"]
+        links = [f"../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
+        parts += ["", f"## {suite}", *curves, _table(row.cells(link) for row, link in zip(own, links, strict=True))]
     if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
         parts += ["## Where they are below others", "", *below, ""]
     return "\n".join(parts)
 
 
 def _algorithm(algo: str, found: Sequence[Row]) -> str:
-    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(found)]
+    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(row.cells() for row in found)]
     for row in found:
         record, name = row.record, row.recipe.name
         packages = ["jax", *(_suites.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
@@ -271,7 +293,7 @@ def _enough(record: Record) -> str:
 def _suite(suite: str, found: Sequence[Row]) -> str:
     parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
     for env, own in _grouped(found, lambda row: row.env):
-        parts += ["", f"## {env}", "", f"![{env}]({own[0].files.curves})", _table(own)]
+        parts += ["", f"## {env}", "", f"![{env}]({own[0].files.curves})", _table(row.cells() for row in own)]
     return "\n".join([*parts, *_improvements(found), ""])
 
 

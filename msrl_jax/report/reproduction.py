@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,10 +63,10 @@ def _experiment(found: Recipe) -> Experiment:
         raise type(error)(f"the recipe {found.path}: {error}") from None
 
 
-def comparable(found: Recipe) -> Record | None:
-    """The record of a recipe, None if there is none; raises RecordError if it is damaged, or if its settings, or defaults that
-    it left out, are others now."""
-    record = _recipes.record_of(found)
+def comparable(found: Recipe, folder: Path | None) -> Record | None:
+    """The record of a recipe in a folder of records, None if there is none; raises RecordError if it is damaged, or if its
+    settings, or defaults that it left out, are others now."""
+    record = _recipes.record_of(found, folder)
     if record is not None:
         _recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
     return record
@@ -162,6 +163,7 @@ def reproduce(
     seed: int | None = None,
     out: str | os.PathLike | None = None,
     compare: bool = True,
+    records: str | os.PathLike | None = None,
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     time_limit: float | str | None = None,
@@ -178,6 +180,8 @@ def reproduce(
       seed: the first seed; that of the record if None, or 0.
       out: folder of its runs and of the new record, `NAME.json`; `reproduced/NAME` if None.
       compare: whether to read the record of the recipe, and compare with it.
+      records: folder of the records, each in `NAME.json`; `benchmarks/records` of the clone that the package is imported from,
+        or that is the working directory, if None. Where there is no clone, nothing is compared, and a line on stderr says so.
       policy: as in `train`; that of the recipe if None, or the usual one.
       devices: as in `train`.
       time_limit: as in `train`, for all seeds together.
@@ -189,13 +193,16 @@ def reproduce(
       means at 1%, so that in at most 2% of the cases the same scores are said not to agree.
 
     Raises:
-      ValueError: on an unknown name, a folder that holds something else, or a damaged record; on a recipe that is not one
-        setting with evaluations; if there are several processes, or if no episode of a seed ended.
+      ValueError: on an unknown name, a folder that holds something else, no folder `records`, or a damaged record; on a recipe
+        that is not one setting with evaluations; if there are several processes, or if no episode of a seed ended.
     """
     if jax.process_count() > 1:
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
     found = _recipes.find(name)
-    recorded = comparable(found) if compare else None
+    folder = _recipes.records_folder(records)
+    if compare and folder is None and progress is not False:
+        print(_recipes.NO_RECORDS, file=sys.stderr)
+    recorded = comparable(found, folder) if compare else None
     limit = None if time_limit is None else read_seconds("time_limit", time_limit)
     base = _experiment(found)
     if base.has_members:

@@ -1,6 +1,8 @@
-"""Pages of results say what the records say, and those in the repository are of the records in it."""
+"""Pages of results say what the records say; the records of the repository make them, and its tables are of its records."""
 
 import dataclasses
+import importlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from msrl_jax.report import pages
 from msrl_jax.report.pages import Row, curve, rows, write_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 VALUES = {"algo": "ppo", "env": "CartPole-v1", "total_steps": 490_000, "learning_rate": 0.1}
 RECORD = Record(
     recipe="mine", settings=VALUES, config={}, seeds=[0, 1], steps=[100, 200, 300],
@@ -23,28 +26,36 @@ RECORD = Record(
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """A folder of recipes that has one of its own."""
+def records(tmp_path, monkeypatch):
+    """A folder of records, in place of that of the clone."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    monkeypatch.setattr(_recipes, "RECORDS", (folder,))
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path, records, monkeypatch):
+    """A folder of recipes that has one of its own, which has a record."""
     folder = tmp_path / "recipes"
-    (folder / "published").mkdir(parents=True)
-    published = (_recipes.FOLDER / "published" / "returns.toml").read_text()
-    (folder / "published" / "returns.toml").write_text(published)
+    folder.mkdir()
+    (records / "published.toml").write_text((RECORDS / "published.toml").read_text())
     (folder / "mine.toml").write_text("# Made up.\n" + "".join(f"{k} = {v!r}\n" for k, v in VALUES.items()))
-    RECORD.write(folder / "mine.json")
+    RECORD.write(records / "mine.json")
     monkeypatch.setattr(_recipes, "FOLDER", folder)
     return folder
 
 
 def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, tmp_path):
     docs = tmp_path / "docs"
-    (docs / "results").mkdir(parents=True)
-    (docs / "results" / "thesis.md").write_text("stays")
-    (docs / "results" / "old.md").write_text(f"gone {pages._MARK}")
+    docs.mkdir()
+    (docs / "thesis.md").write_text("stays")
+    (docs / "old.md").write_text(f"gone {pages._MARK}")
     names = {path.name for path in write_pages(docs)}
-    assert names == {"results.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
-    assert not (docs / "results" / "old.md").exists() and (docs / "results" / "thesis.md").read_text() == "stays"
-    index, algorithm = (docs / "results.md").read_text(), (docs / "results" / "ppo.md").read_text()
-    cells = "| [mine](results/ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
+    assert names == {"index.md", "ppo.md", "mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"}
+    assert not (docs / "old.md").exists() and (docs / "thesis.md").read_text() == "stays"
+    index, algorithm = (docs / "index.md").read_text(), (docs / "ppo.md").read_text()
+    cells = "| [mine](ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
     assert cells in index and "| 12 s, 2 seeds, 2 cores |" in index
     below = "5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
     assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
@@ -57,42 +68,42 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
 
 def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "results.md").write_text("mine")
+    (tmp_path / "docs" / "index.md").write_text("mine")
     for names in ([], ["mine"]):  # which is not trained before
         assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert "results.md, which it did not write; name another folder" in capsys.readouterr().err
-    (tmp_path / "docs" / "results.md").unlink()
+        assert "index.md, which it did not write; name another folder" in capsys.readouterr().err
+    (tmp_path / "docs" / "index.md").unlink()
     for name in ("mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"):
-        (tmp_path / "docs" / "results" / name).write_text("mine")
+        (tmp_path / "docs" / name).write_text("mine")
         assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
         assert f"{name}, which it did not write; name another folder" in capsys.readouterr().err
-        (tmp_path / "docs" / "results" / name).unlink()
+        (tmp_path / "docs" / name).unlink()
     (tmp_path / "file").write_text("")
     assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
-    assert "file/results (Not a directory); name another folder" in capsys.readouterr().err
+    assert "file (File exists); name another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "docs" / "results").iterdir())
+    assert not list((tmp_path / "docs").iterdir())
 
 
-def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine):
+def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_none(mine, records):
     (row,) = rows()
     assert {x["source"] for x in row.published} == {"CleanRL", "gymnax"}
     (mine / "mine.toml").write_text((mine / "mine.toml").read_text().replace("490000", "400000"))
-    dataclasses.replace(RECORD, settings=VALUES | {"total_steps": 400_000}).write(mine / "mine.json")
+    dataclasses.replace(RECORD, settings=VALUES | {"total_steps": 400_000}).write(records / "mine.json")
     (row,) = rows()
     assert row.cells()[5] == "500 [gymnax](https://github.com/RobertTLange/gymnax), checkpoint, steps not told"
 
 
-def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine):
+def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine, records):
     row = 'source = "They"\nurl = "u"\nalgo = "ppo"\nenv = "CartPole-v1"\nscore = "greedy"\n'
     higher, lower = (f"[[row]]\n{row}steps = 50_000\nvalue = {value}\n" for value in (9, 7))
-    (mine / "published" / "returns.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
+    (records / "published.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
     (found,) = rows()
     assert found.cells()[5] == "9 [They](u), greedy, after 50,000 steps"
     rows_of_variant = higher.replace("algo", 'variant = "ppo-wide"\nalgo').replace("They", "Wide")
-    (mine / "published" / "returns.toml").write_text(higher + rows_of_variant)
+    (records / "published.toml").write_text(higher + rows_of_variant)
     (mine / "ppo-wide-cartpole.toml").write_text((mine / "mine.toml").read_text())
-    RECORD.write(mine / "ppo-wide-cartpole.json")
+    RECORD.write(records / "ppo-wide-cartpole.json")
     assert [[x["source"] for x in row.published] for row in rows()] == [["They"], ["Wide"]]
     assert found.below() == ["8.0 [7.0, 9.0] beside 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
 
@@ -103,18 +114,18 @@ def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():
     np.testing.assert_array_equal([middle[0], low[0], high[0]], [5.0, 4.0, 6.0])
 
 
-def test_a_suite_says_which_variant_is_better(mine, tmp_path):
+def test_a_suite_says_which_variant_is_better(mine, records, tmp_path):
     """By hand: 4 and 6 against 5 and 5, against 3 and 3; at other steps there is nothing to compare."""
     others = {"ppo-wide-cartpole": [5.0, 5.0], "dqn-cartpole": [3.0, 3.0], "pqn-cartpole": [9.0, 9.0]}
     (mine / "mine.toml").rename(mine / "ppo-cartpole.toml")
-    (mine / "mine.json").rename(mine / "ppo-cartpole.json")
+    (records / "mine.json").rename(records / "ppo-cartpole.json")
     for name, last in others.items():
         values = VALUES | {"total_steps": 100_000 if name == "pqn-cartpole" else VALUES["total_steps"]}
         (mine / f"{name}.toml").write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()))
         best = [8.0, 8.0]  # against 7 and 9
-        dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(mine / f"{name}.json")
+        dataclasses.replace(RECORD, recipe=name, settings=values, last=last, best=best).write(records / f"{name}.json")
     write_pages(tmp_path)
-    page = (tmp_path / "results" / "classic-control.md").read_text()
+    page = (tmp_path / "classic-control.md").read_text()
     for title, beside_dqn in (("### In training", "1.00 [1.00, 1.00] (1)"), ("### Their best agents", "0.50 [0.00, 1.00] (1)")):
         parts = [line.split("|") for line in page.partition(title)[2].partition("###")[0].splitlines()]
         table = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in parts if len(cells) == 7}
@@ -137,13 +148,26 @@ def test_the_command_writes_pages_without_names(mine, tmp_path, capsys):
     assert cli.main(["reproduce"]) == 2 and "name recipes" in capsys.readouterr().err
 
 
-def test_the_pages_in_the_repository_are_of_its_records(tmp_path, monkeypatch):
+def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_have_no_dead_link(tmp_path, monkeypatch):
     for name, drawn in {"curve": (), "draw": None, "finished": None, "svg_of": "<svg>\n</svg>\n"}.items():
-        monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # a figure is of the records that it names
-    for path in write_pages(tmp_path):
-        kept, end = DOCS / path.relative_to(tmp_path), -2 if path.suffix == ".svg" else 0  # where figures name their records
-        same = kept.exists() and kept.read_text().splitlines()[end:] == path.read_text().splitlines()[end:]
-        assert same, f"{kept.name} is not of the records; msrl-jax reproduce --pages docs writes it"
-    made = {path.name for path in (tmp_path / "results").iterdir()}
-    assert {path.name for path in (DOCS / "results").iterdir()} == made
-    assert pages.rows()
+        monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # drawing takes most of the time
+    texts = {path.name: path.read_text() for path in write_pages(tmp_path / "results")}
+    assert set(texts) == {path.name for path in (tmp_path / "results").iterdir()}
+    (tmp_path / "recipes.md").write_text((DOCS / "recipes.md").read_text())
+    for name, text in texts.items():
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^):]*)?\)", text):
+            assert (tmp_path / "results" / link).exists(), (name, link)
+    records, index = {path.stem: Record.read(path) for path in RECORDS.glob("*.json")}, texts["index.md"]
+    assert {row.recipe.name for row in rows()} == set(records)
+    for name, record in records.items():
+        assert texts[f"{name}.svg"].splitlines()[-2] == f"<!-- {record.sum} -->"
+        line, page = re.search(rf"^\| \[{name}\]\((\w+\.md)#{name}\).*", index, re.MULTILINE).group(0, 1)
+        shown = [float(cell.split()[0]) for cell in line.split("|")[4:6]]
+        np.testing.assert_allclose(shown, [np.mean(record.last), np.mean(record.best)], rtol=0.02, atol=0.005)
+        assert f"\n## {name}\n" in texts[page] and line in texts[page]
+
+
+def test_the_tables_in_the_repository_are_of_its_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    found = importlib.import_module("write_results").page()
+    assert (DOCS / "results.md").read_text() == found, "the tables are not of the records; python docs/write_results.py"

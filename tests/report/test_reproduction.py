@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +25,7 @@ from tests.cli.test_config_file import experiment_of
 from tests.support import processes
 from tests.support.transitions import noise
 
+ROOT = Path(__file__).parents[2]
 TOML = """# Small, for tests.
 # Two lines.
 algo = "ppo"
@@ -43,16 +45,17 @@ SMALL = msrl.Experiment(
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with one recipe, `small`, in place of those of the package."""
+    """A folder with one recipe, `small`, in place of those of the package; records are looked for in it, too."""
     path = tmp_path / "recipes"
     path.mkdir()
     (path / "small.toml").write_text(TOML)
     monkeypatch.setattr(_recipes, "FOLDER", path)
+    monkeypatch.setattr(_recipes, "RECORDS", (path,))
     return path
 
 
 def reproduced(out, **options):
-    return msrl.reproduce("small", out=out, progress=False, **{"seeds": 5, **options})
+    return msrl.reproduce("small", out=out, **{"progress": False, "seeds": 5, **options})
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,7 @@ def first(tmp_path_factory):
     path = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_recipes, "FOLDER", path)
+        patched.setattr(_recipes, "RECORDS", (path,))
         (path / "small.toml").write_text(TOML)
         found = reproduced(path / "out")
     return found
@@ -159,7 +163,7 @@ def test_a_killed_one_goes_on_to_the_same_record(folder, first, tmp_path):
 import sys
 from pathlib import Path
 from msrl_jax import _recipes, cli
-_recipes.FOLDER = Path({str(folder)!r})
+_recipes.FOLDER, _recipes.RECORDS = Path({str(folder)!r}), ()
 sys.exit(cli.main(["reproduce", "small", "--seeds", "5", "--out", {str(out)!r}, "--progress", "none"]))
 """
     process = processes.start([sys.executable, "-c", code])
@@ -246,7 +250,7 @@ def update(again, *options):
 @pytest.mark.parametrize("of", ["damaged", "other defaults"])
 def test_update_writes_a_damaged_record_and_one_of_other_defaults_anew(folder, first, again, capsys, of):
     (folder / "small.toml").rename(folder / "Small.toml")
-    file = folder / "Small.json"
+    file = folder / "small.json"
     if of == "damaged":
         file.write_text("[]")
     else:
@@ -482,7 +486,7 @@ def test_every_recipe_is_what_the_command_line_reads_and_has_its_record(name):
     recipe = _recipes.find(name)
     assert msrl.recipe(name) == experiment_of(recipe.path)
     assert recipe.about and set(recipe.values) >= {"algo", "env", "total_steps"}
-    record = _recipes.record_of(recipe)
+    record = _recipes.record_of(recipe, _recipes.records_folder())
     assert record is not None and record.recipe == name and len(record.seeds) >= 3
     assert record.config == msrl.recipe(name).to_json()["config"]
     assert np.isfinite(scores(record)).all() and scores(record).shape == (2, len(record.seeds))
@@ -495,3 +499,45 @@ def test_names_of_recipes_are_those_of_algorithms_options_and_one_word_for_each_
         assert recipe.name == "-".join([recipe.values["algo"], *options, word])
         assert words.setdefault(recipe.values["env"], word) == word
     assert len({*words.values()}) == len(words)
+
+
+def test_records_are_those_of_the_clone_of_the_package_or_of_the_working_directory(tmp_path, monkeypatch):
+    assert _recipes.records_folder() == ROOT / "benchmarks" / "records"
+    monkeypatch.setattr(_recipes, "RECORDS", (tmp_path / "site-packages" / "benchmarks" / "records", _recipes.RECORDS[1]))
+    monkeypatch.chdir(tmp_path)  # as a wheel has it
+    assert _recipes.records_folder() is None
+    monkeypatch.chdir(ROOT)
+    assert _recipes.records_folder().samefile("benchmarks/records")
+    assert _recipes.records_folder(tmp_path) == tmp_path
+
+
+def test_without_records_a_sentence_says_so_and_recipes_are_trained_all_the_same(folder, first, again, monkeypatch, capsys):
+    monkeypatch.setattr(_recipes, "RECORDS", ())
+    assert msrl.recipe("small") == SMALL
+    assert cli.main(["list", "--recipes"]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"{_recipes.NO_RECORDS}\n" and "no record" in told.out
+    command = ["reproduce", "small", "--seeds", "5", "--out", str(again.parent), "--progress", "none"]
+    assert cli.main(command) == 0
+    told = capsys.readouterr()
+    assert told.err == f"{_recipes.NO_RECORDS}\n" and "seeds 0 to 4: no record" in told.out
+    assert scores(_recipes.Record.read(again / "small.json")).shape == (2, 5)
+    for option in ("--update", "--pages=docs"):
+        assert cli.main([*command, option]) == 2 and _recipes.NO_RECORDS in capsys.readouterr().err
+    found = reproduced(again, progress="lines")
+    assert found.verdict == "no record" and _recipes.NO_RECORDS in capsys.readouterr().err
+
+
+def test_a_folder_of_records_may_be_named(folder, first, again, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_recipes, "RECORDS", ())
+    records = tmp_path / "records"
+    command = ["reproduce", "small", "--out", str(again.parent), "--progress", "none", "--records", str(records)]
+    assert cli.main(command) == 2 and f"there is no folder {records} with records" in capsys.readouterr().err
+    records.mkdir()
+    assert cli.main([*command, "--seeds", "5", "--update"]) == 0
+    assert [path.name for path in records.iterdir()] == ["small.json"]
+    assert cli.main(command) == 0 and "seeds 0 to 4: agrees" in capsys.readouterr().out
+    assert reproduced(again, seeds=None, records=records).verdict == "agrees"
+    assert cli.main(["list", "--recipes", "--json", "--records", str(records)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["seeds"] == 5
+    assert cli.main(["list", "--records", str(records)]) == 2 and "--records is for --recipes" in capsys.readouterr().err
