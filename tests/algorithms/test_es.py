@@ -78,8 +78,7 @@ def plain_iteration(agent, config, state):
         rank = np.mean([(fitness[j] < fitness[i]) + 0.5 * (fitness[j] == fitness[i]) for j in range(E) if j != i])
         gradient = jax.tree.map(lambda g, n, u=rank - 0.5: g + u * n / (E * config.noise_scale), gradient, noises[i])
     tx = optax.chain(optax.add_decayed_weights(config.weight_decay), optax.adam(config.learning_rate))
-    opt_state = (optax.EmptyState(), (state.opt_state, optax.EmptyState()))
-    updates, _ = tx.update(jax.tree.map(lambda g: jnp.float32(-g), gradient), opt_state, state.params)
+    updates, _ = tx.update(jax.tree.map(lambda g: jnp.float32(-g), gradient), state.opt_state[:2], state.params)
     return fitness, gradient, optax.apply_updates(state.params, updates)
 
 

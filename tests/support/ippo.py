@@ -161,8 +161,7 @@ def plain_update(agent, config, state, rollout, shared):
             (old - center) / spread,
             (target - center) / spread,
         ]
-        adam = own(learner.opt_state)
-        opt_state = adam[0], (adam[1], optax.EmptyState())
+        opt_state = own(learner.opt_state)[:2]
         for times, envs in minibatches:
             batch = [x[times][:, envs].reshape(len(times), -1, *x.shape[3:]) for x in (*data, counts)]
             carry = [x[envs][:, list(agents)].reshape(-1, x.shape[-1]) for x in map(np.asarray, carries)]
