@@ -59,7 +59,7 @@ def quantile_huber_loss(
     """
     chex.assert_rank((quantile, target), 1)
     if fraction is None:
-        fraction = (jnp.arange(quantile.shape[-1], dtype=quantile.dtype) + 0.5) / quantile.shape[-1]
+        fraction = (jnp.arange(quantile.shape[-1], dtype=jnp.float32) + 0.5) / quantile.shape[-1]
     error = target[None, :] - quantile[:, None]
     weight = jnp.abs(fraction[:, None] - (jax.lax.stop_gradient(error) < 0).astype(fraction.dtype))
     return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)

@@ -42,7 +42,7 @@ class _Values(nn.Module):
 
     def _embedding(self, fraction: jax.Array, size: int) -> jax.Array:
         """Features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
-        cosines = jnp.cos(jnp.pi * jnp.arange(64, dtype=fraction.dtype) * fraction[..., None])
+        cosines = jnp.cos(jnp.pi * jnp.arange(64, dtype=jnp.float32) * fraction[..., None])
         return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
 
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
