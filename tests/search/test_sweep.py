@@ -342,7 +342,7 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
     words = [sys.executable, "-c", code, str(tmp_path / "killed")]
     process = processes.start(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     next(line for line in process.stderr if line.startswith("stage 1"))
-    next(line for line in process.stderr if " steps (" in line)  # the first of its chunks has ended
+    next(line for line in process.stderr if " steps per member (" in line)  # the first of its chunks has ended
     process.send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL, err
