@@ -1,6 +1,7 @@
 """The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as pe
 from jax.ref import AbstractRef as AbstractRef
 
-JAXLIB = tuple(int(number) for number in version("jaxlib").split(".")[:3])  # its version, without what comes after a patch
+JAXLIB = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))  # without what comes after the patch, as in 0.12.0rc1
 
 ClosedJaxpr = core.ClosedJaxpr
 DebugInfo = core.DebugInfo

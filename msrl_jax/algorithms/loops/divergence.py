@@ -23,7 +23,7 @@ class Divergence(NamedTuple):
 
 def no_divergence(config: Any) -> Divergence:
     """That before the first update of an iteration."""
-    exceeded = None if getattr(config, "target_kl", None) is None else jnp.bool(False)
+    exceeded = None if config.target_kl is None else jnp.bool(False)
     if isinstance(config.learning_rate, KL) and not is_own(config.optimizer):
         return Divergence(exceeded, jnp.float32(jnp.nan), jnp.bool(True))
     return Divergence(exceeded, None, None)

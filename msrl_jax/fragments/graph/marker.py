@@ -122,7 +122,6 @@ mlir.register_lowering(fragment_p, mlir.lower_fun(_evaluate, multiple_results=Tr
 batching.fancy_primitive_batchers[fragment_p] = _batch
 ad.primitive_jvps[fragment_p] = _jvp
 ad.primitive_transposes[fragment_p] = _transpose
-set_dead_code_rule(fragment_p, whole=lambda eqn: "host" in eqn.params)  # its function takes and makes all values
 
 
 def is_fragment(eqn: JaxprEqn) -> bool:
@@ -133,6 +132,9 @@ def is_fragment(eqn: JaxprEqn) -> bool:
 def is_host_call(eqn: JaxprEqn) -> bool:
     """Whether a jaxpr equation is a fragment that the host calls."""
     return is_fragment(eqn) and "host" in eqn.params
+
+
+set_dead_code_rule(fragment_p, whole=is_host_call)  # whose function takes and makes all values
 
 
 _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")

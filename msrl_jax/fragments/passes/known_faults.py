@@ -24,11 +24,12 @@ class Fault(NamedTuple):
 
 
 def _reduces_seven_dimensions(closed: ClosedJaxpr, mesh: Mesh) -> bool:
-    """Whether a program on CPUs reduces floats of seven or more dimensions, with the fusions of YNNPACK on."""
+    """Whether a program on CPUs reduces arrays of seven or more dimensions, with the fusions of YNNPACK on."""
     if _platform(mesh) != "cpu" or "--xla_cpu_experimental_ynn_fusion_type=" in os.environ.get("XLA_FLAGS", "").split():
         return False
     eqns = (eqn for jaxpr in jaxprs_in(closed.jaxpr) for eqn in jaxpr.eqns)
-    return any(eqn.primitive.name.startswith("reduce_") and len(aval(eqn.invars[0]).shape) >= 7 for eqn in eqns)
+    reductions = (eqn for eqn in eqns if eqn.primitive.name.startswith("reduce_") and "axes" in eqn.params)
+    return any(len(aval(eqn.invars[0]).shape) >= 7 for eqn in reductions)
 
 
 def _crops_and_pads_a_convolution(closed: ClosedJaxpr, mesh: Mesh) -> bool:

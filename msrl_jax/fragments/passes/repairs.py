@@ -146,20 +146,21 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
 
 def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The equations that update one part of an array by values computed from what the array is computed from."""
-    stack, seen = [(jaxpr, False)], set()
+    stack, seen = [(jaxpr, False)], set[tuple[int, bool]]()
     while stack:
         current, related = stack.pop()
         inputs = (*current.constvars, *current.invars)
         # The inputs from which a value is computed, as bits. Those of a call may come from one array.
         sources: dict[Atom, int] = {v: 1 if related else 1 << i for i, v in enumerate(inputs)}
         for eqn in current.eqns:
-            of = [sources.get(a, 0) for a in eqn.invars if isinstance(a, Var)]
+            of = [sources.get(a, 0) if isinstance(a, Var) else 0 for a in eqn.invars]
             sources |= dict.fromkeys(eqn.outvars, reduce(operator.or_, of, 0))
-            if (update := _one_update(eqn)) and sources.get(eqn.invars[0], 0) & sources.get(update, 0):
+            if (update := _one_update(eqn)) and of[0] & sources.get(update, 0):
                 yield eqn
-            new = [(sub, call_body(eqn) is not None) for sub in sub_jaxprs(eqn) if id(sub) not in seen]
-            seen |= {id(sub) for sub, _ in new}
-            stack += new
+            is_call = call_body(eqn) is not None
+            new = [sub for sub in sub_jaxprs(eqn) if (id(sub), is_call) not in seen]
+            seen |= {(id(sub), is_call) for sub in new}
+            stack += [(sub, is_call) for sub in new]
 
 
 def _one_update(eqn: JaxprEqn) -> Var | None:

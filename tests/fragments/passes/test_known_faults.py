@@ -66,6 +66,13 @@ def test_each_fault_is_said_once_where_a_program_meets_it(rank, platform, jaxlib
             raise AssertionError(found[0])
 
 
+def test_rounding_is_no_reduction():
+    closed = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 8, 7))(jnp.ones((1,) * 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known_faults.warn_of_known_faults(closed, mesh_of("cpu"), (0, 10, 2))
+
+
 def test_the_flag_that_turns_the_fusions_off_ends_the_warning(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2 --xla_cpu_experimental_ynn_fusion_type=")
     assert not warned(7, mesh_of("cpu"), (0, 10, 2))
