@@ -26,7 +26,7 @@ API = {
         "Reproduction",
     ],
     "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
-                             "act", "replay_arrivals", "TrustError"],
+                             "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],

@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,3 @@ def names_of(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
         return getattr(importlib.import_module(modules[name]), name)
 
     return find, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)
-
-
-def names_with(package: str, others: Mapping[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes `__getattr__` and `__dir__` of a package that has other names, too, which are looked up at each use."""
-
-    def find(name: str) -> Any:
-        if name not in others:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        return others[name]
-
-    return find, lambda: sorted({*vars(sys.modules[package]), *others})

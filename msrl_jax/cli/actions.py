@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes
+from msrl_jax import _recipes, _rooms
 from msrl_jax._checks import whole
 from msrl_jax._compiling import use_cpu_devices
 from msrl_jax.cli import launch
@@ -121,8 +121,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
 
 def _act(args: Act, config: dict[str, Any]) -> int:
-    from msrl_jax.experiment import act
-
+    act = _rooms.Registry("commands")["act"]
     unrolls = act(*args.addresses, wait=args.wait, trust=args.trust, say=functools.partial(print, file=sys.stderr, flush=True))
     if args.json:
         _print_json({"unrolls": unrolls})

@@ -1,8 +1,6 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
-from msrl_jax._lazy import names_with as _names_with
 from msrl_jax._naming import TrustError as TrustError
-from msrl_jax._rooms import Registry as _Registry
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
@@ -28,5 +26,3 @@ from msrl_jax.experiment.store import ResumeWarning as ResumeWarning
 from msrl_jax.experiment.train import train as train
 from msrl_jax.experiment.video import Filming as Filming
 from msrl_jax.experiment.video import Video as Video
-
-__getattr__, __dir__ = _names_with(__name__, _Registry("experiment"))

@@ -311,7 +311,7 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
         gone.receive()
     gone.close()
     assert same == ticket
-    assert msrl.experiment.act(address) >= 2
+    assert msrl.elastic.act(address) >= 2
     thread.join(300)
     back.close()
     history = found[0].history
@@ -343,8 +343,8 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
             patch.setenv(tls.KEY_VARIABLE, str(tmp_path / "another key.pem"))
             tls.contexts(lambda line: None)
             with pytest.raises(PermissionError, match=r"has another key, .*this process has the key .*another key\.pem: copy"):
-                msrl.experiment.act(address)
-        assert msrl.experiment.act(address, wait=300) >= 4
+                msrl.elastic.act(address)
+        assert msrl.elastic.act(address, wait=300) >= 4
     thread.join(300)
     assert found[0].status == "finished"
 
@@ -393,12 +393,12 @@ def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_lear
     """The file is not there yet; then it is not whole; then it names one learner, which moves to another address."""
     file, lines, ended = tmp_path / "learner", [], []
     with pytest.raises(ConnectionError, match=rf"no learner of a run answers at {file}: .*No such file"):
-        msrl.experiment.act(str(file), wait=0.05)
+        msrl.elastic.act(str(file), wait=0.05)
     file.write_text("127.0.0.1")
     with pytest.raises(ConnectionError, match=f"{file}='127.0.0.1': give HOST:PORT"):
-        msrl.experiment.act(str(file), wait=0.05)
+        msrl.elastic.act(str(file), wait=0.05)
     file.unlink()
-    act = threading.Thread(target=lambda: ended.append(msrl.experiment.act(str(file), wait=300, say=lines.append)), daemon=True)
+    act = threading.Thread(target=lambda: ended.append(msrl.elastic.act(str(file), wait=300, say=lines.append)), daemon=True)
     act.start()
     wait_for(lambda: lines == [f"no learner answers at {file} yet; waiting for one"], lambda: str(lines))
     for is_over in (False, True):
@@ -419,7 +419,7 @@ def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
     runs = {address: ("impala", 2), free_address(): ("ppo", 3)}
     learners = [learner_in_a_thread(at, algo=algo, total_steps=n * STEPS) for at, (algo, n) in runs.items()]
-    assert msrl.experiment.act(*runs) >= 5
+    assert msrl.elastic.act(*runs) >= 5
     for thread, _ in learners:
         thread.join(300)
     results = [found[0] for _, found in learners]
@@ -450,7 +450,7 @@ def test_bad_settings_are_refused_before_anything_compiles(given, error):
 def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     folder = tmp_path / "run"
     thread, found = learner_in_a_thread(address, folder)
-    msrl.experiment.act(address)
+    msrl.elastic.act(address)
     thread.join(300)
     assert_same_state(replay_arrivals(folder), found[0].state)
     whole = (folder / FILE).read_text().splitlines(keepends=True)
@@ -477,7 +477,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     for iterations, guard in ((3, "halt"), (6, "skip")):
         options = {"total_steps": iterations * STEPS, "guard": guard, "anneal_learning_rate": True, "resume": iterations > 3}
         thread, found = learner_in_a_thread(address, folder, **options)
-        msrl.experiment.act(address, wait=300)
+        msrl.elastic.act(address, wait=300)
         thread.join(300)
         assert found[0].history["step"][-1] == iterations * STEPS
     assert_same_state(replay_arrivals(folder), found[0].state)
@@ -486,7 +486,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
-        msrl.experiment.act(address, wait=300)
+        msrl.elastic.act(address, wait=300)
     thread.join(300)
     assert isinstance(found[0], msrl.experiment.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
@@ -516,7 +516,7 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
 
     def act():
         with pytest.raises(ValueError, match="the learner refused this actor: it is too late") as info:
-            msrl.experiment.act(other, address, say=said.append)
+            msrl.elastic.act(other, address, say=said.append)
         raised.append(info.value)
 
     acting = threading.Thread(target=act, daemon=True)
@@ -555,7 +555,7 @@ def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, er
 
     def act():
         try:
-            ends.append(msrl.experiment.act(address, say=lines.append))
+            ends.append(msrl.elastic.act(address, say=lines.append))
         except RuntimeError as raised:
             ends.append(str(raised))
 
@@ -578,7 +578,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     channel = wait_for(lambda: reached(address), "no learner")
     channel.send({"versions": versions(), "ticket": None, "run": None})
     about, _ = channel.receive()
-    assert msrl.experiment.act(address, wait=300)  # another one
+    assert msrl.elastic.act(address, wait=300)  # another one
     assert channel.receive()[0] == {"over": True}
     channel.close()
     thread.join(300)
@@ -586,7 +586,7 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
 
     other, acted = free_address(), list[int]()
     listener = wire.listen(wire.address_of(other))
-    acting = threading.Thread(target=lambda: acted.append(msrl.experiment.act(other, wait=60)), daemon=True)
+    acting = threading.Thread(target=lambda: acted.append(msrl.elastic.act(other, wait=60)), daemon=True)
     acting.start()
     with listener, contextlib.closing(let_in(listener)) as channel:
         channel.receive()
@@ -638,12 +638,12 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
 
 def test_nobody_there():
     with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
-        msrl.experiment.act()
+        msrl.elastic.act()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
-            msrl.experiment.act(where, wait=0.3)
+            msrl.elastic.act(where, wait=0.3)
 
 
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):

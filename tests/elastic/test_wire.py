@@ -113,7 +113,7 @@ def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, 
     path, lines = tmp_path / "mistyped.pem", []
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
-        msrl.experiment.act("127.0.0.1:7000", wait=0.1)
+        msrl.elastic.act("127.0.0.1:7000", wait=0.1)
     assert not path.exists()
     tls.contexts(lines.append)
     tls.contexts(lines.append)
@@ -136,7 +136,7 @@ def test_a_key_that_others_may_use_is_refused_with_the_remedy(mode, tmp_path, mo
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     path.chmod(mode)
     with pytest.raises(ValueError, match=rf"others may use the key {path}; keep them out with: chmod 600 {path}"):
-        msrl.experiment.act("127.0.0.1:7000", wait=0.1)
+        msrl.elastic.act("127.0.0.1:7000", wait=0.1)
     path.chmod(0o400)
     tls.contexts()
 
@@ -326,7 +326,7 @@ def test_an_actor_tells_nothing_to_a_learner_without_its_key(other_key, monkeypa
             thread = threading.Thread(target=answer, args=(listener, wrap, text))
             thread.start()
             with pytest.raises(error):
-                msrl.experiment.act(":".join(map(str, listener.getsockname())))
+                msrl.elastic.act(":".join(map(str, listener.getsockname())))
             thread.join(10)
     with wire.listen(("127.0.0.1", 0)) as listener, pytest.raises(wire.WireError):
         wire.connect(listener.getsockname(), tls.contexts()[1])
