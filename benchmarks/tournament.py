@@ -35,7 +35,7 @@ def work(board: str, number: int, seed: int, in_generations: bool, seconds: floa
     """
     last = 0
 
-    def slowly(tick: msrl.experiment.Tick) -> None:
+    def slowly(tick: msrl.run.Tick) -> None:
         nonlocal last
         begun = last if tick.resumed_from <= last < tick.step else tick.resumed_from
         time.sleep(number * seconds * (tick.step - begun) / ROUND)

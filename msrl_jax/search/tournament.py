@@ -38,17 +38,18 @@ from msrl_jax._tracebacks import entry
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
-from msrl_jax.experiment import hooks
-from msrl_jax.experiment.agents import fold_keys
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.callbacks import Callback, Tick
-from msrl_jax.experiment.folder import RunFolderError, check_links, locked, read_json, to_json, write_json
-from msrl_jax.experiment.guard import DivergedError
-from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import ResumeWarning, check_saved
-from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.run.disk.folder import check_links, locked, read_json, write_json
+from msrl_jax.run.disk.store import ResumeWarning, check_saved
+from msrl_jax.run.experiment.agent_transforms import fold_keys
+from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop import hooks
+from msrl_jax.run.loop.callbacks import Callback, Tick
+from msrl_jax.run.loop.guard import DivergedError
+from msrl_jax.run.prepare import make_experiment
+from msrl_jax.run.result import Result
+from msrl_jax.run.train import train
 
 SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK = "leaderboard.json", "members", "workers", "rounds.jsonl", "lock"
 ENTRY = "entry.json"

@@ -16,8 +16,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
-from msrl_jax.experiment import NotSavedError, Result, ResumeWarning, RunFolderError
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run import NotSavedError, Result, ResumeWarning, RunFolderError
+from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search import Leaderboard
 from msrl_jax.search.tournament import _copied
 from tests.support import processes
