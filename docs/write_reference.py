@@ -20,7 +20,7 @@ THEMES = {
 API = {
     "msrl_jax": [
         "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "compete", "Leaderboard", "choose_policy", "Choice", "runs_page",
+        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
         "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",

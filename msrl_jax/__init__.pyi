@@ -12,6 +12,7 @@ from msrl_jax import replay as replay
 from msrl_jax import report as report
 from msrl_jax import run as run
 from msrl_jax import search as search
+from msrl_jax import tournament as tournament
 from msrl_jax.fragments import Delayed as Delayed
 from msrl_jax.fragments import Mean as Mean
 from msrl_jax.fragments import Plan as Plan
@@ -35,7 +36,5 @@ from msrl_jax.run import Result as Result
 from msrl_jax.run import choose_policy as choose_policy
 from msrl_jax.run import replay_step as replay_step
 from msrl_jax.run import train as train
-from msrl_jax.search import Leaderboard as Leaderboard
 from msrl_jax.search import SweepResult as SweepResult
-from msrl_jax.search import compete as compete
 from msrl_jax.search import sweep as sweep

@@ -1,5 +1,4 @@
-"""The command line: `train | act | sweep | compete | evaluate | record | replay | explain | bench | video | export |
-report | plot | reproduce | copy | list | check-env`.
+"""The command line: parses the arguments of `msrl-jax COMMAND`, calls the command, and turns errors into one line.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.

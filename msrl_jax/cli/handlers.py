@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ from msrl_jax._checks import whole
 from msrl_jax._compiling import use_cpu_devices
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
-    Act,
     Bench,
     CheckEnv,
-    Compete,
     Copy,
     Evaluate,
     Explain,
@@ -49,20 +47,22 @@ DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Prints a value as one line of JSON."""
     from msrl_jax.run.experiment.plain_data import to_json
 
     print(json.dumps(to_json(value)))
 
 
-def _show(args: Any, data: Any, text: object) -> None:
+def show(args: Any, data: Any, text: object) -> None:
+    """Prints data as JSON if `--json` asks for it, and the text if not."""
     if args.json:
-        _print_json(data)
+        print_json(data)
     else:
         print(text)
 
 
-def _options(args: Any, *others: str) -> dict[str, Any]:
+def options_of(args: Any, *others: str) -> dict[str, Any]:
     """The options that are arguments of the function of the same name."""
     left_out = ("config", "given", "json", "cpu_devices", "trust", *others)
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in left_out}
@@ -96,7 +96,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         _can_draw()
     first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
     out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
-    options = _options(args, "out", "tensorboard", "wandb", "video_every", "processes", "distributed", "recipe")
+    options = options_of(args, "out", "tensorboard", "wandb", "video_every", "processes", "distributed", "recipe")
     # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
     options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
     with contextlib.ExitStack() as stack:
@@ -116,16 +116,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
     if first:
         print(result)
     if first and args.json:
-        _print_json(result.summary() | {"folder": result.folder})
+        print_json(result.summary() | {"folder": result.folder})
     return NOT_SAVED if result.save_error else _exit_code(result)
-
-
-def _act(args: Act, config: dict[str, Any]) -> int:
-    act = _rooms.Registry("commands")["act"]
-    unrolls = act(*args.addresses, wait=args.wait, trust=args.trust, say=functools.partial(print, file=sys.stderr, flush=True))
-    if args.json:
-        _print_json({"unrolls": unrolls})
-    return 0
 
 
 def _sweep(args: Sweep, config: dict[str, Any]) -> int:
@@ -134,14 +126,14 @@ def _sweep(args: Sweep, config: dict[str, Any]) -> int:
     if args.resume and args.out is None:
         raise UsageError("--resume needs --out, the folder of the sweep")
     out = args.out or _folder("sweeps", args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
-    result = search.sweep(**_options(args, "out", "plot"), out=out, **config)
+    result = search.sweep(**options_of(args, "out", "plot"), out=out, **config)
     print(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
         print(f"the best setting again: {result.command()}")
         if args.plot is not None:
             result.plot(args.plot)
     if args.json:
-        _print_json(result.summary())
+        print_json(result.summary())
     return _exit_code(result)
 
 
@@ -177,14 +169,6 @@ def launched(args: Train, argv: Sequence[str]) -> int | None:
     return None
 
 
-def _compete(args: Compete, config: dict[str, Any]) -> int:
-    from msrl_jax import search
-
-    board = search.compete(args.leaderboard, **_options(args, "leaderboard"), **config)
-    _show(args, board.entries, board)
-    return 0
-
-
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.check_spaces import agents_of
     from msrl_jax.run import Evaluation, FittedQ, OffPolicyEstimate, Result
@@ -206,7 +190,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
         means = played.means if isinstance(played, Evaluation) else {}
-        _print_json(about | agents_of(result.behavior.env) | means | dataclasses.asdict(played))
+        print_json(about | agents_of(result.behavior.env) | means | dataclasses.asdict(played))
     return 0
 
 
@@ -214,11 +198,11 @@ def _record(args: Record, config: dict[str, Any]) -> int:
     from msrl_jax import data
     from msrl_jax.run import Result
 
-    options = _options(args, "run", "steps", "out")
+    options = options_of(args, "run", "steps", "out")
     dataset = data.record(Result.load(args.run, trust=args.trust), args.steps, args.out, **options)
     print(dataset)
     if args.json:
-        _print_json(dataset.describe() | {"file": args.out})
+        print_json(dataset.describe() | {"file": args.out})
     return 0
 
 
@@ -232,7 +216,7 @@ def _replay(args: Replay, config: dict[str, Any]) -> int:
     print(failure)
     if args.json:
         fields = {f.name: getattr(failure.origin, f.name) for f in dataclasses.fields(failure.origin) if f.name != "operands"}
-        _print_json({"iteration": failure.iteration, "member": failure.member, **fields})
+        print_json({"iteration": failure.iteration, "member": failure.member, **fields})
     return 0
 
 
@@ -272,13 +256,13 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         page = found[0].svg() if args.out.suffix == ".svg" else page_of(found, f"{args.algo} on {args.env}")
         write_text(args.out, page)
     if len(rows) > 1:
-        _show(args, [row.to_dict() for row in rows], format_table(rows))
+        show(args, [row.to_dict() for row in rows], format_table(rows))
         return 0
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
     chosen = {"choice": reasons[0].to_dict()} if reasons else {}
     data = [plan.to_dict() | {"parameters": parts} | chosen for plan in found]
-    _show(args, data if len(data) > 1 else data[0], "\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]))
+    show(args, data if len(data) > 1 else data[0], "\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]))
     return 0
 
 
@@ -302,19 +286,19 @@ def _video(args: Video, config: dict[str, Any]) -> int:
     _can_draw()
     from msrl_jax.run import Result
 
-    options = _options(args, "run", "out", "checkpoint")
+    options = options_of(args, "run", "out", "checkpoint")
     made = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust).video(args.out, **options)
     about = {"file": str(args.out), "returns": list(made.returns), "lengths": [len(x) - 1 for x in made.episodes]}
-    _show(args, about, f"{made}\n{args.out}")
+    show(args, about, f"{made}\n{args.out}")
     return 0
 
 
 def _export(args: Export, config: dict[str, Any]) -> int:
     from msrl_jax.run import Result
 
-    options = _options(args, "run", "file", "checkpoint")
+    options = options_of(args, "run", "file", "checkpoint")
     file = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust).export(args.file, **options)
-    _show(args, {"file": str(file)}, file)
+    show(args, {"file": str(file)}, file)
     return 0
 
 
@@ -322,7 +306,7 @@ def _report(args: Report, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
     page = report.runs_page(args.runs, args.out, metrics=args.metrics, title=args.title, plans=args.plans, trust=args.trust)
-    _show(args, {"page": str(page)}, page)
+    show(args, {"page": str(page)}, page)
     return 0
 
 
@@ -330,7 +314,7 @@ def _plot(args: Plot, config: dict[str, Any]) -> int:
     from msrl_jax import report
 
     report.plot_runs(args.runs, args.out, metrics=args.metrics, x=args.x)
-    _show(args, {"figure": str(args.out)}, args.out)
+    show(args, {"figure": str(args.out)}, args.out)
     return 0
 
 
@@ -338,12 +322,12 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
     from msrl_jax.report import bench as report
 
     grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
-    options = _options(args, "algo", "env", "policy", "num_envs", "unroll_length")
+    options = options_of(args, "algo", "env", "policy", "num_envs", "unroll_length")
     note = functools.partial(print, file=sys.stderr, flush=True)
     measurements = report.bench(*grid, **options, on_stage=note, on_measurement=note, **config)
     print(report.format_table(measurements))
     if args.json:
-        _print_json(measurements)
+        print_json(measurements)
     return 0
 
 
@@ -365,7 +349,7 @@ def _profile(args: Profile, config: dict[str, Any]) -> int:
         made.save(args.run / profiles.OF_RUN)
     if args.out is not None:
         made.save(args.out)
-    _show(args, made.to_dict(), made)
+    show(args, made.to_dict(), made)
     return 0
 
 
@@ -391,7 +375,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
     for name in names:
-        options = _options(args, "names", "update", "pages", "out", "time_limit")
+        options = options_of(args, "names", "update", "pages", "out", "time_limit")
         left = None if ends is None else max(1e-3, ends - time.monotonic())
         each = reproduce(name, **options, compare=compared[name], out=args.out / name, time_limit=left)
         print(each, flush=True)
@@ -405,7 +389,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     if args.pages is not None:
         print(f"{len(pages.write_pages(args.pages, folder))} files in {args.pages}")
     if args.json:
-        _print_json(found)
+        print_json(found)
     return code
 
 
@@ -448,28 +432,29 @@ def _copy(args: Copy, config: dict[str, Any]) -> int:
 def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
     from msrl_jax.envs import check
 
-    report = check(args.env, **_options(args, "env"))
-    _show(args, dataclasses.asdict(report) | {"ok": report.ok}, report)
+    report = check(args.env, **options_of(args, "env"))
+    show(args, dataclasses.asdict(report) | {"ok": report.ok}, report)
     return 0 if report.ok else DOES_NOT_CONFORM
 
 
-COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
-    "train": (Train, _train),
-    "act": (Act, _act),
-    "sweep": (Sweep, _sweep),
-    "compete": (Compete, _compete),
-    "evaluate": (Evaluate, _evaluate),
-    "record": (Record, _record),
-    "replay": (Replay, _replay),
-    "explain": (Explain, _explain),
-    "bench": (Bench, _bench),
-    "profile": (Profile, _profile),
-    "video": (Video, _video),
-    "export": (Export, _export),
-    "report": (Report, _report),
-    "plot": (Plot, _plot),
-    "reproduce": (Reproduce, _reproduce),
-    "copy": (Copy, _copy),
-    "list": (List, list_names),
-    "check-env": (CheckEnv, _check_env),
-}
+COMMANDS: _rooms.Registry[tuple[type, Callable[[Any, dict[str, Any]], int]]] = _rooms.Registry(
+    "commands",
+    {
+        "train": (Train, _train),
+        "sweep": (Sweep, _sweep),
+        "evaluate": (Evaluate, _evaluate),
+        "record": (Record, _record),
+        "replay": (Replay, _replay),
+        "explain": (Explain, _explain),
+        "bench": (Bench, _bench),
+        "profile": (Profile, _profile),
+        "video": (Video, _video),
+        "export": (Export, _export),
+        "report": (Report, _report),
+        "plot": (Plot, _plot),
+        "reproduce": (Reproduce, _reproduce),
+        "copy": (Copy, _copy),
+        "list": (List, list_names),
+        "check-env": (CheckEnv, _check_env),
+    },
+)

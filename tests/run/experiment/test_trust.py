@@ -23,7 +23,8 @@ from msrl_jax.run.disk import checkpoint, folder
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
 from msrl_jax.run.loop import nonfinite
-from msrl_jax.search.tournament import Leaderboard, _copied
+from msrl_jax.tournament.leaderboard import Leaderboard
+from msrl_jax.tournament.worker import _copied
 
 EVIL = """
 import pathlib

@@ -18,8 +18,8 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.run import NotSavedError, Result, ResumeWarning, RunFolderError
 from msrl_jax.run.prepare import make_experiment
-from msrl_jax.search import Leaderboard
-from msrl_jax.search.tournament import _copied
+from msrl_jax.tournament import Leaderboard
+from msrl_jax.tournament.worker import _copied
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 
@@ -33,7 +33,7 @@ import sys
 sys.path.insert(0, {root!r})
 import jax
 import msrl_jax as msrl
-msrl.compete(
+msrl.tournament.compete(
     {board!r}, {algo!r}, "CartPole-v1:max_steps_in_episode=40", round_steps=128, total_steps=1e6, eval_episodes=4, size=3,
     seed={seed}, devices=jax.devices()[:{devices}], policy={policy!r}, num_envs=8, unroll_length=8, hidden_sizes=(8,),
     callbacks=[lambda tick: print("tick", flush=True)],
@@ -94,12 +94,12 @@ def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
 @pytest.mark.slow
 def test_members_go_on_where_they_were(tmp_path, one_device):
     options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
-    first = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, fresh=1.0, size=2, **options)
+    first = msrl.tournament.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, fresh=1.0, size=2, **options)
     (entry,) = first.entries
     assert (entry.step, entry.parent, entry.algorithm, entry.finished) == (128, None, "a2c", False)
     start = Result.load(entry.path, env=RandomWalk())
     assert start.history["step"][-1] == 128 and start.evaluation.mean_return == entry.score
-    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=3, fresh=0.0, **options)
+    board = msrl.tournament.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=3, fresh=0.0, **options)
     assert len(board.rounds) == 4 and all(row["step"] > 128 for row in board.rounds[1:])
     for child in board.entries:
         if child.parent is not None:
@@ -107,7 +107,7 @@ def test_members_go_on_where_they_were(tmp_path, one_device):
     assert not list((board.path / "workers").iterdir()), "no worker leaves anything behind"
     assert "rank" in str(board) and board.best.id in str(board)
     # A new algorithm starts members of its own.
-    mixed = msrl.compete(tmp_path / "board", "ppo", RandomWalk(), rounds=1, fresh=0.0, num_minibatches=1, **options)
+    mixed = msrl.tournament.compete(tmp_path / "board", "ppo", RandomWalk(), rounds=1, fresh=0.0, num_minibatches=1, **options)
     assert mixed.rounds[-1]["algorithm"] == "ppo" and mixed.rounds[-1]["parent"] is None
 
 
@@ -179,14 +179,15 @@ def test_the_command_line(tmp_path, capsys):
     ids=["round", "fresh", "no fresh", "target", "long", "several", "ranked", "size", "policy"],
 )
 def test_bad_input_is_refused(options, message, tmp_path):
+    asked = {"algo": "a2c", "round_steps": 128, "rounds": 1, "total_steps": 512} | options
     with pytest.raises(ValueError, match=message):
-        msrl.compete(tmp_path / "board", **{"algo": "a2c", "round_steps": 128, "rounds": 1, "total_steps": 512} | options)
+        msrl.tournament.compete(tmp_path / "board", **asked)
 
 
 def test_other_folders_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunFolderError, match=r"holds other files \(thesis.tex\)"):
-        msrl.compete(tmp_path, "a2c", round_steps=128)
+        msrl.tournament.compete(tmp_path, "a2c", round_steps=128)
     with pytest.raises(RunFolderError, match="holds no leaderboard"):
         Leaderboard(str(tmp_path)).best  # noqa: B018
     board = Leaderboard.make(tmp_path / "board", "Env", 2)
@@ -205,7 +206,7 @@ def test_other_folders_are_refused(tmp_path):
 def begun(tmp_path_factory, one_device):
     """A board after one round."""
     path = tmp_path_factory.mktemp("begun") / "board"
-    return msrl.compete(path, "a2c", RandomWalk(), devices=one_device, **ONE).path
+    return msrl.tournament.compete(path, "a2c", RandomWalk(), devices=one_device, **ONE).path
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_a_damaged_member_is_left_out(board, one_device):
     (entry,) = board.entries
     shutil.rmtree(entry.path / "checkpoints")
     with pytest.warns(ResumeWarning, match=f"member {entry.id} cannot be read, and a new run begins"):
-        msrl.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE)
+        msrl.tournament.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE)
     assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
     (entry.path / "entry.json").write_text("{")
     with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
@@ -245,23 +246,23 @@ def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path
 def test_a_round_that_could_not_be_saved_ends_the_worker(tmp_path, monkeypatch):
     """The board would hold a folder that nobody can read."""
     failed, policies = SimpleNamespace(save_error="No space left on device"), []
-    monkeypatch.setattr("msrl_jax.search.tournament.train", lambda **options: policies.append(options["policy"]) or failed)
+    monkeypatch.setattr("msrl_jax.tournament.worker.train", lambda **options: policies.append(options["policy"]) or failed)
     with pytest.raises(NotSavedError, match="No space left on device"):
-        msrl.compete(tmp_path / "board", "a2c", RandomWalk(), **ONE)
+        msrl.tournament.compete(tmp_path / "board", "a2c", RandomWalk(), **ONE)
     assert not Leaderboard(tmp_path / "board").entries
     assert policies == ["GPUOnly"], "and not the one that the folder of a member names"
 
 
 def test_members_that_have_done_all_their_steps_are_drawn_no_more(board, one_device):
-    msrl.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE | {"total_steps": 128})
+    msrl.tournament.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE | {"total_steps": 128})
     assert [row["parent"] for row in board.rounds] == [None, None]
     assert sorted(entry.finished for entry in board.entries) == [False, True]
 
 
 def test_a_time_limit_and_a_target_end_a_worker(tmp_path, one_device):
     options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
-    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), target=-1e9, **options)
+    board = msrl.tournament.compete(tmp_path / "board", "a2c", RandomWalk(), target=-1e9, **options)
     assert len(board.rounds) == 1
     start = time.monotonic()
-    msrl.compete(tmp_path / "board", "a2c", RandomWalk(), time_limit=1.0, **options)
+    msrl.tournament.compete(tmp_path / "board", "a2c", RandomWalk(), time_limit=1.0, **options)
     assert time.monotonic() - start < 60 and len(jax.devices()) == 8
