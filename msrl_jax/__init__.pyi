@@ -1,7 +1,6 @@
-"""The names of the package, for type checkers and for `_lazy`, which imports each at its first use."""
+"""The names of the package, for type checkers and for `lazy`, which imports each at its first use."""
 
 from msrl_jax import algorithms as algorithms
-from msrl_jax import codecs as codecs
 from msrl_jax import data as data
 from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
@@ -17,6 +16,7 @@ from msrl_jax.fragments import Delayed as Delayed
 from msrl_jax.fragments import Mean as Mean
 from msrl_jax.fragments import Plan as Plan
 from msrl_jax.fragments import Program as Program
+from msrl_jax.fragments import codecs as codecs
 from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import counters as counters
 from msrl_jax.fragments import fragment as fragment

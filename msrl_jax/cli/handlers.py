@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes, _rooms
-from msrl_jax._checks import whole
-from msrl_jax._compiling import use_cpu_devices
+from msrl_jax import _rooms
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
     Bench,
@@ -42,6 +40,9 @@ from msrl_jax.cli.commands import (
 )
 from msrl_jax.cli.flags import UsageError
 from msrl_jax.cli.listing import list_names
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.compiling import use_cpu_devices
+from msrl_jax.run import recipes
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
@@ -356,21 +357,21 @@ def _profile(args: Profile, config: dict[str, Any]) -> int:
 def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     if not args.names and args.pages is None:
         raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
-    names = _recipes.matching(args.names)
+    names = recipes.matching(args.names)
     from msrl_jax.report import pages, reproduce
     from msrl_jax.run.loop.hooks import seconds
 
-    folder = _recipes.records_folder(args.records)
+    folder = recipes.records_folder(args.records)
     if folder is None:
         if args.update or args.pages is not None:
-            raise UsageError(_recipes.NO_RECORDS)
-        print(_recipes.NO_RECORDS, file=sys.stderr)
+            raise UsageError(recipes.NO_RECORDS)
+        print(recipes.NO_RECORDS, file=sys.stderr)
     elif args.update and not os.access(folder, os.W_OK):
         raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {args.out}")
     if args.pages is not None:  # what is refused is told before anything is trained
         pages.check_pages(args.pages)
-        for name in set(_recipes.names()) - set(names):
-            _recipes.record_of(_recipes.find(name), folder)
+        for name in set(recipes.names()) - set(names):
+            recipes.record_of(recipes.find(name), folder)
     compared = {name: _can_compare(args, name, folder) for name in names}
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
@@ -384,7 +385,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
             code = _code_of(each.stop_reason)
             break
         if args.update and folder is not None:
-            each.record.write(_recipes.record_path(name, folder))
+            each.record.write(recipes.record_path(name, folder))
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
     if args.pages is not None:
         print(f"{len(pages.write_pages(args.pages, folder))} files in {args.pages}")
@@ -400,8 +401,8 @@ def _can_compare(args: Reproduce, name: str, folder: Path | None) -> bool:
     from msrl_jax.report.statistics import fewest
 
     try:
-        recorded = comparable(_recipes.find(name), folder)
-    except _recipes.RecordError as error:
+        recorded = comparable(recipes.find(name), folder)
+    except recipes.RecordError as error:
         if not args.update:
             raise
         print(f"the old record is not compared with: {error}", file=sys.stderr)
@@ -409,7 +410,7 @@ def _can_compare(args: Reproduce, name: str, folder: Path | None) -> bool:
     if args.update and folder and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
         raise UsageError(
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
-            f"without some of them; leave --seed and --seeds out, or delete {_recipes.record_path(name, folder)} first"
+            f"without some of them; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
         )
     if recorded:
         count, least = len(seeds_of(recorded, args.seeds, args.seed)), fewest(len(recorded.seeds))

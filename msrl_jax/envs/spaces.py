@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from msrl_jax._checks import whole
+from msrl_jax.fragments.support.checks import whole
 
 
 @dataclass(frozen=True)

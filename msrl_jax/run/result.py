@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import as_path, check_seed, shown
-from msrl_jax._random import key_for
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import as_path, check_seed, shown
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.run.evaluation.fitted_q import FittedQ, OffPolicyEstimate, fitted_q

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax._compiling import MOST_CPU_DEVICES
 from msrl_jax.cli import command_line, main
 from msrl_jax.cli.commands import Train
+from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES
 from msrl_jax.run import Experiment
 from tests.support import processes
 

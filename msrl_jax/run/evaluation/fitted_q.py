@@ -19,7 +19,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
-from msrl_jax._checks import shown
 from msrl_jax.algorithms.agent import logical_axes, split_keys
 from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
@@ -31,6 +30,7 @@ from msrl_jax.envs.masks import MaskedObservation
 from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import shown
 
 _UPDATES = 100  # of an iteration, at most
 _ROWS = 4096  # observations for which the policy chooses actions at once

@@ -20,9 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._checks import parse_json, replacing
 from msrl_jax._compat import aval
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs import Environment, has_agents
@@ -35,6 +33,8 @@ from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.plan.origin import Origin, evaluate_again, find_fragment, find_origin
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.fragments.runtime.transfer import read
+from msrl_jax.fragments.support.checks import parse_json, replacing
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import FifoState, ReplayState
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.plain_data import to_json

@@ -239,7 +239,7 @@ def test_the_copy_in_memory_is_of_after_the_last_rollback():
 
 def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     """It went back twice to its newest checkpoint, which was written before."""
-    module = importlib.import_module("msrl_jax.run.train")
+    module = importlib.import_module("msrl_jax.run.training")
     state = Member({"key": jax.random.key(0)}, {"learning_rate": jnp.float32(1.0)})
     monkeypatch.setattr(module.store, "restore_state", lambda *args: state)
     monkeypatch.setattr(module.store, "take_over", lambda *args: None)
