@@ -25,7 +25,7 @@ API = {
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],
-    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
+    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB",
                              "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,

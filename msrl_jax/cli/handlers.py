@@ -170,28 +170,27 @@ def launched(args: Train, argv: Sequence[str]) -> int | None:
     return None
 
 
-def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
-    from msrl_jax.data.check_spaces import agents_of
-    from msrl_jax.run import Evaluation, FittedQ, OffPolicyEstimate, Result
+def about_agent(result: Any, member: int | None) -> dict[str, Any]:
+    """What the JSON of a command says of an agent; prints the member that it is, if there are several."""
     from msrl_jax.run.evaluation.history import in_words
 
+    number = result.member(member) if result.has_members else None
+    if number is not None:
+        chosen = ", the best one" * (member is None)
+        print(f"member {number} ({in_words(result.settings[number])}{chosen})")
+    return {key: result.description[key] for key in ("algorithm", "env")} | {"member": number}
+
+
+def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
+    from msrl_jax.data.check_spaces import agents_of
+    from msrl_jax.run import Result
+
     result = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust)
-    if args.discount is not None and args.data is None:
-        raise ValueError("--discount is that of an estimate from data; give --data, or leave it out")
-    settings = FittedQ() if args.discount is None else FittedQ(discount=args.discount)
-    estimate: dict[str, Any] = {"data": args.data, "settings": settings} if args.data else {}
-    played: Evaluation | OffPolicyEstimate = result.evaluate(
-        args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params, **estimate
-    )
-    member = result.member(args.member) if result.has_members else None
-    if member is not None:
-        chosen = ", the best one" * (args.member is None)
-        print(f"member {member} ({in_words(result.settings[member])}{chosen})")
+    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
+    about = about_agent(result, args.member)
     print(played)
     if args.json:
-        about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
-        means = played.means if isinstance(played, Evaluation) else {}
-        print_json(about | agents_of(result.behavior.env) | means | dataclasses.asdict(played))
+        print_json(about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played))
     return 0
 
 

@@ -8,8 +8,6 @@ from msrl_jax.run.disk.folder import NotSavedError as NotSavedError
 from msrl_jax.run.disk.folder import SaveWarning as SaveWarning
 from msrl_jax.run.disk.store import ResumeWarning as ResumeWarning
 from msrl_jax.run.evaluation.evaluate import Evaluation as Evaluation
-from msrl_jax.run.evaluation.fitted_q import FittedQ as FittedQ
-from msrl_jax.run.evaluation.fitted_q import OffPolicyEstimate as OffPolicyEstimate
 from msrl_jax.run.experiment.pbt import PBT as PBT
 from msrl_jax.run.experiment.plain_data import RunFolderError as RunFolderError
 from msrl_jax.run.experiment.spec import Experiment as Experiment
