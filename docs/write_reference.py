@@ -19,7 +19,7 @@ THEMES = {
 }
 API = {
     "msrl_jax": [
-        "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
+        "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
         "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
         "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",

@@ -6,6 +6,7 @@ from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
 from msrl_jax import fragments as fragments
 from msrl_jax import games as games
+from msrl_jax import nonfinite as nonfinite
 from msrl_jax import offline_evaluation as offline_evaluation
 from msrl_jax import policies as policies
 from msrl_jax import replay as replay
@@ -35,7 +36,6 @@ from msrl_jax.run import Choice as Choice
 from msrl_jax.run import Experiment as Experiment
 from msrl_jax.run import Result as Result
 from msrl_jax.run import choose_policy as choose_policy
-from msrl_jax.run import replay_step as replay_step
 from msrl_jax.run import train as train
 from msrl_jax.search import SweepResult as SweepResult
 from msrl_jax.search import sweep as sweep

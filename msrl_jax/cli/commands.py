@@ -178,13 +178,6 @@ class Record(Again):
 
 
 @command
-class Replay(Command):
-    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from."""
-
-    file: tyro.conf.Positional[Path] = option(doc="the file non_finite.npz in the folder of the run.")
-
-
-@command
 class Explain(What):
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers."""
 

@@ -31,7 +31,6 @@ from msrl_jax.cli.commands import (
     Plot,
     Profile,
     Record,
-    Replay,
     Report,
     Reproduce,
     Sweep,
@@ -203,20 +202,6 @@ def _record(args: Record, config: dict[str, Any]) -> int:
     print(dataset)
     if args.json:
         print_json(dataset.describe() | {"file": args.out})
-    return 0
-
-
-def _replay(args: Replay, config: dict[str, Any]) -> int:
-    from msrl_jax.run import replay_step
-
-    failure = replay_step(args.file, trust=args.trust)
-    if failure is None:
-        print("all results of this step are finite here")
-        return DIVERGED
-    print(failure)
-    if args.json:
-        fields = {f.name: getattr(failure.origin, f.name) for f in dataclasses.fields(failure.origin) if f.name != "operands"}
-        print_json({"iteration": failure.iteration, "member": failure.member, **fields})
     return 0
 
 
@@ -444,7 +429,6 @@ COMMANDS: _rooms.Registry[tuple[type, Callable[[Any, dict[str, Any]], int]]] = _
         "sweep": (Sweep, _sweep),
         "evaluate": (Evaluate, _evaluate),
         "record": (Record, _record),
-        "replay": (Replay, _replay),
         "explain": (Explain, _explain),
         "bench": (Bench, _bench),
         "profile": (Profile, _profile),

@@ -19,11 +19,11 @@ from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.naming import TrustError
+from msrl_jax.nonfinite import failure
 from msrl_jax.run import Experiment, Result
 from msrl_jax.run.disk import checkpoint, folder
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
-from msrl_jax.run.loop import nonfinite
 from msrl_jax.tournament.leaderboard import Leaderboard
 from msrl_jax.tournament.worker import _copied
 
@@ -229,7 +229,7 @@ def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
         raise OSError("noted")
 
     monkeypatch.setattr(Result, "load", noted)
-    monkeypatch.setattr(msrl.run, "replay_step", noted)
+    monkeypatch.setattr(failure, "replay_step", noted)
     monkeypatch.setattr(msrl.run, "train", noted)
     for words in (*LOADING, ["replay", "step.npz"]):
         assert main([*words, "--trust"]) == 2 and asked.pop() is True, words
@@ -337,9 +337,9 @@ def test_other_readers_of_a_folder_run_nothing(sent):
     run = sent(env_spec="evil:Env")
     told = json.loads((run / "config.json").read_text()) | {"data": None}
     about = {"run": told, "origin": {}, "record": None, "operands": []}
-    np.savez(run / "non_finite.npz", **{nonfinite._ABOUT: json.dumps(about)})
+    np.savez(run / "non_finite.npz", **{failure._ABOUT: json.dumps(about)})
     with pytest.raises(TrustError, match=r"non_finite\.npz names code to run"):
-        msrl.replay_step(run / "non_finite.npz")
+        msrl.nonfinite.replay_step(run / "non_finite.npz")
 
 
 def test_a_sweep_that_somebody_sent_runs_nothing(sent):
