@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from examples import rl3 as example
-from msrl_jax import envs
+from msrl_jax import meta
 
 STEPS, SEEDS, EPISODES = 500_000, 5, 512
 
@@ -59,4 +59,4 @@ def test_a_bandit_of_rl2_is_learned_about_as_well_as_one_of_rl3():
 
 def test_a_length_that_does_not_divide_the_horizon_is_refused_at_once():
     with pytest.raises(ValueError, match="horizon=64 is no multiple of episode_length=10"):
-        envs.RL2(example.mdps().env, 64, 10)
+        meta.RL2(example.mdps().env, 64, 10)
