@@ -287,6 +287,7 @@ _NAMES = {  # of each field: ours, and those of RLDS and Minari
 }
 
 
+@entry
 def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
     """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
 

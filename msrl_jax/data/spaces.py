@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.data.dataset import Dataset, named, nested
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.base import env_name
@@ -19,6 +20,7 @@ _REMEDY = "use the environment that the data set was made in"
 _TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1
 
 
+@entry
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     """Checks that a data set fits the spaces of an environment.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import metrics
 from msrl_jax.envs.base import (
     MaskedObservation,
@@ -42,6 +43,7 @@ class AgentsState(NamedTuple):
     metrics: EpisodeMetrics | tuple[()] = ()
 
 
+@entry
 def vectorize_agents(
     env: MultiAgentEnvironment, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None
 ) -> "VectorizedAgents":
@@ -65,6 +67,7 @@ def vectorize_agents(
     return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
 
 
+@entry
 @dataclass(frozen=True)
 class VectorizedAgents(WithoutStatistics, Wrapper):
     """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.envs.wrappers import ObservationWrapper
@@ -47,6 +48,7 @@ def _parts(space: Any, path: str = "") -> Iterator[tuple[str, spaces.Space]]:
         yield from _parts(part, f"{path}[{key!r}]")
 
 
+@entry
 @dataclass(frozen=True)
 class AsImage(ObservationWrapper):
     """Makes one image `[H, W, C]` of every observation, as networks convolve them.

@@ -17,6 +17,7 @@ import numpy as np
 from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import used_inputs
 from msrl_jax._random import key_for
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
@@ -60,6 +61,7 @@ class RandomizedState(NamedTuple):
     params: dict[str, jax.Array]
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomizeParams(EnvironmentWrapper):
     """Draws parameters of an environment from the key of each reset, and keeps them for the episode.

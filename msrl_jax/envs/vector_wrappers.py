@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.masks import unmasked, with_mask_of
@@ -144,6 +145,7 @@ class NormalizeObservationState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeObservation(NormalizingWrapper):
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
@@ -211,6 +213,7 @@ class NormalizeRewardState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeReward(NormalizingWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.

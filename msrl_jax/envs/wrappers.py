@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import (
     Environment,
@@ -147,6 +148,7 @@ class TimeLimitState(NamedTuple):
     steps: jax.Array
 
 
+@entry
 @dataclass(frozen=True)
 class TimeLimit(EnvironmentWrapper):
     """Truncates an episode at its `max_steps`-th step.
@@ -187,6 +189,7 @@ class FrameStackState(NamedTuple):
     frames: jax.Array
 
 
+@entry
 @dataclass(frozen=True)
 class FrameStack(EnvironmentWrapper):
     """Stacks the last `num_frames` observations along the last axis, oldest first.
@@ -237,6 +240,7 @@ class FrameStack(EnvironmentWrapper):
         return FrameStackState(env_state, frames), frames, reward, terminated, truncated
 
 
+@entry
 @dataclass(frozen=True)
 class ResetPool(EnvironmentWrapper):
     """An environment whose copies compute a new first state only every `ratio` steps, for resets that cost more than steps.

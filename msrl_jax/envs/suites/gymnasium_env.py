@@ -14,6 +14,7 @@ from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import shown, suggestion, whole
 from msrl_jax._simulate import layout_of, measured
+from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named
 from msrl_jax.envs.host import HostVectorized, Stepping, Workers
@@ -46,6 +47,7 @@ def make(
     return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest, metrics or {})
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GymnasiumEnvironment(Named):
     """Environments that a function makes, in worker processes of this machine.
