@@ -26,10 +26,10 @@ from scipy import stats
 
 import msrl_jax as msrl
 from msrl_jax.envs import Discrete
-from msrl_jax.experiment import FittedQ
 from msrl_jax.report import curves, recipe
 from msrl_jax.report.provenance import commit
 from msrl_jax.report.statistics import Estimate, estimate, mean
+from msrl_jax.run import FittedQ
 
 ENVS = {"CartPole-v1": "ppo-cartpole", "Acrobot-v1": "ppo-acrobot", "Pendulum-v1": "ppo-pendulum"}  # -> recipe of PPO
 DATA = ("random", "medium", "expert")

@@ -21,9 +21,9 @@ import msrl_jax as msrl
 from msrl_jax import _recipes, cli, codecs, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.config import tunable_fields
-from msrl_jax.cli import program
+from msrl_jax.cli import command_line
 from msrl_jax.envs import registry
-from msrl_jax.experiment import Experiment
+from msrl_jax.run import Experiment
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
@@ -491,7 +491,7 @@ def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_on
     returns = namespace["result"].history["episode_return"]
     assert returns[0] < 40 and np.mean(returns[-len(returns) // 4 :]) > 80
 
-    own = msrl.experiment.Experiment(algorithm=namespace["ActorCritic"]())
+    own = msrl.run.Experiment(algorithm=namespace["ActorCritic"]())
     explained = own.compile(msrl.policies.SingleLearnerCoarse()).explain()
     plan = str(explained)
     printed = [" ".join(line.split()) for line in plan.splitlines()]
@@ -673,8 +673,9 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.update(given=given) or 0))
-    monkeypatch.setattr(program, "use_cpu_devices", lambda count: seen.update(devices=count))
+    options, _ = command_line.COMMANDS[command]
+    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.update(given=given) or 0))
+    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     args, config = seen["given"]
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
@@ -695,9 +696,10 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
-    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.append(given) or 0))
-    monkeypatch.setattr(program, "use_cpu_devices", lambda count: None)
-    monkeypatch.setattr(program, "launched", lambda args, argv: None)
+    options, _ = command_line.COMMANDS[command]
+    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.append(given) or 0))
+    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: None)
+    monkeypatch.setattr(command_line, "launched", lambda args, argv: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)
 

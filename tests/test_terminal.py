@@ -11,7 +11,7 @@ import pytest
 from msrl_jax import data
 from msrl_jax._checks import writing
 from msrl_jax._terminal import Lasting, lasting
-from msrl_jax.experiment import folder
+from msrl_jax.run.disk import folder
 
 
 def test_a_stream_without_a_character_writes_a_question_mark():

@@ -112,17 +112,6 @@ class Train(What):
 
 
 @command
-class Act(Command):
-    """Act for a learner that `msrl-jax train --actors-at` has started, until its run is over."""
-
-    addresses: tyro.conf.Positional[tuple[str, ...]] = option(
-        doc="HOST:PORT of the learner, or the path of a file with it, such as /shared/learner, which may be written later; or "
-        "of several, each with a run of its own, for all of which it acts."
-    )  # fmt: skip
-    wait: str = option("10m", "how long to wait for the learner while it is away.")
-
-
-@command
 class Sweep(What):
     """Train many settings of an algorithm, side by side, and rank them.
 
@@ -157,23 +146,6 @@ class Sweep(What):
     )
     plot: Path | None = option(None, "file for a figure, such as sweep.png")
     progress: Progress = option("auto", "kind of progress display on stderr.")
-
-
-@command
-class Compete(What):
-    """Work on a leaderboard: draw a member, train it for a round, put back what is better. Any number of workers may."""
-
-    leaderboard: tyro.conf.Positional[Path] = option(doc="folder of the leaderboard, which is made if there is none.")
-    round_steps: int = option(100_000, "environment steps of a round.")
-    total_steps: int = option(10_000_000, "steps after which a member trains no further, and over which schedules go.")
-    rounds: int | None = option(None, "rounds of this worker; it does not end if not given.")
-    time_limit: str | None = option(None, "time after which this worker ends, such as 5h50m.")
-    target: float | None = option(None, "the worker ends when the best score is as high.")
-    fresh: float = option(0.2, "probability of a new member in place of a drawn one.")
-    size: int | None = option(None, "largest number of members; that of the board, or 8, if not given.")
-    seed: int | None = option(None, "the seed of this worker's draws; another one each time if not given.")
-    eval_episodes: int = option(64, "episodes of an evaluation.")
-    progress: Progress = option("lines", "auto, bar, lines or none.")
 
 
 @command

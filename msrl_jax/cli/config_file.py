@@ -91,7 +91,7 @@ class ConfigFile:
         values = {key: x for key, x in self.values.items() if key not in given}
         if trust or not any(":" in text or ".py" in text for text in map(str, values.values())):
             return
-        from msrl_jax.experiment.trust import KINDS, code_of  # which imports JAX
+        from msrl_jax.run.experiment.trust import KINDS, code_of  # which imports JAX
 
         values = {key: x for key, x in values.items() if key in KINDS or key not in options}
         check_trust(f"the file {self.name}", code_of(values), trust)

@@ -17,9 +17,9 @@ from msrl_jax.elastic import tls, wire
 from msrl_jax.elastic.packing import Packing, apply_changes
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.wire import Channel, WireError
-from msrl_jax.experiment.folder import versions
-from msrl_jax.experiment.hooks import seconds
-from msrl_jax.experiment.spec import Experiment
+from msrl_jax.run.disk.folder import versions
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.hooks import seconds
 
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one again and again
 

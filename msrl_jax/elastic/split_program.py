@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.elastic.halves import Apart, Halves, split
+from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.run.experiment.spec import Experiment
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,5 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
-from msrl_jax.envs.agents import JointObservation as JointObservation
-from msrl_jax.envs.agents import TeamView as TeamView
-from msrl_jax.envs.agents import VectorizedAgents as VectorizedAgents
-from msrl_jax.envs.agents import vectorize_agents as vectorize_agents
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation
 from msrl_jax.envs.base import MultiAgentEnvironment as MultiAgentEnvironment
@@ -13,16 +9,20 @@ from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
 from msrl_jax.envs.base import has_agents as has_agents
 from msrl_jax.envs.check_values import Report as Report
 from msrl_jax.envs.check_values import check as check
-from msrl_jax.envs.distributions import choice as choice
-from msrl_jax.envs.distributions import log_uniform as log_uniform
-from msrl_jax.envs.distributions import ramp as ramp
-from msrl_jax.envs.distributions import uniform as uniform
 from msrl_jax.envs.goals import GoalEnvironment as GoalEnvironment
 from msrl_jax.envs.images import AsImage as AsImage
 from msrl_jax.envs.mazes import PointMaze as PointMaze
 from msrl_jax.envs.meta import RL2 as RL2
 from msrl_jax.envs.meta import RL3 as RL3
 from msrl_jax.envs.meta import value_iteration as value_iteration
+from msrl_jax.envs.multi_agent import JointObservation as JointObservation
+from msrl_jax.envs.multi_agent import TeamView as TeamView
+from msrl_jax.envs.multi_agent import VectorizedAgents as VectorizedAgents
+from msrl_jax.envs.multi_agent import vectorize_agents as vectorize_agents
+from msrl_jax.envs.param_distributions import choice as choice
+from msrl_jax.envs.param_distributions import log_uniform as log_uniform
+from msrl_jax.envs.param_distributions import ramp as ramp
+from msrl_jax.envs.param_distributions import uniform as uniform
 from msrl_jax.envs.params import Curriculum as Curriculum
 from msrl_jax.envs.params import RandomizeParams as RandomizeParams
 from msrl_jax.envs.privileged import PrivilegedObservation as PrivilegedObservation
@@ -38,8 +38,8 @@ from msrl_jax.envs.spaces import Discrete as Discrete
 from msrl_jax.envs.spaces import MultiDiscrete as MultiDiscrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
-from msrl_jax.envs.stacked import DictEnvironment as DictEnvironment
-from msrl_jax.envs.stacked import stack_agents as stack_agents
+from msrl_jax.envs.stack_agents import DictEnvironment as DictEnvironment
+from msrl_jax.envs.stack_agents import stack_agents as stack_agents
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
 from msrl_jax.envs.tabular import BernoulliBandit as BernoulliBandit
 from msrl_jax.envs.tabular import TabularMDP as TabularMDP

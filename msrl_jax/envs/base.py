@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax.envs.metrics import Reduction, metrics_of
+from msrl_jax.envs.episode_metrics import Reduction, metrics_of
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
 

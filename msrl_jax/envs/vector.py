@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._tracebacks import entry
-from msrl_jax.envs.agents import vectorize_agents
 from msrl_jax.envs.base import (
     Environment,
     PyTree,
@@ -24,8 +23,9 @@ from msrl_jax.envs.base import (
     strong,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
+from msrl_jax.envs.episode_metrics import reported
 from msrl_jax.envs.masks import with_masks
-from msrl_jax.envs.metrics import reported
+from msrl_jax.envs.multi_agent import vectorize_agents
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean

@@ -16,14 +16,14 @@ passes in this order:
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/checks.py applies the policy to devices and sizes before them, and refuses bad input between them.
+passes/apply_policy.py applies the policy to devices and sizes before them, and refuses bad input between them.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 """
 
 from msrl_jax.fragments import counters as counters
 from msrl_jax.fragments.compiler import compile as compile
-from msrl_jax.fragments.graph.host import host_fragment as host_fragment
+from msrl_jax.fragments.graph.host_calls import host_fragment as host_fragment
 from msrl_jax.fragments.graph.marker import fragment as fragment
 from msrl_jax.fragments.graph.marker import fragment_scope as fragment_scope
 from msrl_jax.fragments.metrics import Mean as Mean

@@ -9,7 +9,7 @@ import jax
 from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
-from msrl_jax.fragments.passes.checks import (
+from msrl_jax.fragments.passes.apply_policy import (
     Fit,
     check_codecs,
     check_devices,

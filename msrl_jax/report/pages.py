@@ -18,9 +18,9 @@ import numpy as np
 
 from msrl_jax import _recipes, _suites
 from msrl_jax._recipes import Recipe, Record
-from msrl_jax.experiment.folder import write_text
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
+from msrl_jax.run.disk.folder import write_text
 
 _PUBLISHED = "published.toml"  # what others have published, in the folder of the records
 _INDEX = "index.md"

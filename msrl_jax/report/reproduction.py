@@ -19,18 +19,18 @@ from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._recipes import Recipe, Record, RecordError
 from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import is_on_host, release
-from msrl_jax.experiment.arguments import experiment_of
-from msrl_jax.experiment.callbacks import Progress
-from msrl_jax.experiment.hooks import seconds as read_seconds
-from msrl_jax.experiment.memory import memory_of
-from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import check_saved
-from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.report.best_agents import BestAgents
 from msrl_jax.report.provenance import origin_of, sources
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
+from msrl_jax.run.capacity import memory_of
+from msrl_jax.run.disk.store import check_saved
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.callbacks import Progress
+from msrl_jax.run.loop.hooks import seconds as read_seconds
+from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.result import Result
+from msrl_jax.run.train import train
 
 SEEDS, _MOST_SEEDS = 10, 10_000
 EPISODES = 256  # of the score of the best agent

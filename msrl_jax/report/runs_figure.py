@@ -9,11 +9,11 @@ import numpy as np
 
 from msrl_jax._checks import as_path
 from msrl_jax._tracebacks import entry
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import check_target
-from msrl_jax.experiment.history import in_words
-from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import check_target
+from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.outcome import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

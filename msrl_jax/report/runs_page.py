@@ -11,16 +11,16 @@ import numpy as np
 
 from msrl_jax._checks import as_path
 from msrl_jax._tracebacks import entry
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
-from msrl_jax.experiment.history import decimals, value_in_words
-from msrl_jax.experiment.outcome import Outcome
-from msrl_jax.experiment.video import FILMS
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of
 from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, named, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import REPEAT, check_links, check_target, write_text
+from msrl_jax.run.evaluation.history import decimals, value_in_words
+from msrl_jax.run.outcome import Outcome
+from msrl_jax.run.outputs.video import FILMS
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886 }

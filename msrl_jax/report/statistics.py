@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from msrl_jax._checks import check_seed, shown
-from msrl_jax.experiment.history import decimals
+from msrl_jax.run.evaluation.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
 

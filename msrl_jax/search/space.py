@@ -15,8 +15,8 @@ from msrl_jax import _naming, algorithms
 from msrl_jax._checks import is_several, suggestion, whole
 from msrl_jax._spec import split_specs
 from msrl_jax.algorithms.schedules import is_adaptive, is_ramp
-from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
-from msrl_jax.experiment.history import in_words
+from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
+from msrl_jax.run.evaluation.history import in_words
 
 _MOST_TRIALS = 2**20  # all are known at once
 

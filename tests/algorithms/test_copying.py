@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import ENV, RUNS, assert_same_state
 from tests.support.transitions import noise
 

@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import counters, envs
 from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
-from msrl_jax.experiment.evaluate import Behavior, make_evaluator
+from msrl_jax.run.evaluation.evaluate import Behavior, make_evaluator
 from tests.support.agents import make_counted, make_still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk

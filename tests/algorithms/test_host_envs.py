@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless

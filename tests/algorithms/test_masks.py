@@ -14,10 +14,10 @@ from msrl_jax.algorithms.networks import distributions
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.algorithms.sac import expected_soft_value
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.experiment import DivergedError
-from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.nonfinite import Failure
 from msrl_jax.fragments.plan.origin import find_origin
+from msrl_jax.run import DivergedError
+from msrl_jax.run.evaluation.evaluate import make_evaluator
+from msrl_jax.run.loop.nonfinite import Failure
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
 from tests.support.slow import mostly_slow

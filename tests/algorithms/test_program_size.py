@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from msrl_jax import policies
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 
 STEPS, UPDATES = 128, 16
 PPO = {"num_envs": 4, "unroll_length": STEPS, "num_epochs": 4, "num_minibatches": UPDATES // 4, "hidden_sizes": (64, 64)}

@@ -11,7 +11,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
 from msrl_jax.algorithms.losses import critics
 from msrl_jax.envs.base import narrow
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.many_agents import Homes
 from tests.support.slow import mostly_slow
 from tests.support.transitions import noise

@@ -10,9 +10,9 @@ import pytest
 from msrl_jax import PBT, Experiment, Result, algorithms, envs, train
 from msrl_jax.algorithms import PPO
 from msrl_jax.cli import config_file, flags, main
-from msrl_jax.cli.actions import COMMANDS
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.repeating import repeating
+from msrl_jax.cli.handlers import COMMANDS
+from msrl_jax.run.disk.run_toml import repeating
+from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_run
 
 TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}

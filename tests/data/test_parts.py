@@ -16,7 +16,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.data.dataset import FIELDS, columns, named, nested
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.data.files import write_part
+from msrl_jax.data.formats import write_part
 from msrl_jax.envs import spaces
 from msrl_jax.replay import Transition
 

@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.random_walk import RandomWalk
 from tests.support.runs import assert_same_state
 from tests.support.training_envs import Lottery, Poison
@@ -156,7 +156,7 @@ def test_what_a_run_did_that_ended_with_an_error_is_there(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_diverges_keeps_its_rows(tmp_path):
-    with pytest.raises(msrl.experiment.DivergedError):
+    with pytest.raises(msrl.run.DivergedError):
         train(env=Poison(), record=tmp_path / "run.npz", config=PPO | {"normalize_rewards": False})
     dataset = data.load(tmp_path / "run.npz")
     assert len(dataset) == 4 * 64 and np.isnan(dataset.reward).sum() == 8 * (32 - 19)

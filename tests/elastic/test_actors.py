@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.cli.program import main
+from msrl_jax.cli.command_line import main
 from msrl_jax.elastic import actor_pool, replay_arrivals, tls, unroll_log, wire
 from msrl_jax.elastic.split_program import split_program
 from msrl_jax.elastic.unroll_log import FILE, UnrollLog, read_log
-from msrl_jax.experiment.folder import versions
+from msrl_jax.run.disk.folder import versions
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 from tests.support.slow import slow_unless
@@ -488,7 +488,7 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
         msrl.elastic.act(address, wait=300)
     thread.join(300)
-    assert isinstance(found[0], msrl.experiment.DivergedError)
+    assert isinstance(found[0], msrl.run.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
@@ -689,7 +689,7 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*Too many open files"):
+        with pytest.warns(msrl.run.SaveWarning, match="until they can be written: .*Too many open files"):
             record.take(0, 0, 0, 0, 0, 1)
         record.take(0, 1, 0, 1, 1, 1)
     finally:
@@ -702,7 +702,7 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
     try:
-        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*No space left"):
+        with pytest.warns(msrl.run.SaveWarning, match="until they can be written: .*No space left"):
             record.take(0, 3, 0, 3, 3, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -738,10 +738,10 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
     record.begin(0)
     (tmp_path / FILE).rename(tmp_path / "moved")
     (tmp_path / FILE).mkdir()  # nothing can be written there
-    with pytest.warns(msrl.experiment.SaveWarning, match="arrivals wait in memory until they can be written"):
+    with pytest.warns(msrl.run.SaveWarning, match="arrivals wait in memory until they can be written"):
         record.join()
     record._again = 0.0  # a second later
-    with pytest.warns(msrl.experiment.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
+    with pytest.warns(msrl.run.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
         record.join()
     record.join()
     (tmp_path / FILE).rmdir()
@@ -760,7 +760,7 @@ def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
         for room in (5, 250):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
             record._again = 0.0  # a second later
-            with pytest.warns(msrl.experiment.SaveWarning, match="No space left"):
+            with pytest.warns(msrl.run.SaveWarning, match="No space left"):
                 record.refuse(0, 150 * "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

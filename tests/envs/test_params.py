@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax import envs
-from msrl_jax.envs import distributions
+from msrl_jax.envs import param_distributions
 from msrl_jax.envs.params import means
 from tests.support.leaving import Leaving
 from tests.support.slow import mostly_slow
@@ -230,9 +230,9 @@ def test_copies_on_devices_of_their_own_need_no_communication():
      ("[0, 0, -9.8]", [0, 0, -9.8]), ("uniform([1, 2], [3, 4])", envs.uniform([1, 2], [3, 4]))],
 )  # fmt: skip
 def test_values_as_text(text, value):
-    assert distributions.parse("x", text) == value
-    assert distributions.parse("x", distributions.text(value)) == value
-    assert distributions.parse_many(f"a={text},b=1") == {"a": value, "b": 1}
+    assert param_distributions.parse("x", text) == value
+    assert param_distributions.parse("x", param_distributions.text(value)) == value
+    assert param_distributions.parse_many(f"a={text},b=1") == {"a": value, "b": 1}
 
 
 class Fixed:

@@ -7,13 +7,13 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.experiment import DivergedError
 from msrl_jax.games import MuZero, match, minimax, with_search
 from msrl_jax.games.latent_model import LatentModel
 from msrl_jax.games.matches import _of_result
 from msrl_jax.games.muzero import searcher
 from msrl_jax.games.small_games import KuhnPoker
-from msrl_jax.games.turns import OneMover, draws, vectorize_turns
+from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
+from msrl_jax.run import DivergedError
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.searches import apart

@@ -18,9 +18,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _recipes, cli
-from msrl_jax.experiment.folder import versions
-from msrl_jax.experiment.hooks import Evaluating
 from msrl_jax.report import provenance, reproduction
+from msrl_jax.run.disk.folder import versions
+from msrl_jax.run.loop.hooks import Evaluating
 from tests.cli.test_config_file import experiment_of
 from tests.support import processes
 from tests.support.transitions import noise
@@ -108,7 +108,7 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     chosen = SimpleNamespace(
         of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=(),
     )  # fmt: skip
-    for module in ("msrl_jax.report.best_agents", "msrl_jax.experiment.hooks"):
+    for module in ("msrl_jax.report.best_agents", "msrl_jax.run.loop.hooks"):
         monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
     monkeypatch.setattr("msrl_jax.report.best_agents.release", lambda env: None)
     key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
@@ -142,7 +142,7 @@ def test_seeds_in_groups_are_the_same_runs(folder, first, tmp_path, monkeypatch)
 
 def test_a_finished_reproduction_is_not_trained_again_and_agrees_with_itself(first, folder, monkeypatch):
     first.record.write(folder / "small.json")
-    monkeypatch.setattr(sys.modules["msrl_jax.experiment.train"], "loop", None)
+    monkeypatch.setattr(sys.modules["msrl_jax.run.train"], "loop", None)
     found = reproduced(first.folder, seeds=None)
     assert found.verdict == "agrees" and found.record.seeds == first.record.seeds
     np.testing.assert_array_equal(scores(found.record), scores(first.record))
@@ -408,7 +408,7 @@ def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp
 def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
     """It reads their folder again."""
     monkeypatch.setattr(reproduction, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
-    with pytest.raises(msrl.experiment.NotSavedError, match="No space left on device"):
+    with pytest.raises(msrl.run.NotSavedError, match="No space left on device"):
         reproduced(tmp_path / "out")
 
 
@@ -471,7 +471,7 @@ def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
 
 def test_defaults_name_the_recipe_of_their_environment(folder, capsys, monkeypatch):
     (folder / "small.toml").rename(folder / "ppo-cart.toml")
-    monkeypatch.setattr(sys.modules["msrl_jax.experiment.train"], "_begin", None)  # what is said before it is enough
+    monkeypatch.setattr(sys.modules["msrl_jax.run.train"], "_begin", None)  # what is said before it is enough
     train = functools.partial(msrl.train, "ppo", "CartPole-v1", total_steps=4096, eval_episodes=0, progress="lines")
     with pytest.raises(TypeError, match="not callable"):
         train()

@@ -17,9 +17,9 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Train
-from msrl_jax.experiment import Experiment, RunFolderError, memory
-from msrl_jax.experiment.arguments import experiment_of
-from msrl_jax.search import course
+from msrl_jax.run import Experiment, RunFolderError, capacity
+from msrl_jax.run.prepare import experiment_of
+from msrl_jax.search import trial_scheduler
 from msrl_jax.search.space import Trial, choose
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
@@ -199,7 +199,7 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         seen.append(experiment)
         raise InterruptedError
 
-    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", interrupt)
     with pytest.raises(InterruptedError):
         msrl.sweep(PPO(**tiny), ENV, method="grid", learning_rate=[1e-3, 2e-3], seed=4, devices=one_device, **COMMON)
     first, both = PPO(learning_rate=1e-3, **tiny), {"learning_rate": (1e-3, 2e-3)}
@@ -234,7 +234,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 
 
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.course.train", None)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", None)
     again = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
         **COMMON, **(tiny | {"num_envs": [8, 16]}),
@@ -295,10 +295,10 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
         raise InterruptedError
 
     trained = []
-    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
-    monkeypatch.setattr(memory, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / memory.HEADROOM))
+    monkeypatch.setattr(capacity, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / capacity.HEADROOM))
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"
@@ -409,7 +409,7 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
     assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
     assert sweep("sweep").trials == found.trials
 
-    calls, train = [], course.train
+    calls, train = [], trial_scheduler.train
 
     def train_once(*args, **kwargs):
         calls.append(kwargs)
@@ -418,7 +418,7 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
         return train(*args, **kwargs)
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
-        patched.setattr(course, "train", train_once)
+        patched.setattr(trial_scheduler, "train", train_once)
         sweep("half")
     assert sweep("half").trials == found.trials
 
@@ -438,7 +438,7 @@ def test_what_a_run_says_of_its_trials():
         evaluation=SimpleNamespace(means=means), members=6, state=SimpleNamespace(params=params), history={"step": [64, 128]},
         behavior=SimpleNamespace(env=SimpleNamespace(metrics={"success": "last"})),
     )  # fmt: skip
-    first, second, third = course.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
+    first, second, third = trial_scheduler.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
     assert (first.number, first.member, first.returns, first.metrics) == (4, 0, (0.0, 1.0), {"success": (0.0, 0.1)})
     assert second.member == 2 and second.returns[0] == 2.0 and math.isnan(second.returns[1]) and math.isnan(second.mean)
     assert math.isnan(second.metrics["success"][1])
@@ -448,7 +448,8 @@ def test_what_a_run_says_of_its_trials():
 
 def test_a_sweep_whose_run_could_not_be_saved_ends(tmp_path, monkeypatch, capsys):
     """It reads its runs again, so it cannot say that it has finished."""
-    monkeypatch.setattr(course, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
+    full = SimpleNamespace(save_error="No space left on device")
+    monkeypatch.setattr(trial_scheduler, "train", lambda *args, **options: full)
     words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8"]
     words += ["--unroll-length", "8", "--num-minibatches", "2", "--method", "grid", "--progress", "none"]
     words += ["--out", str(tmp_path / "sweep")]

@@ -17,8 +17,8 @@ from msrl_jax._simulate import layout_of, measured
 from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named
-from msrl_jax.envs.host import HostVectorized, Stepping, Workers
-from msrl_jax.envs.metrics import Reduction, read_declared
+from msrl_jax.envs.episode_metrics import Reduction, read_declared
+from msrl_jax.envs.host_simulators import HostVectorized, Stepping, Workers
 from msrl_jax.envs.suites import common
 
 _TRIED = 2.0  # seconds in which a step without a metric is looked for

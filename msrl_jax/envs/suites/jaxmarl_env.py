@@ -15,7 +15,7 @@ import numpy as np
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, narrow
-from msrl_jax.envs.stacked import stack_agents
+from msrl_jax.envs.stack_agents import stack_agents
 from msrl_jax.envs.suites import common
 
 # Arguments of JaxMARL's particle environments that are not in a signature.
