@@ -28,6 +28,7 @@ def choice():
     return msrl.choose_policy(small(), policies=["GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine"], delay=1.0)
 
 
+@pytest.mark.long
 def test_slow_transfers_choose_a_policy_without_any(choice):
     assert choice.policy == policies.GPUOnly()
     names = [type(a.policy).__name__ for a in choice.alternatives]
@@ -90,6 +91,7 @@ def test_on_one_device_nothing_is_measured():
     assert found.policy == policies.GPUOnly() and found.alternatives[0].prediction is None and "one device" in str(found)
 
 
+@pytest.mark.long
 def test_policies_of_users_are_candidates_if_they_need_no_parameters(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Needs:

@@ -135,6 +135,7 @@ def test_a_curriculum_is_the_same_under_another_policy(kind, whole):
         np.testing.assert_allclose(whole(kind).history[name], other.history[name], rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     train(kind, tmp_path / "run", callbacks=[stop_after(6)])

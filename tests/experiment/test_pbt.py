@@ -293,6 +293,7 @@ MATRIX = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "policy"), MATRIX)
 def test_the_same_population_under_every_policy(count, policy):
     setup, state, after, metrics = reference()

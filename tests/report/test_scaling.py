@@ -45,6 +45,7 @@ def test_together_each_device_reduces_one_gradient_however_many_there_are():
     assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
 
 
+@pytest.mark.long
 def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments(apart):
     rows = [row.to_dict() for row in apart]
     assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]

@@ -125,11 +125,6 @@ def test_probabilities_that_are_none_are_refused(share):
         estimate([np.ones(5)], confidence=share)
 
 
-def test_other_tasks_are_refused():
-    with pytest.raises(ValueError, match="there are 1 tasks of ours and 2 of theirs"):
-        statistics.probability_of_improvement([np.ones(3)], [np.ones(3), np.ones(3)])
-
-
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
