@@ -644,16 +644,6 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
     assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
 
 
-def test_nobody_there():
-    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
-        msrl.elastic.act()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
-            msrl.elastic.act(where, wait=0.3)
-
-
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
     first = UnrollLog(tmp_path)
     first.begin(0)

@@ -139,12 +139,6 @@ def test_what_it_cannot_know_is_said_with_a_remedy(ask, message):
         ask()
 
 
-def test_devices_that_are_only_planned_are_not_measured(monkeypatch):
-    monkeypatch.setattr(choosing, "is_planned", lambda device: device.id == 2)
-    with pytest.raises(ValueError, match=r"cannot measure devices that are not there, such as .*; name a policy instead"):
-        msrl.choose_policy(small(), devices=jax.devices())
-
-
 @pytest.mark.long
 def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
     left(monkeypatch, "GPUOnly", "Central")

@@ -101,18 +101,6 @@ def test_the_turns_of_both_players_have_to_alternate(game):
     assert np.isnan(t.reward).all()
 
 
-class Constant(Twice):
-    """A game whose `to_move` is no array."""
-
-    def to_move(self, state):
-        return 0
-
-
-def test_who_is_to_move_is_an_array():
-    with pytest.raises(ValueError, match=r"Constant\.to_move returned .*; return an array int32\[\], 0 or 1"):
-        vectorize_turns("muzero", Constant(), 2)
-
-
 def test_the_steps_of_games_are_recorded(game):
     """What both players see, and both actions, as of other algorithms for several agents."""
     venv = OneMover(vectorize_turns("muzero", RecordedEnvironment(game, 4), 2), game)

@@ -15,7 +15,6 @@ from msrl_jax.games import SelfPlay
 from msrl_jax.games.self_play import draw, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.games.small_games import KuhnPoker, RockPaperScissors
 from tests.support.agents import make_still, still
-from tests.support.many_agents import Homes
 
 SMALL = {
     "num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2,
@@ -220,11 +219,6 @@ def test_the_pool_stays_where_actors_are():
 def test_a_bad_field_is_refused(field, value, remedy):
     with pytest.raises(ValueError, match=rf"SelfPlay\.{field}={value!r}.*{remedy}"):
         SelfPlay(**{field: value})
-
-
-def test_three_players_are_refused():
-    with pytest.raises(ValueError, match=r"two players, but environment 'Homes' has 3 agents; use ippo or mappo"):
-        SelfPlay().build(Homes())
 
 
 def test_each_agent_has_the_probabilities_of_its_own_network():

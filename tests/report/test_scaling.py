@@ -82,11 +82,6 @@ def test_launches_are_a_column_if_all_plans_count_them(apart):
     assert "launches" not in format_table([counted, row])
 
 
-def test_two_numbers_of_environments_are_refused():
-    with pytest.raises(ValueError, match="num_envs and envs_per_device both choose"):
-        plans("a2c", "CartPole-v1", "GPUOnly", ["cpu:1"], 4, num_envs=8)
-
-
 def explain(capsys, *flags):
     """The code, what is printed, and the message of `msrl-jax explain`, which finds JAX started with eight devices."""
     code = cli.main(["explain", "--algo", "a2c", "--unroll-length", "4", "--hidden-sizes", "16", *flags])
