@@ -132,10 +132,3 @@ def test_what_cannot_be_copied(folder, capsys, algorithm, file, message):
     assert cli.main(["copy", algorithm, file]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert {path.name for path in folder.glob("*.py")} == set(files)
-
-
-def test_a_config_of_a_notebook_is_in_no_file(folder):
-    cell = {"__name__": "__main__", "msrl_jax": msrl}
-    exec(CONFIG.format("noted", "Noted"), cell)
-    with pytest.raises(ValueError, match="the config Noted is no class of a file, as in a notebook; write it to a file"):
-        algorithms.copy(cell["Noted"], "x.py")

@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
-from msrl_jax.algorithms import DQN, ApexDQN, counted
+from msrl_jax.algorithms import DQN, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
@@ -235,26 +235,6 @@ def test_what_a_codec_cannot_hold_is_counted():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("distribution", "c52", "use 'c51'"),
-        ("storage", "uint9", "use 'uint8'"),
-        ("exploration", "annealing", "use 'annealed'"),
-        ("alpha", -0.1, "a finite number at least 0"),
-        ("beta", 1.5, "at most 1"),
-        ("tau", 0.0, "above 0 and at most 1"),
-        ("num_atoms", 1, "an integer of at least 2"),
-        ("learning_starts", 0, "an integer of at least 1"),
-        ("prioritised", "yes", "True or False"),
-    ],
-)
-def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
-    for config in (DQN, ApexDQN):
-        with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=.*{remedy}"):
-            config(**{field: value})
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batch_size": 100_000}, r"fewer than batch_size=100000; use a capacity of at least 100032, or smaller batches"),
@@ -268,13 +248,6 @@ def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options,
     with pytest.raises(ValueError, match=message) as error:
         DQN(**options).build(envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
-
-
-def test_atoms_need_limits():
-    with pytest.raises(ValueError, match=r"discount=1\.0 bounds no return; give v_min and v_max"):
-        DQN(distribution="c51", discount=1.0)
-    with pytest.raises(ValueError, match="v_min=3 is not below v_max=1"):
-        DQN(distribution="c51", v_min=3, v_max=1)
 
 
 def test_continuous_actions_are_refused_with_a_remedy():

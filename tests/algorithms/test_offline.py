@@ -355,11 +355,6 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
         msrl.train("iql", RandomWalk(), total_steps=40, progress=False, **SMALL)
 
 
-def test_without_a_value_network_there_is_no_expectile():
-    with pytest.raises(ValueError, match=r"IQL\.expectile has no effect with critic='policy'.* use critic='expectile'"):
-        algorithms.make("iql", {"critic": "policy", "expectile": 0.8})
-
-
 @pytest.mark.parametrize(
     ("name", "continuous", "options", "message"),
     [

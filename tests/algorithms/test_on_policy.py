@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import A3C, counted
+from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.fragments.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
@@ -367,11 +367,6 @@ def test_fields_that_a_memory_leaves_without_effect_are_refused(options, text):
         msrl.train("a2c", RandomWalk(), **options)
 
 
-def test_ppo_names_its_form_with_a_memory():
-    with pytest.raises(ValueError, match="PPO has no field 'core': ppo with a memory is recurrent_ppo; its fields are"):
-        msrl.train("ppo", RandomWalk(), core="gru")
-
-
 LARGE = {"num_envs": 4 * E, "unroll_length": 2 * T}  # more steps and environments than scalars are allowed
 
 
@@ -415,17 +410,3 @@ def test_the_learning_rate_falls_over_the_run(name):
     _, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(start(agent, 0))
     np.testing.assert_allclose(metrics["learning_rate"], 0.02 * np.array([1, 2 / 3, 1 / 3, 0, 0]), rtol=1e-6, atol=1e-9)
     assert agent.steps_per_iteration == T * E
-
-
-@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
-def test_bad_fields_are_refused(name):
-    config = algorithms.get(name)
-    with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use 'rmsprop'"):
-        config(optimizer="rmspop")
-    with pytest.raises(ValueError, match=rf"{config.__name__}\.discount=1\.5: use a finite number at least 0 and at most 1"):
-        config(discount=1.5)
-
-
-def test_workers_must_divide_the_environments():
-    with pytest.raises(ValueError, match=r"num_envs=10 .* num_workers=4; use num_envs=12"):
-        A3C(num_envs=10, num_workers=4)

@@ -232,12 +232,6 @@ def test_other_algorithms_refuse_it(algorithm):
     check_env(get(algorithm), envs.Unprivileged(cartpole()))
 
 
-def test_no_actor_sees_it_where_the_critic_acts():
-    with pytest.raises(TypeError, match=r"CQL of discrete actions \(Discrete.*\) acts by the values, .*; use iql, or "):
-        get("cql")().build(cartpole())
-    get("cql")().build(envs.Unprivileged(cartpole()))
-
-
 def test_actors_and_critics_share_no_torso():
     with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
         get("ppo")(shared_torso=True).build(cartpole())

@@ -300,21 +300,6 @@ def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message
     assert re.search(message, line)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("burn_in", -1, "an integer of at least 0"),
-        ("trace_length", 0, "an integer of at least 1"),
-        ("eta", 1.1, "at most 1"),
-        ("rescale_epsilon", 0.0, "a finite number above 0"),
-        ("core", "gruu", "use 'gru'"),
-    ],
-)
-def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
-    with pytest.raises(ValueError, match=rf"R2D2\.{field}=.*{remedy}"):
-        R2D2(**{field: value})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("algo", "env"), [("r2d2", "CartPole-v1"), ("vdn", "RockPaperScissors")])
 def test_sequences_may_be_of_one_step(algo, env):

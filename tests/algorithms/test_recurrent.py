@@ -338,8 +338,3 @@ def test_acting_with_a_carry(trained):
     assert one.shape == ()
     with pytest.raises(ValueError, match=r"carry has shapes .* of 2 observations"):
         trained.act_with_carry(obs[0, :2], memory)
-
-
-def test_acting_without_a_carry_is_refused(trained):
-    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
-        trained.act(np.zeros(3, np.float32))

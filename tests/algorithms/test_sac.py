@@ -173,12 +173,6 @@ def test_acting_is_greedy_without_a_key():
     assert (one != other).all() and (np.abs(one - np.array([0, 0.5])) <= 0.5).all()
 
 
-@pytest.mark.parametrize("field", ["num_updates", "tau", "initial_temperature", "learn_temperature", "network"])
-def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"SAC\.{field}=-1"):
-        SAC(**{field: -1})
-
-
 @dataclasses.dataclass(frozen=True)
 class Unbounded(RandomWalk):
     """A walk whose action has no bounds."""

@@ -9,7 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import TD3, counted
+from msrl_jax.algorithms import counted
 from tests.support.compiled import collectives
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
 from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
@@ -136,18 +136,6 @@ def test_actors_receive_the_actor_alone():
     down = sorted(c.value for c in program.explain().crossings if c.destination == "actors")
     assert down[-1] == "state.version" and len(down) == 1 + len(jax.tree.leaves(state.inner.params["actor"]))
     assert all(value.startswith("state.inner.params['actor']") for value in down[:-1])
-
-
-@pytest.mark.parametrize("field", ["num_updates", "tau", "policy_period", "policy_noise", "exploration_noise", "num_critics"])
-def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"TD3\.{field}=-1"):
-        TD3(**{field: -1})
-
-
-@pytest.mark.parametrize("name", ["td3", "ddpg"])
-def test_discrete_actions_are_refused_with_a_remedy(name):
-    with pytest.raises(TypeError, match=rf"{name} acts in a bounded Box, not in Discrete\(3\); use sac, ppo or a DQN"):
-        algorithms.get(name)().build(RandomWalk())
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])

@@ -270,12 +270,6 @@ def test_a_carry_is_reset_at_the_start_of_an_episode():
             memory = None
 
 
-@pytest.mark.parametrize(("options", "message"), [({"epsilon": 1.5}, "epsilon=1.5"), ({"num_envs": 0}, "num_envs=0")])
-def test_numbers_out_of_range_are_refused(options, message, recorded):
-    with pytest.raises(ValueError, match=message):
-        data.record(recorded[0], 10, **options)
-
-
 def test_the_command_line_records(recorded, tmp_path, capsys):
     folder, out = recorded[1].parent / "run", tmp_path / "some.npz"
     assert main(["record", str(folder), "--steps", "50", "--out", str(out), "--epsilon", "0.1", "--json"]) == 0

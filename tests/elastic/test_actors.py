@@ -326,6 +326,7 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert len(said_of) == 10 + len(faults) + 1
 
 
+@pytest.mark.long
 def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_path, monkeypatch):
     """Meanwhile an actor with another key is refused, and one with the right key acts to the end."""
     monkeypatch.setattr(actor_pool, "_UNPROVED", 8)
@@ -415,6 +416,7 @@ def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_lear
     assert ended == [0]
 
 
+@pytest.mark.long
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
     runs = {address: ("impala", 2), free_address(): ("ppo", 3)}
@@ -447,6 +449,7 @@ def test_bad_settings_are_refused_before_anything_compiles(given, error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
 
 
+@pytest.mark.long
 def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     folder = tmp_path / "run"
     thread, found = learner_in_a_thread(address, folder)
@@ -483,6 +486,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     assert_same_state(replay_arrivals(folder), found[0].state)
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
@@ -492,6 +496,7 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
@@ -510,6 +515,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
     assert found[0] is raised or found[0].interrupted
 
 
+@pytest.mark.long
 def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
     other, said, raised = free_address(), [], []
     listener = wire.listen(wire.address_of(other))
@@ -533,6 +539,7 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
     assert found[0].status == "finished" and raised
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [None, OSError("no space is left")])
 def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, error, monkeypatch):
     """For longer than the proof of the key may take."""
@@ -573,6 +580,7 @@ def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, er
         assert lines[1] == f"acting for {address}" and found[0].status == "finished" and ends[0] >= 2
 
 
+@pytest.mark.long
 def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     thread, found = learner_in_a_thread(address)
     channel = wait_for(lambda: reached(address), "no learner")
@@ -634,16 +642,6 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
         asyncio.run(exchange())
     flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
     assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
-
-
-def test_nobody_there():
-    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
-        msrl.elastic.act()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
-            msrl.elastic.act(where, wait=0.3)
 
 
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):

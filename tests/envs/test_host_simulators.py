@@ -331,38 +331,6 @@ def test_bad_numbers_are_refused_before_anything_starts(kwargs, message):
         GymnasiumEnvironment(Counting, **kwargs)
 
 
-class Talking(Counting):
-    observation_space = gymnasium.spaces.Text(5)
-
-
-def test_spaces_without_a_counterpart_are_refused():
-    with pytest.raises(TypeError, match=r"observation_space is Text.* has no counterpart here; use Box, Discrete"):
-        GymnasiumEnvironment(Talking)
-
-
-class Empty(Counting):
-    observation_space = gymnasium.spaces.Box(-1, 1, (0,))
-
-
-class Far(Counting):
-    action_space = gymnasium.spaces.Discrete(3, start=2**40)
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (Empty, "observation_space is Box.* has no elements"),
-        (Far, "action_space is Discrete.* exceed int32"),
-        (lambda: None, "the factory of gymnasium environment returned None; return a gymnasium.Env"),
-        (3, "gymnasium environment: 3 cannot be called; give a function that makes an environment"),
-    ],
-    ids=["empty", "far", "None", "instance"],
-)
-def test_factories_of_something_else_are_refused(factory, message):
-    with pytest.raises(TypeError, match=message):
-        GymnasiumEnvironment(factory)
-
-
 class Shaped(gymnasium.RewardWrapper):
     def reward(self, reward):
         return 2 * reward
@@ -402,11 +370,6 @@ def test_environments_registered_in_this_process_are_known_to_workers():
     sim, seed = simulators(msrl.envs.make("gymnasium:RegisteredHere-v0", num_workers=1, length=3), 2)
     _, played = play(sim, seed, np.ones((3, 2), np.float32))
     assert played[3].tolist() == [[False] * 2, [False] * 2, [True] * 2]
-
-
-def test_an_environment_of_gymnasium_itself_is_refused_with_the_remedy():
-    with pytest.raises(TypeError, match=r"is a space of Gymnasium; give msrl_jax.envs.GymnasiumEnvironment\(function"):
-        msrl.envs.vectorize(Counting(), 2)
 
 
 def test_an_observation_of_another_shape_is_an_error_of_the_environment():

@@ -214,12 +214,6 @@ def test_an_incomplete_environment_is_refused():
         envs.vectorize(NoActions(), 2)
 
 
-@pytest.mark.parametrize("num_envs", [0, -1, 2.0, True])
-def test_a_bad_number_of_environments_is_refused(num_envs):
-    with pytest.raises(ValueError, match=r"num_envs=.* must be an int of at least 1"):
-        envs.vectorize(Corridor(), num_envs)
-
-
 def test_bad_keys_and_actions_are_refused():
     venv = envs.vectorize(Corridor(), 2)
     with pytest.raises(TypeError, match=r"make it with jax.random.key\(seed\)"):

@@ -244,17 +244,6 @@ def test_bad_input_is_refused_at_once():
         compiled(APART, 2)
 
 
-def test_what_needs_environments_that_go_on_is_refused_at_once(tmp_path):
-    train = functools.partial(msrl.train, example.MAML(**SMALL), example.Navigation(), total_steps=10_000, progress=False)
-    with pytest.raises(ValueError, match=r"x.npz': maml keeps no environments between iterations; leave it out"):
-        train(record=tmp_path / "x.npz")
-    with pytest.raises(ValueError, match=r"env_params has a ramp, and maml keeps no environments .* stay at its start"):
-        train(env_params={"goal": envs.ramp([0.0, 0.0], [0.5, 0.5], 100)})
-    pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-4, 1e-2)}, members=2, every=1)
-    with pytest.raises(ValueError, match="compares members by episode_return, which is not among meta_loss, return_after"):
-        train(pbt=pbt)
-
-
 @pytest.mark.slow
 def test_one_step_gains_more_from_the_parameters_of_maml_than_from_those_of_one_policy_or_from_new_ones():
     runs = {name: example.train(rate, 5) for name, rate in example.TRAINED.items()}

@@ -47,13 +47,6 @@ def test_a_donated_state_is_refused_by_name(policy):
 
 
 @BOTH
-@pytest.mark.parametrize("options", [{"iterations": True}, {"iterations": 2, "chunk": True}, {"iterations": np.True_}])
-def test_a_flag_is_no_number_of_iterations(policy, options):
-    with pytest.raises(ValueError, match=r"(iterations|chunk)=.*True.* must be an integer of at least 1"):
-        compiled(policy).run(init(), **options)
-
-
-@BOTH
 def test_disabled_jit_is_refused(policy):
     program = compiled(policy)
     with jax.disable_jit():

@@ -1,7 +1,6 @@
 """Arguments that do not fit are refused before anything compiles."""
 
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +58,6 @@ def test_too_much_memory_is_refused_in_bytes():
     replay.uniform({"obs": image}, **{**arguments, "capacity": int(match[1])})
     with pytest.raises(ValueError, match=r"a queue of capacity=1000000 batches takes [\d,]+ bytes"):
         replay.fifo(jax.ShapeDtypeStruct((128, 8, 84, 84, 4), jnp.float32), capacity=10**6)
-
-
-class Item(NamedTuple):
-    obs: float = 0.0
-    action: int = 0
-    reward: float = 0.0
-
-
-def test_transitions_need_their_fields():
-    with pytest.raises(ValueError, match=r"the example has no terminated, truncated, next_obs; give a msrl_jax.replay.Tran"):
-        replay.uniform(Item(), **FITS, discount=0.9)
 
 
 def test_items_of_another_shape():

@@ -11,7 +11,6 @@ from msrl_jax.cli import command_line
 from msrl_jax.fragments.runtime import memory
 from msrl_jax.fragments.runtime.executables import Fitting
 from msrl_jax.fragments.runtime.memory import program_bytes
-from msrl_jax.run.prepare import make_experiment
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
 
@@ -41,12 +40,6 @@ def test_a_run_whose_state_fits_and_whose_programs_do_not_is_refused(monkeypatch
     limit_to(monkeypatch, 3_000_000)
     with pytest.raises(ValueError, match=r"program .* takes [\d,]+ bytes of .*The largest array .* in '\w+' \([\d,]+ bytes\)"):
         msrl.train("a2c", "CartPole-v1", policy=policy, num_envs=2**14, total_steps=10**6, eval_episodes=0, **SMALL)
-
-
-def test_a_recording_that_cannot_be_joined_is_refused():
-    setup = make_experiment("a2c", "CartPole-v1", total_steps=10**13, overrides=SMALL)
-    with pytest.raises(ValueError, match=r"a data set of 10,000,000,000,000 rows of 42 bytes.* Record a shorter run"):
-        setup.record(10)
 
 
 def test_evaluations_and_recordings_are_refused_in_one_line(trained, run_folder, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +134,7 @@ def test_a_curriculum_is_the_same_under_another_policy(kind, whole):
         np.testing.assert_allclose(whole(kind).history[name], other.history[name], rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     train(kind, tmp_path / "run", callbacks=[stop_after(6)])
@@ -226,16 +226,6 @@ def test_what_cannot_be_set_is_refused_in_words(case):
     env = envs.RandomizeParams(envs.make("CartPole-v1"), KINDS[kind][0]())
     with pytest.raises(ValueError, match=message):
         changed(env, values)
-
-
-def test_runs_without_numbers_to_set_say_so():
-    message = "the run on CartPole-v1 has no numbers to set; start it with env_params={name: value}"
-    env = envs.make("CartPole-v1")
-    for there in (env, envs.RandomizeParams(env, lambda key: {"length": jax.random.uniform(key)})):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            changed(there, {"length": 1.0})
-    with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
-        msrl.run.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
 @pytest.mark.slow

@@ -46,10 +46,8 @@ CASES = {
 }
 
 
-SELDOM = ("schedules", "function", "members", "object")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SELDOM else []) for c in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
     fields, again = CASES[case]
     whole = train(**fields)

@@ -138,11 +138,6 @@ def test_agents_without_probabilities_say_so(algo, env, why):
         behavior.probabilities(behavior.state_type, np.zeros((1, *behavior.observation_type.shape)))
 
 
-def test_an_observation_of_another_shape_is_refused(trained):
-    with pytest.raises(ValueError, match=r"obs has shape \[\(3,\)\]; the environment's observations have shape \[\(4,\)\]"):
-        trained.act(np.zeros(3))
-
-
 def test_the_best_member_acts(members):
     scores = members.evaluation.mean_return
     assert scores.shape == (3,) and members.best == int(np.argmax(scores))

@@ -22,7 +22,6 @@ from msrl_jax.run.prepare import experiment_of
 from msrl_jax.search import trial_scheduler
 from msrl_jax.search.space import Trial, choose
 from tests.support import processes
-from tests.support.random_walk import RandomWalk
 
 from .test_space import axes_of
 
@@ -369,11 +368,6 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
 
 
-def test_teams_that_oppose_each_other_are_not_ranked():
-    with pytest.raises(ValueError, match="does not tell which member is better; give rank_by= a metric"):
-        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
-
-
 @pytest.mark.slow
 def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     result = msrl.sweep(
@@ -382,16 +376,6 @@ def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     )  # fmt: skip
     assert [trial.run for trial in result.trials] == [0, 1] and not result.run(1).has_members
     assert sorted(trial.rank for trial in result.trials) == [1, 2]
-
-
-@pytest.mark.slow
-def test_an_environment_object_has_no_command(tiny, one_device):
-    result = msrl.sweep(
-        "ppo", RandomWalk(), method="grid", learning_rate=[1e-3, 1e-2], devices=one_device,
-        **(COMMON | {"eval_episodes": 0, "total_steps": 64}), **tiny,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="env was given as an object"):
-        result.command()
 
 
 @pytest.mark.slow
@@ -421,12 +405,6 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
         patched.setattr(trial_scheduler, "train", train_once)
         sweep("half")
     assert sweep("half").trials == found.trials
-
-
-def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match="pip install optuna"):
-        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
 
 
 def test_what_a_run_says_of_its_trials():

@@ -1,7 +1,6 @@
 """The gymnax adapter: every environment against gymnax's own step, parameters, and what it refuses."""
 
 import functools
-import urllib.error
 
 import gymnax
 import jax
@@ -145,15 +144,6 @@ def test_a_gymnax_environment_with_its_own_step_is_refused():
 
     with pytest.raises(ValueError, match="Odd replaces gymnax's step, which is not called here"):
         GymnaxEnvironment(Odd())
-
-
-def test_without_its_data_the_mnist_bandit_says_what_to_do(monkeypatch):
-    def offline(*_):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr(load_mnist, "_download", offline)
-    with pytest.raises(RuntimeError, match=r"MNISTBandit-bsuite could not load .*no network.* into /tmp/mnist"):
-        envs.make("MNISTBandit-bsuite")
 
 
 @pytest.mark.slow

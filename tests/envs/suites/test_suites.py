@@ -224,13 +224,6 @@ def test_parameters_reach_craftax_and_playground():
     assert cartpole.env.max_steps == 5 and cartpole.ratio == 4
 
 
-@pytest.mark.slow
-def test_what_is_broken_says_so():
-    for name, message in BROKEN.items():
-        with pytest.raises(RuntimeError, match=message):
-            envs.vectorize(envs.make(f"brax:{name}"), 2)
-
-
 @pytest.mark.parametrize("prefix", OFTEN)
 def test_a_missing_package_is_named_with_the_command_that_installs_it(prefix, monkeypatch):
     monkeypatch.setattr(type(SUITES[prefix]), "version", lambda self: None)

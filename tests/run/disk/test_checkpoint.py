@@ -284,6 +284,7 @@ def kill_while_saving(path, kills, rng):
     return last
 
 
+@pytest.mark.long
 def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path):
     assert kill_while_saving(tmp_path, 2, np.random.default_rng(0)) > 0
 

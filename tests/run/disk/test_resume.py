@@ -102,6 +102,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
         done += 1
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     expected, rows = whole("ppo", "GPUOnly")
     with start("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz") as process:
@@ -274,6 +275,7 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path, capsys):
     np.testing.assert_array_equal(after.history["entropy"][: len(before.history["step"])], before.history["entropy"])
 
 
+@pytest.mark.long
 def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     """By a clock that moves by an hour per chunk."""
     clock = [0.0]

@@ -110,15 +110,6 @@ def test_an_agent_remembers_nothing_of_a_lost_episode(tiny):
     assert played.returns.tolist() == [0 + 1 + 2 + 3, 0 + 1] * 2
 
 
-@pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])
-def test_a_member_that_does_not_exist_is_refused(members, trained, member):
-    for act in (members.evaluate, members.act_with_carry):
-        with pytest.raises(ValueError, match=f"member={member}: this run has members 0 to 2"):
-            act(np.zeros(4, np.float32) if act == members.act_with_carry else 4, member=member)
-    with pytest.raises(ValueError, match=f"member={member}: this run has only member 0"):
-        trained.evaluate(4, member=member)
-
-
 def test_an_evaluation_reads_well():
     returns = np.float32([100, 150, 142.5, 180])
     one = Evaluation(returns, np.int32([100, 150, 143, 180]), np.ones(4, bool))

@@ -262,11 +262,6 @@ def test_runs_that_are_refused_before_anything_compiles(env, options, message):
         msrl.train("ppo", env, total_steps=STEPS, progress=False, **options)
 
 
-def test_opposing_teams_have_no_better_member():
-    with pytest.raises(ValueError, match="pbt: the return is the sum over teams or players that oppose each other"):
-        make_experiment("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
-
-
 def test_text_says_the_same():
     text = "members=8,every=2,fraction=0.25,learning_rate=log_uniform:1e-5:1e-2,exploit=tournament,entropy_coef=uniform:0:0.1"
     assert read(text) == dataclasses.replace(EIGHT, exploit="tournament")
@@ -293,6 +288,7 @@ MATRIX = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "policy"), MATRIX)
 def test_the_same_population_under_every_policy(count, policy):
     setup, state, after, metrics = reference()

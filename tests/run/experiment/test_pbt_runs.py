@@ -130,12 +130,14 @@ def train_unsteady(guard, rate):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     result = train_unsteady("skip", 1e25)
     assert result.status == "finished" and result.history["skipped_updates"][:3, 0].sum() > 0
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
+@pytest.mark.long
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
