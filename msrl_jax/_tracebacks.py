@@ -38,13 +38,18 @@ def entry(target: F) -> F:
         try:
             return target(*args, **kwargs)
         except Exception as error:
-            if not _shows_all() and _is_of_user(error):
-                _hide(error)
+            hide_frames(error)
             raise  # which adds no frame
         finally:
             _is_inside.reset(token)
 
     return called  # type: ignore[return-value]
+
+
+def hide_frames(error: Exception) -> None:
+    """Takes this package's frames and JAX's out of the traceback of an error, unless it is a bug of this package."""
+    if not _shows_all() and _is_of_user(error):
+        _hide(error)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.cli import main
 from tests.support.corridor import Corridor
 
 
@@ -46,6 +47,8 @@ def stop(tick):
     [
         (lambda: msrl.algorithms.PPO(learning_rate="fast"), []),
         (lambda: msrl.train("ppo", learning_rate=-1.0), []),
+        (lambda: msrl.train("ppo", seed=jax.random.key(0)), []),
+        (lambda: msrl.Experiment(algorithm=msrl.algorithms.PPO(), env=3), []),
         (lambda: msrl.sweep("ppo", learning_rate=[-1.0]), []),
         (lambda: msrl.envs.make("cart"), []),
         (lambda: msrl.policies.get("Gpu"), []),
@@ -64,6 +67,12 @@ def test_an_error_of_a_users_value_has_the_users_frames(call, kept):
     with pytest.raises((ValueError, TypeError, KeyError)) as caught:
         call()
     assert functions(caught.value) == [("<lambda>", False), *((name, False) for name in kept)]
+
+
+def test_an_error_on_the_command_line_has_the_users_frames():
+    with pytest.raises(KeyError) as caught:
+        main(["train", "--env", f"{__name__}:Failing", "--total-steps", "512", "--num-envs", "4", "--out", "/nowhere"])
+    assert functions(caught.value) == [("step", False), ("inner", False)]
 
 
 def test_the_cause_of_an_error_has_the_users_frames():

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from msrl_jax import _compiling, _terminal
 from msrl_jax._checks import suggestion
 from msrl_jax._naming import check_trust
-from msrl_jax._tracebacks import with_all_frames
+from msrl_jax._tracebacks import hide_frames, with_all_frames
 from msrl_jax.cli import config_file, flags, launch
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import UsageError
@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _terminal.lasting() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
-        except Exception:
+        except Exception as error:
+            hide_frames(error)
             if not _is_one_of_several():
                 raise
             traceback.print_exc()

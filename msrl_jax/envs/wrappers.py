@@ -166,8 +166,7 @@ class TimeLimit(EnvironmentWrapper):
     _inner = attrgetter("env_state")
 
     def __post_init__(self):
-        if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
-            raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1 and below 2**31")
+        object.__setattr__(self, "max_steps", whole("TimeLimit: max_steps", self.max_steps, most=2**31 - 1))
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
@@ -210,8 +209,7 @@ class FrameStack(EnvironmentWrapper):
         space = self.env.observation_space
         if not isinstance(space, spaces.Box) or space.shape == ():
             raise ValueError(f"FrameStack cannot stack observations of {space}; apply FlattenObservation first")
-        if not isinstance(self.num_frames, int) or self.num_frames < 1:
-            raise ValueError(f"FrameStack: num_frames={self.num_frames!r} must be an int of at least 1")
+        object.__setattr__(self, "num_frames", whole("FrameStack: num_frames", self.num_frames))
 
     @property
     def observation_space(self) -> spaces.Box:

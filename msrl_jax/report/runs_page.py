@@ -18,7 +18,7 @@ from msrl_jax.report.runs_figure import Group, curves_of, environments_of, group
 from msrl_jax.report.statistics import estimate, mean
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import REPEAT, check_links, check_target, write_text
-from msrl_jax.run.evaluation.history import decimals, value_in_words
+from msrl_jax.run.evaluation.history import decimals, final, value_in_words
 from msrl_jax.run.outcome import Outcome
 from msrl_jax.run.outputs.video import FILMS
 
@@ -103,7 +103,7 @@ def _overview(found: Mapping[str, Outcome]) -> str:
         summaries = [run.summary() for run, _ in group.parts]
         columns = ([s[name] for s in summaries] for name in ("env", "algorithm", "policy", "total_steps", "status"))
         rows.append([
-            group.names, group.label, _mean(lambda run: run.final("episode_return"), group),
+            group.names, group.label, _mean(lambda run: final(run.history, "episode_return"), group),
             _mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group), _seeds(seeds),
             *(", ".join(dict.fromkeys(f"{x:,}" if isinstance(x, int) else x for x in column)) for column in columns),
         ])  # fmt: skip

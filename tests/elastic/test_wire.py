@@ -114,7 +114,11 @@ def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, 
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
         msrl.elastic.act("127.0.0.1:7000", wait=0.1)
-    assert not path.exists()
+    (tmp_path / "learner").write_text("127.0.0.1:7000")
+    with pytest.raises(ConnectionError, match=f"the learner has not made the key {path} yet"):  # it may still start
+        msrl.elastic.act(str(tmp_path / "learner"), wait=0.1, say=lines.append)
+    assert not path.exists() and len(lines) == 1
+    lines.clear()
     tls.contexts(lines.append)
     tls.contexts(lines.append)
     assert lines == [f"made a key for learner and actors, {path}; copy it to the machines of actors"]

@@ -322,13 +322,19 @@ def test_constructors_of_the_main_module_and_closures_work():
     [
         ({"num_workers": 0}, "num_workers=0: use an integer of at least 1"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds above 0"),
+        ({"timeout": "1s"}, "timeout='1s' must be a number of seconds above 0"),
         ({"drop_slowest": 1}, r"drop_slowest=1 must be a share of the environments, in \[0, 1\)"),
     ],
-    ids=["workers", "timeout", "drop"],
+    ids=["workers", "timeout", "text", "drop"],
 )
 def test_bad_numbers_are_refused_before_anything_starts(kwargs, message):
     with pytest.raises(ValueError, match=message):
         GymnasiumEnvironment(Counting, **kwargs)
+
+
+def test_a_vector_environment_is_refused_before_anything_starts():
+    with pytest.raises(TypeError, match=r"return one gymnasium\.Env, of which copies are made"):
+        GymnasiumEnvironment(lambda: gymnasium.make_vec("CartPole-v1", 2))  # type: ignore[arg-type]
 
 
 class Shaped(gymnasium.RewardWrapper):

@@ -97,6 +97,16 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert metrics["approx_kl"] != anew["approx_kl"], "the registers matter"
 
 
+def test_a_column_that_is_not_there_is_no_nan(trained):
+    with pytest.raises(KeyError, match=r"no column .episode_retrun. \(did you mean .episode_return.\?\); it has approx_kl"):
+        trained.final("episode_retrun")
+
+
+def test_an_empty_batch_is_refused(trained):
+    with pytest.raises(ValueError, match="give a batch of at least one observation"):
+        trained.act(np.zeros((0, 4)))
+
+
 def test_one_observation_gives_one_action(trained):
     obs = np.zeros((3, 4), np.float32)
     assert trained.act(obs).shape == (3,)

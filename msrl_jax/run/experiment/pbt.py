@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax import algorithms
 from msrl_jax._checks import shown, suggestion, whole
 from msrl_jax._spec import read_values
+from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.transformations import Counted
@@ -35,6 +36,7 @@ _WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resam
 _INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
 
 
+@entry
 @dataclasses.dataclass(frozen=True)
 class PBT:
     """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): members copy better ones and change what they copy.
