@@ -19,13 +19,13 @@ THEMES = {
 }
 API = {
     "msrl_jax": [
-        "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
+        "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
         "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
         "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],
-    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
+    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB",
                              "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _recipes, cli, codecs, envs
+from msrl_jax import cli, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.cli import command_line
 from msrl_jax.envs import registry
-from msrl_jax.run import Experiment
+from msrl_jax.fragments import codecs
+from msrl_jax.run import Experiment, recipes
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
@@ -343,8 +344,8 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
     (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
-    monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
-    monkeypatch.setattr(_recipes, "RECORDS", (tmp_path / "recipes",))
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path / "recipes")
+    monkeypatch.setattr(recipes, "RECORDS", (tmp_path / "recipes",))
     first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
     (namespace,), output = run_sections(RECIPES, "Reproducing")

@@ -23,9 +23,9 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax import _rooms
-from msrl_jax._checks import name_of, shown
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.privileged import with_privileged
+from msrl_jax.fragments.support.checks import name_of, shown
+from msrl_jax.fragments.support.tracebacks import entry
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one

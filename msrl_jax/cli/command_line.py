@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _compiling, _terminal
-from msrl_jax._checks import suggestion
-from msrl_jax._naming import check_trust
-from msrl_jax._tracebacks import hide_frames, with_all_frames
 from msrl_jax.cli import config_file, flags, launch
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import UsageError
 from msrl_jax.cli.handlers import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
+from msrl_jax.fragments.support import compiling, terminal
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
 
 PROG = "msrl-jax"
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -35,7 +35,7 @@ def _overview() -> str:
     about = [
         f"{PROG} COMMAND --help lists the options of a command.",
         flags.ABOUT_FILES,
-        f"Compiled programs are kept in the user's cache folder; {_compiling.VARIABLE} is another folder, or off.",
+        f"Compiled programs are kept in the user's cache folder; {compiling.VARIABLE} is another folder, or off.",
     ]
     return "\n".join([*lines, "", *about])
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with _terminal.lasting() as out, _short_warnings(), with_all_frames():
+    with terminal.lasting() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
         except Exception as error:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
-    if (code and _is_one_of_several()) or (is_whole_process and _compiling.is_busy()):
+    if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
         _end(code)
     return code
 
@@ -164,7 +164,7 @@ def _run(argv: list[str]) -> int:
             use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := launched(args, argv)) is not None:
             return code
-        with contextlib.nullcontext() if name == "list" else _compiling.on_disk():
+        with contextlib.nullcontext() if name == "list" else compiling.on_disk():
             return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
         _complain("interrupted")

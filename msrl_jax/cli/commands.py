@@ -8,6 +8,7 @@ import tyro
 
 T = TypeVar("T")
 Progress = Literal["auto", "bar", "lines", "none"]
+Checkpoint = Literal["newest", "best"] | int
 PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
 
 
@@ -53,12 +54,18 @@ class What(Command):
 
 
 @command
-class Again(Command):
+class OfAgent(Command):
     """What a command does with the agent of a run."""
 
     run: tyro.conf.Positional[Path] = option(doc="folder of a run.")
     seed: int = option(0, "the seed of all randomness.")
     member: int | None = option(None, "number of the member, in a run of several; the best one if not given.")
+
+
+@command
+class Again(OfAgent):
+    """What a command does with the agent of a run in its environment."""
+
     env_params: str | None = option(
         None, "the same with other parameters of the environment, such as length=1.5; those of the run if not given."
     )
@@ -153,14 +160,8 @@ class Evaluate(Again):
     """Play greedy episodes with a trained agent."""
 
     episodes: int = option(128, "number of episodes.")
-    checkpoint: Literal["newest", "best"] | int = option(
-        "newest", "newest, best, or the iterations after which it was written."
-    )
+    checkpoint: Checkpoint = option("newest", "newest, best, or the iterations after which it was written.")
     max_steps: int = option(10_000, "maximum length of an episode, in steps.")
-    data: Path | None = option(
-        None, "a data set, from which the discounted return of the agent is estimated, by fitted Q evaluation; none is played."
-    )  # fmt: skip
-    discount: float | None = option(None, "discount factor per step of that estimate; 0.99 if not given.")
 
 
 @command
@@ -174,13 +175,6 @@ class Record(Again):
         "from the policy."
     )  # fmt: skip
     num_envs: int = option(16, "number of parallel environments.")
-
-
-@command
-class Replay(Command):
-    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from."""
-
-    file: tyro.conf.Positional[Path] = option(doc="the file non_finite.npz in the folder of the run.")
 
 
 @command

@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes, _rooms
-from msrl_jax._checks import whole
-from msrl_jax._compiling import use_cpu_devices
+from msrl_jax import _rooms
 from msrl_jax.cli import launch
 from msrl_jax.cli.commands import (
     Bench,
@@ -33,7 +31,6 @@ from msrl_jax.cli.commands import (
     Plot,
     Profile,
     Record,
-    Replay,
     Report,
     Reproduce,
     Sweep,
@@ -42,6 +39,9 @@ from msrl_jax.cli.commands import (
 )
 from msrl_jax.cli.flags import UsageError
 from msrl_jax.cli.listing import list_names
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.compiling import use_cpu_devices
+from msrl_jax.run import recipes
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
@@ -169,28 +169,27 @@ def launched(args: Train, argv: Sequence[str]) -> int | None:
     return None
 
 
-def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
-    from msrl_jax.data.check_spaces import agents_of
-    from msrl_jax.run import Evaluation, FittedQ, OffPolicyEstimate, Result
+def about_agent(result: Any, member: int | None) -> dict[str, Any]:
+    """What the JSON of a command says of an agent; prints the member that it is, if there are several."""
     from msrl_jax.run.evaluation.history import in_words
 
+    number = result.member(member) if result.has_members else None
+    if number is not None:
+        chosen = ", the best one" * (member is None)
+        print(f"member {number} ({in_words(result.settings[number])}{chosen})")
+    return {key: result.description[key] for key in ("algorithm", "env")} | {"member": number}
+
+
+def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
+    from msrl_jax.data.check_spaces import agents_of
+    from msrl_jax.run import Result
+
     result = Result.load(args.run, checkpoint=args.checkpoint, trust=args.trust)
-    if args.discount is not None and args.data is None:
-        raise ValueError("--discount is that of an estimate from data; give --data, or leave it out")
-    settings = FittedQ() if args.discount is None else FittedQ(discount=args.discount)
-    estimate: dict[str, Any] = {"data": args.data, "settings": settings} if args.data else {}
-    played: Evaluation | OffPolicyEstimate = result.evaluate(
-        args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params, **estimate
-    )
-    member = result.member(args.member) if result.has_members else None
-    if member is not None:
-        chosen = ", the best one" * (args.member is None)
-        print(f"member {member} ({in_words(result.settings[member])}{chosen})")
+    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
+    about = about_agent(result, args.member)
     print(played)
     if args.json:
-        about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
-        means = played.means if isinstance(played, Evaluation) else {}
-        print_json(about | agents_of(result.behavior.env) | means | dataclasses.asdict(played))
+        print_json(about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played))
     return 0
 
 
@@ -203,20 +202,6 @@ def _record(args: Record, config: dict[str, Any]) -> int:
     print(dataset)
     if args.json:
         print_json(dataset.describe() | {"file": args.out})
-    return 0
-
-
-def _replay(args: Replay, config: dict[str, Any]) -> int:
-    from msrl_jax.run import replay_step
-
-    failure = replay_step(args.file, trust=args.trust)
-    if failure is None:
-        print("all results of this step are finite here")
-        return DIVERGED
-    print(failure)
-    if args.json:
-        fields = {f.name: getattr(failure.origin, f.name) for f in dataclasses.fields(failure.origin) if f.name != "operands"}
-        print_json({"iteration": failure.iteration, "member": failure.member, **fields})
     return 0
 
 
@@ -356,21 +341,21 @@ def _profile(args: Profile, config: dict[str, Any]) -> int:
 def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
     if not args.names and args.pages is None:
         raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
-    names = _recipes.matching(args.names)
+    names = recipes.matching(args.names)
     from msrl_jax.report import pages, reproduce
     from msrl_jax.run.loop.hooks import seconds
 
-    folder = _recipes.records_folder(args.records)
+    folder = recipes.records_folder(args.records)
     if folder is None:
         if args.update or args.pages is not None:
-            raise UsageError(_recipes.NO_RECORDS)
-        print(_recipes.NO_RECORDS, file=sys.stderr)
+            raise UsageError(recipes.NO_RECORDS)
+        print(recipes.NO_RECORDS, file=sys.stderr)
     elif args.update and not os.access(folder, os.W_OK):
         raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {args.out}")
     if args.pages is not None:  # what is refused is told before anything is trained
         pages.check_pages(args.pages)
-        for name in set(_recipes.names()) - set(names):
-            _recipes.record_of(_recipes.find(name), folder)
+        for name in set(recipes.names()) - set(names):
+            recipes.record_of(recipes.find(name), folder)
     compared = {name: _can_compare(args, name, folder) for name in names}
     found, code = [], 0
     ends = None if args.time_limit is None else time.monotonic() + seconds("time_limit", args.time_limit)
@@ -384,7 +369,7 @@ def _reproduce(args: Reproduce, config: dict[str, Any]) -> int:
             code = _code_of(each.stop_reason)
             break
         if args.update and folder is not None:
-            each.record.write(_recipes.record_path(name, folder))
+            each.record.write(recipes.record_path(name, folder))
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
     if args.pages is not None:
         print(f"{len(pages.write_pages(args.pages, folder))} files in {args.pages}")
@@ -400,8 +385,8 @@ def _can_compare(args: Reproduce, name: str, folder: Path | None) -> bool:
     from msrl_jax.report.statistics import fewest
 
     try:
-        recorded = comparable(_recipes.find(name), folder)
-    except _recipes.RecordError as error:
+        recorded = comparable(recipes.find(name), folder)
+    except recipes.RecordError as error:
         if not args.update:
             raise
         print(f"the old record is not compared with: {error}", file=sys.stderr)
@@ -409,7 +394,7 @@ def _can_compare(args: Reproduce, name: str, folder: Path | None) -> bool:
     if args.update and folder and recorded and not set(recorded.seeds) <= set(seeds_of(recorded, args.seeds, args.seed)):
         raise UsageError(
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
-            f"without some of them; leave --seed and --seeds out, or delete {_recipes.record_path(name, folder)} first"
+            f"without some of them; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
         )
     if recorded:
         count, least = len(seeds_of(recorded, args.seeds, args.seed)), fewest(len(recorded.seeds))
@@ -444,7 +429,6 @@ COMMANDS: _rooms.Registry[tuple[type, Callable[[Any, dict[str, Any]], int]]] = _
         "sweep": (Sweep, _sweep),
         "evaluate": (Evaluate, _evaluate),
         "record": (Record, _record),
-        "replay": (Replay, _replay),
         "explain": (Explain, _explain),
         "bench": (Bench, _bench),
         "profile": (Profile, _profile),

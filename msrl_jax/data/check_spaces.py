@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.data.dataset import Dataset, named, nested
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.base import env_name
@@ -15,6 +14,7 @@ from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
+from msrl_jax.fragments.support.tracebacks import entry
 
 _REMEDY = "use the environment that the data set was made in"
 _TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1

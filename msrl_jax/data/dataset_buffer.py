@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from msrl_jax import replay
-from msrl_jax._tracebacks import entry
 from msrl_jax.data.dataset import MASKS, Dataset
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Replay, ReplayState, Transition
 from msrl_jax.replay.ring import Storage
 

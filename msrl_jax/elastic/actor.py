@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from msrl_jax import _compiling
-from msrl_jax._tracebacks import entry
 from msrl_jax.elastic import tls, wire
 from msrl_jax.elastic.packing import Packing, apply_changes
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.wire import Channel, WireError
+from msrl_jax.fragments.support import compiling
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import versions
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import seconds
@@ -154,7 +154,7 @@ def act(
             if len(addresses) > 1:  # the others may go on for days
                 say(f"acting for {address} ended with an error: {error}")
 
-    with _compiling.on_disk():
+    with compiling.on_disk():
         threads = [threading.Thread(target=act_at, args=(address,), daemon=True) for address in addresses]
         for thread in threads:
             thread.start()

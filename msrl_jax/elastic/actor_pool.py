@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown
 from msrl_jax.elastic import tls, wire
 from msrl_jax.elastic.packing import Packing, Sender
 from msrl_jax.elastic.split_program import SplitProgram
 from msrl_jax.elastic.unroll_log import UnrollLog
 from msrl_jax.elastic.wire import Peer, WireError
+from msrl_jax.fragments.support.checks import shown
 from msrl_jax.policies import SingleLearnerCoarse
 from msrl_jax.run.disk.folder import versions
 from msrl_jax.run.experiment.plain_data import to_json

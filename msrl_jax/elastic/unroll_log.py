@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import parse_json
+from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.run.disk.folder import SaveWarning, check_links
 from msrl_jax.run.experiment.plain_data import RunFolderError
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax._checks import shown
 from msrl_jax.envs.episode_metrics import Reduction, metrics_of
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown
 
 PyTree: TypeAlias = Any  # of arrays
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from msrl_jax._checks import shown
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, emitted, env_name, strong
 from msrl_jax.envs.episode_metrics import check_declared
 from msrl_jax.envs.masks import has_masks
+from msrl_jax.fragments.support.checks import shown
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
 _NEEDS_VALUES = (

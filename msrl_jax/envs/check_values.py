@@ -10,8 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import keystr
 
-from msrl_jax._checks import whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
@@ -22,6 +20,8 @@ from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, suggestion
-from msrl_jax._spec import read_values
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.text_values import read_values
 
 PyTree: TypeAlias = Any
 

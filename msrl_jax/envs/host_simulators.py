@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _simulate
-from msrl_jax._naming import paths
-from msrl_jax._simulate import NO_METRIC, Layout, Order
-from msrl_jax.envs import spaces
+from msrl_jax.envs import simulate, spaces
 from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics, Wrapper
 from msrl_jax.envs.check_types import as_actions, check_key
+from msrl_jax.envs.simulate import NO_METRIC, Layout, Order
 from msrl_jax.fragments.graph.host_calls import host_fragment, received
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.naming import paths
 
 _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
@@ -393,7 +392,7 @@ class Workers:
         files = [child.fileno(), self._file, read]
         # A session of its own: Ctrl-C reaches the parent alone, which decides.
         process.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _simulate.__name__, *map(str, files)],
+            [sys.executable, "-P", "-m", simulate.__name__, *map(str, files)],
             pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
             env=os.environ | {"PYTHONPATH": paths()},
         )  # fmt: skip

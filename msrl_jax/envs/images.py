@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.envs.wrappers import ObservationWrapper
+from msrl_jax.fragments.support.tracebacks import entry
 
 _LARGE = 36  # from this height and width on, networks convolve images as the first DQN did, and divide uint8 by 255
 

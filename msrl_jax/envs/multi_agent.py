@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import episode_metrics
 from msrl_jax.envs.base import (
     MaskedObservation,
@@ -26,6 +25,7 @@ from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 class AgentsState(NamedTuple):

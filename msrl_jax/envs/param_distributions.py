@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
-from msrl_jax._spec import read_value, read_values
 from msrl_jax.fragments.counters import Counter, fraction
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.text_values import read_value, read_values
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import used_inputs
-from msrl_jax._random import key_for
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import param_distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 
 Params: TypeAlias = Mapping[str, Any]  # by name
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, env_name, of_env, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.masks import has_masks
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 class DictEnvironment(Protocol):

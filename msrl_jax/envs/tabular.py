@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
 from msrl_jax.envs.masks import index_at
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 @entry

@@ -13,7 +13,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import episode_metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.episode_metrics import EpisodeMetrics
@@ -22,6 +21,7 @@ from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 REPLICATED = PartitionSpec()
 

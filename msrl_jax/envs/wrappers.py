@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import (
     Environment,
@@ -28,6 +26,8 @@ from msrl_jax.envs.base import (
     of_env,
 )
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 class EnvironmentWrapper(Wrapper):

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from msrl_jax import _checks, _naming
-from msrl_jax._checks import shown, suggestion
-from msrl_jax._spec import parse_spec
-from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import check_staleness
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.text_values import parse_spec
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import (
     ACTING,
     BUFFERING,
@@ -261,7 +261,7 @@ def register(policy: type) -> type:
     """
     if policy.__name__.lower() == "auto":
         raise ValueError("a policy cannot be named 'auto', which has train choose one; choose another name")
-    return _checks.add("policy", POLICIES, policy.__name__, policy)
+    return checks.add("policy", POLICIES, policy.__name__, policy)
 
 
 def is_own(policy: str) -> bool:
@@ -311,13 +311,13 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters
     first, colon, rest = name.partition(":")
-    _naming.check_no_file("policy", name)
+    naming.check_no_file("policy", name)
     if colon and not is_own(name):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
-        cls: Any = _naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
+        cls: Any = naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
     else:
-        cls = _checks.find("policy", POLICIES, name)
+        cls = checks.find("policy", POLICIES, name)
     fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:

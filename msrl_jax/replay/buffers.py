@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._compat import Tracer
-from msrl_jax._tracebacks import entry
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import sum_tree
 from msrl_jax.replay.base import (
     SHARD_AXIS,

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._random import key_for
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.goals import Goals
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay.base import Indices
 from msrl_jax.replay.ring import Ring
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import jax
 
 from msrl_jax import algorithms
-from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
 from msrl_jax.policies.base import spec
 from msrl_jax.run.disk.folder import describe_devices

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import as_path
-from msrl_jax._tracebacks import entry
+from msrl_jax.fragments.support.checks import as_path
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from msrl_jax._checks import check_seed, shown
+from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.run.evaluation.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each

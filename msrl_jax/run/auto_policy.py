@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
-from msrl_jax import codecs
 from msrl_jax import policies as registry
-from msrl_jax._terminal import paragraph, table
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import is_on_host
+from msrl_jax.fragments import codecs
 from msrl_jax.fragments.passes.apply_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay
+from msrl_jax.fragments.support.terminal import paragraph, table
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec
 from msrl_jax.run.experiment.spec import Experiment
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_jax._checks import suggestion, whole
-from msrl_jax._tracebacks import entry
+from msrl_jax.fragments.support.checks import suggestion, whole
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.disk.folder import CONFIG
 from msrl_jax.run.evaluation.evaluate import Evaluation

@@ -5,24 +5,21 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import as_path, check_seed, shown
-from msrl_jax._random import key_for
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import as_path, check_seed, shown
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
-from msrl_jax.run.evaluation.fitted_q import FittedQ, OffPolicyEstimate, fitted_q
 from msrl_jax.run.evaluation.history import final
 from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members
 from msrl_jax.run.experiment.pbt import acting_part
@@ -277,16 +274,6 @@ class Result(Outcome):
         probabilities = self._compiled[1](self.member(member), obs)
         return probabilities[0] if single else probabilities
 
-    @overload
-    def evaluate(
-        self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS,
-        env_params: GivenParams | None = None,
-    ) -> Evaluation: ...  # fmt: skip
-    @overload
-    def evaluate(
-        self, *, data: str | os.PathLike[str] | Dataset, seed: int = 0, member: int | None = None,
-        settings: FittedQ | None = None, policy: str | DistributionPolicy = "GPUOnly", devices: Sequence[Device] | None = None,
-    ) -> OffPolicyEstimate: ...  # fmt: skip
     @entry
     def evaluate(
         self,
@@ -296,45 +283,23 @@ class Result(Outcome):
         member: int | None = None,
         max_steps: int = MAX_STEPS,
         env_params: GivenParams | None = None,
-        data: Any = None,
-        settings: FittedQ | None = None,
-        policy: str | DistributionPolicy = "GPUOnly",
-        devices: Sequence[Device] | None = None,
-    ) -> Evaluation | OffPolicyEstimate:
-        """Plays greedy episodes in parallel; or estimates from data what the policy would earn, and plays none.
+    ) -> Evaluation:
+        """Plays greedy episodes in parallel.
 
         Args:
           episodes: number of episodes.
-          seed: seed of the environments' randomness, or of the estimate's.
+          seed: seed of the environments' randomness.
           member: number of the member that plays; the best one if None.
           max_steps: maximum length of an episode, in steps.
           env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
             it drew them from at its end; `{}` leaves all constant.
-          data: a data set, or its path, from which fitted Q evaluation (arXiv 1903.08738) estimates the discounted return of
-            the policy's most probable actions.
-          settings: how it does; the defaults of `FittedQ` if None.
-          policy: distribution policy of its fits.
-          devices: the devices for that policy; all if None.
 
         Returns:
-          The returns and lengths of the episodes; or the estimate, with an interval.
+          The returns and lengths of the episodes.
 
         Raises:
-          ValueError: if a number is out of range, the run has no such member, the data do not fit, or they are given for an
-            agent that remembers earlier observations.
+          ValueError: if a number is out of range, or the run has no such member.
         """
-        if data is not None:
-            if (episodes, max_steps, env_params) != (128, MAX_STEPS, None):
-                raise ValueError("with data no episode is played; leave out episodes, max_steps and env_params, or data")
-            if self.behavior.agent.initial_carry is not None:
-                raise ValueError(
-                    f"an agent of {self.experiment.name!r} remembers earlier observations, so single steps of data do not tell "
-                    "what it would do; evaluate(episodes) plays"
-                )
-            act = lambda obs: self.act(obs, member=member)  # noqa: E731
-            return fitted_q(self.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
-        if (settings, policy, devices) != (None, "GPUOnly", None):
-            raise ValueError("settings, policy and devices are those of an estimate from data; give data, or leave them out")
         behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
         evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
         try:

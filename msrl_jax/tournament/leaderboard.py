@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import as_path, parse_json, whole, writing
-from msrl_jax._terminal import table
+from msrl_jax.fragments.support.checks import as_path, parse_json, whole, writing
+from msrl_jax.fragments.support.terminal import table
 from msrl_jax.run.disk.folder import check_links, locked, read_json, write_json
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError, to_json

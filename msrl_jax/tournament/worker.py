@@ -20,13 +20,13 @@ import jax
 import numpy as np
 
 from msrl_jax import policies
-from msrl_jax._checks import check_seed, whole
-from msrl_jax._terminal import progress_stream
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.terminal import progress_stream
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
 from msrl_jax.run.experiment.agent_transforms import fold_keys
 from msrl_jax.run.experiment.spec import Experiment
@@ -35,7 +35,7 @@ from msrl_jax.run.loop.callbacks import Callback, Tick
 from msrl_jax.run.loop.guard import DivergedError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.result import Result
-from msrl_jax.run.train import train
+from msrl_jax.run.training import train
 from msrl_jax.tournament.leaderboard import Entry, Leaderboard
 
 

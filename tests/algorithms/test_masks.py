@@ -14,10 +14,10 @@ from msrl_jax.algorithms.networks import distributions
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.algorithms.sac import expected_soft_value
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.fragments.plan.origin import find_origin
+from msrl_jax.nonfinite.failure import Failure
+from msrl_jax.nonfinite.origin import find_origin
 from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.evaluate import make_evaluator
-from msrl_jax.run.loop.nonfinite import Failure
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
 from tests.support.slow import mostly_slow
@@ -159,7 +159,7 @@ def halted(algo, env):
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
     error = halted(algo, Maze(stuck=2))
     assert re.search(r"environment \d gave an observation without a legal action", str(error))
-    assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
+    assert "without a legal action" in str(msrl.nonfinite.replay_step(error.replay, env=Maze(stuck=2)))
 
 
 @pytest.mark.slow

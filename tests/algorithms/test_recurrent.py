@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax._random import key_for
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.algorithms.networks.cores import named_core
 from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.words import objects
+from msrl_jax.fragments.support.random_keys import key_for
 from tests.support.agents import make_still, still
 from tests.support.compiled import collectives
 from tests.support.ppo import plain_value_size

@@ -12,10 +12,9 @@ import time
 import jax
 import pytest
 
-import msrl_jax as msrl
-from msrl_jax._compiling import MOST_CPU_DEVICES
 from msrl_jax.cli import command_line, main
 from msrl_jax.cli.commands import Train
+from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES
 from msrl_jax.run import Experiment
 from tests.support import processes
 
@@ -76,23 +75,6 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert "has no checkpoint 2: those after iterations 4 are complete" in capsys.readouterr().err
     assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "best", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
-
-
-@pytest.mark.long
-def test_evaluate_estimates_from_data(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(msrl.run, "FittedQ", functools.partial(msrl.run.FittedQ, num_updates=1000, tau=0.05))
-    folder, _ = trained
-    (run_folder,) = (folder / "runs").iterdir()
-    played = str(tmp_path / "played.npz")
-    assert main(["record", str(run_folder), "--steps", "400", "--out", played]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", str(run_folder), "--data", played, "--discount", "0.5", "--json"]) == 0
-    shown, line = capsys.readouterr().out.splitlines()[-2:]
-    outcome = json.loads(line)
-    assert outcome["discount"] == 0.5 and len(outcome["values"]) == 8 and "discounted return" in shown
-    assert outcome["value"] == pytest.approx(2, abs=0.1)  # CartPole: a reward of 1 a step
-    for wrong, why in ((["--discount", "0.5"], "give --data"), (["--data", played, "--episodes", "4"], "no episode is played")):
-        assert main(["evaluate", str(run_folder), *wrong]) == 2 and why in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax._naming import TrustError
 from msrl_jax.cli import main
 from msrl_jax.elastic import actor, replay_arrivals
 from msrl_jax.elastic.unroll_log import FILE
+from msrl_jax.fragments.support.naming import TrustError
 from msrl_jax.run import Experiment
 from msrl_jax.run.experiment.plain_data import RunFolderError
 

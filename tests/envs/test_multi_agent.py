@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.fragments.plan.origin import find_origin
+from msrl_jax.nonfinite.failure import Failure
+from msrl_jax.nonfinite.origin import find_origin
 from msrl_jax.run.loop.guard import Finding
-from msrl_jax.run.loop.nonfinite import Failure
 from tests.support.compiled import COLLECTIVE
 from tests.support.leaving import Leaving
 

@@ -25,7 +25,7 @@ def children():
             command, parent = path.with_name("cmdline").read_bytes(), path.read_text().rsplit(")", 1)[1].split()[1]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"msrl_jax._simulate" in command and int(parent) == os.getpid():
+        if b"msrl_jax.envs.simulate" in command and int(parent) == os.getpid():
             found.append(int(path.parent.name))
     return found
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from msrl_jax._checks import shown
 from msrl_jax._compat import (
     Atom,
     ClosedJaxpr,
@@ -29,6 +28,7 @@ from msrl_jax._compat import (
 )
 from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
 from msrl_jax.fragments.placement import HOST
+from msrl_jax.fragments.support.checks import shown
 
 IN_TRACES = "msrl:"
 """What names begin with that the host's time has in traces of `jax.profiler`."""

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import Atom, Jaxpr, Var, aval, jaxprs_in
-from msrl_jax.codecs import get
+from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
 from msrl_jax.fragments.passes.instructions import Instruction, Run, walk
 from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement, device_names
+from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:

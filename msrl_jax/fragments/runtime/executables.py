@@ -14,12 +14,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
-from msrl_jax._compiling import in_background
 from msrl_jax.fragments.passes.compact import Together, kernels_matter
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.passes.known_faults import CPU_OPTIONS
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
+from msrl_jax.fragments.support.compiling import in_background
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax.codecs import Changes, get
+from msrl_jax.fragments.codecs import Changes, get
 from msrl_jax.fragments.passes.instructions import Move, Value
 from msrl_jax.fragments.runtime.executables import Executables, Request
 

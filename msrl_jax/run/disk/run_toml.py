@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from msrl_jax import _toml, policies
-from msrl_jax._naming import reference
-from msrl_jax._spec import parse_spec
+from msrl_jax import policies
 from msrl_jax.algorithms import words
+from msrl_jax.fragments.support.naming import reference
+from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.run.disk import toml
 from msrl_jax.run.experiment.spec import Experiment
 
 _HEAD = (
@@ -36,7 +37,7 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
         **{name: about[name] for name in ("rank_by", "guard", "eval_episodes", "eval_every", "chunk")},
         **_cpus(about["devices"]),
     }  # fmt: skip
-    text = _toml.comment(_HEAD) + "\n"
+    text = toml.comment(_HEAD) + "\n"
     text += "".join(_entry(name, x) for name, x in options.items() if x is not None)
     values = {f.name: _field(experiment, about, f.name) for f in dataclasses.fields(experiment.algorithm)}
     texts = {f.name: f.metadata["doc"] for f in dataclasses.fields(experiment.algorithm)}
@@ -45,8 +46,8 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
 
 
 def _entry(name: str, x: Any, doc: str = "", *, given: bool = True) -> str:
-    note = _toml.comment(_OBJECT) if isinstance(x, Mapping) else ""
-    return note + _toml.entry(name, x, doc, given=given)
+    note = toml.comment(_OBJECT) if isinstance(x, Mapping) else ""
+    return note + toml.entry(name, x, doc, given=given)
 
 
 def _algorithm(experiment: Experiment) -> Any:

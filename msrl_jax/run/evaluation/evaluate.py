@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
 from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
 from msrl_jax.envs.base import env_name
@@ -19,6 +18,7 @@ from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.support.checks import whole
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.history import decimals
 

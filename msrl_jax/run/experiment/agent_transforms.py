@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import shown, whole
-from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import with_traced
 from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.replay import SHARD_AXIS
 from msrl_jax.run.evaluation.history import SKIPPED
 

@@ -15,9 +15,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import algorithms
-from msrl_jax._checks import shown, suggestion, whole
-from msrl_jax._spec import read_values
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.transformations import Counted
@@ -25,6 +22,9 @@ from msrl_jax.envs import param_distributions
 from msrl_jax.envs.param_distributions import Distribution, Ramp
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, suggestion, whole
+from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
 

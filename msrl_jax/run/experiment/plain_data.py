@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._naming import reference
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.data import Dataset
+from msrl_jax.fragments.support.naming import reference
 
 MOST_SEEDS = 2**20  # of one program
 

@@ -10,9 +10,6 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax._checks import check_seed, shown, suggestion, whole
-from msrl_jax._naming import TrustError, check_trust
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import code_names, files, words
 from msrl_jax.algorithms.agent import Agent, check_learns, innermost
 from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
@@ -29,6 +26,9 @@ from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.support.checks import check_seed, shown, suggestion, whole
+from msrl_jax.fragments.support.naming import TrustError, check_trust
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax._checks import shown, whole
-from msrl_jax._terminal import Lasting, progress_stream, significant
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.fragments.runtime.transfer import put
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.terminal import Lasting, progress_stream, significant
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
 from msrl_jax.run.evaluation.history import scalars, team_of

@@ -1,11 +1,10 @@
-"""The guard of a run: notices nan and infinities within one chunk, tells where the first one came from, and may go back."""
+"""The guard of a run: notices nan and infinities within one chunk, and may go back. Rooms may find where they came from."""
 
 import contextlib
 import dataclasses
 import math
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._rooms import Registry
 from msrl_jax.envs.base import release
 from msrl_jax.fragments.runtime.memory import array_bytes
 from msrl_jax.run.disk import checkpoint, folder, store
 from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
 from msrl_jax.run.experiment.agent_transforms import Member, fold_keys
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.loop import nonfinite
 from msrl_jax.run.loop.hooks import Checkpoints
 from msrl_jax.run.loop.loop import Ending, Run
-from msrl_jax.run.loop.nonfinite import Failure, Watch
+from msrl_jax.run.loop.watch import Watch
 
 KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
-LOCATE_SECONDS = 300.0  # a run goes again for at most about this long to find its first nan
 MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped
 MOST_ROLLBACKS = 5  # a run goes back at most this often, and diverges after that
 
@@ -43,9 +41,9 @@ class Finding:
     leaf: str | None  # pytree path of the part of the state that is not finite
     iteration: int  # the first such iteration as far as known, counted from 1
     member: int | None  # None for a run of one seed, or if it is not known
-    failure: Failure | None = None  # the computation that is to blame
+    failure: Any = None  # the computation that is to blame, `Failure` of the room that looked for it
     note: str = ""  # why there is no `failure`
-    replay: Path | None = None  # the file for `replay_step`
+    replay: Path | None = None  # the file with which `msrl-jax replay` computes that step again
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
         """The finding in words; `settings` are those of the members of the run."""
@@ -66,7 +64,7 @@ class DivergedError(FloatingPointError):
       member: number of the member; None for a run of one seed, or if it is not known.
       fragment: name of the fragment that made the first nan or infinity; None if it is not known.
       path: pytree path of that fragment's result, or of the part of the state.
-      replay: the file for `msrl_jax.replay_step`; None if there is none.
+      replay: the file with which `msrl-jax replay` computes that step again; None if there is none.
       finding: all that is known.
       result: the run up to the end of that chunk.
     """
@@ -90,10 +88,10 @@ class Guard:
     def begin(self, run: Run) -> None:
         """Looks at the first state."""
         state = run.program.unwrap(run.run_state)
-        self._watch = Watch(run.experiment.agent, state)
-        self._can_read = jax.process_count() == 1
-        self._small = self._can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
-        self._first_bad = self._watch.bad(state)
+        self.watch = Watch(run.experiment.agent, state)
+        self.can_read = jax.process_count() == 1
+        self._small = self.can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
+        self._first_bad = self.watch.bad(state)
         self._kept: tuple[Any, int] | None = None
         self._kept_at, self._begin = time.monotonic(), run.iteration
         self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
@@ -113,7 +111,7 @@ class Guard:
         if found := first_non_finite(run.metrics):
             metric, within, member = found
             return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
-        bad = self._watch.bad(run.program.unwrap(run.run_state))
+        bad = self.watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
     def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
@@ -133,7 +131,7 @@ class Guard:
         if not self._small or time.monotonic() - self._kept_at < KEEP_SECONDS:
             return
         self._kept_at = time.monotonic()
-        if self._watch.is_whole(run.program.unwrap(run.run_state)):
+        if self.watch.is_whole(run.program.unwrap(run.run_state)):
             self._kept = run.program.place(run.run_state), run.iteration
 
     def changed(self, run: Run) -> None:
@@ -150,64 +148,27 @@ class Guard:
             with contextlib.suppress(checkpoint.CheckpointError):
                 checkpoint.verify(saved)
                 state = store.restore_state(saved, run.experiment, run.program)
-                if self._watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
+                if self.watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
                     return state, saved.iteration, saved.progress["rollbacks"]
         if self._kept is not None:  # since the last rollback
             return *self._kept, len(run.deployment["rollbacks"])
         return run.experiment.start(run.program), 0, 0
 
     def locate(self, run: Run) -> Finding:
-        """Finds where the first nan or infinity came from, and writes the file for `replay_step`."""
+        """Has rooms find where the first nan or infinity came from."""
         finding: Finding = run.finding
         if self._kept is None and self._begin == 0 and self._first_bad:
             leaf = self._first_bad[0]
             who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
             note = f"{who} numbers that are not finite: state{leaf} of the initial state"
             return dataclasses.replace(finding, leaf=leaf, note=note)
-        found = self._search(run)
-        if isinstance(found, str):
-            return dataclasses.replace(finding, note=f"{found} {CAUSES}")
-        finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
-        if found.origin.fragment is None:
-            return finding
-        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / nonfinite.FILE
-        try:
-            saved = nonfinite.save(path, found, run.description, run.experiment.recorded_steps)
-        except OSError as error:
-            return dataclasses.replace(finding, note=f"The step could not be written: {error}")
-        return dataclasses.replace(finding, replay=saved)
+        for explain in EXPLANATIONS.values():
+            finding = explain(run, finding, self)
+        return finding if finding.failure is not None else dataclasses.replace(finding, note=f"{finding.note} {CAUSES}".strip())
 
-    def _search(self, run: Run) -> Failure | str:
-        """What is to blame, or why that is not known."""
-        if not self._can_read:
-            return "The state is on several processes, so the cause was not looked for."
-        if why := run.program.unrepeatable:
-            return f"{why}, so the iteration was not run again to find the cause."
-        state, begin, _ = self.earlier(run)
-        iterations = run.finding.iteration - begin
-        if begin < run.changed_at:
-            when = f"after iteration {run.changed_at}, which is later than the last kept state"
-            return f"A callback changed parameters of the environments {when}."
-        if iterations < 1:
-            return "There is no finite state from before that iteration."
-        if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
-            return (
-                f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "
-                "the cause was not looked for."
-            )
-        try:
-            found = self._watch.search(run, state, iterations)
-        except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
-            return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
-        if found is None:
-            return "The iterations were finite when they ran again."
-        before, origin = found
-        if origin is None:
-            return "Outside of the compiled programs, that iteration is finite."
-        if isinstance(origin, int):
-            where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
-            return f"Before that iteration, {where} was not finite."
-        return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
+
+EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("explanations")
+"""What rooms add: functions that complete a finding, by its `failure` and `replay`, or a `note` why there is none."""
 
 
 class Divergence:

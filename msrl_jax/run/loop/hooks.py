@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import shown, whole
-from msrl_jax._random import key_for
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.check_spaces import bytes_per_step
 from msrl_jax.data.experience import ExperienceWriter, at_rest
 from msrl_jax.data.formats import check_new
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.disk.checkpoint import CheckpointWriter, complete

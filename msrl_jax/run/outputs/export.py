@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import replacing, whole
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.fragments.support.checks import replacing, whole
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.experiment.plain_data import to_json

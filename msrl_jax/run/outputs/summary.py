@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from msrl_jax._terminal import significant
+from msrl_jax.fragments.support.terminal import significant
 from msrl_jax.run.evaluation.history import decimals, in_words, last_known, team_of
 from msrl_jax.run.experiment.pbt import PARENT
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import replacing, whole
-from msrl_jax._random import key_for
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import env_name, is_on_host, layers, release
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.params import with_source
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
+from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax._suites import SUITES
+from msrl_jax.envs.suites.catalog import SUITES
 from msrl_jax.envs.suites.common import load, quiet
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from msrl_jax import cli, envs
-from msrl_jax._spec import parse_spec
-from msrl_jax._suites import SUITES
+from msrl_jax.envs.suites.catalog import SUITES
 from msrl_jax.envs.suites.jaxmarl_env import _registration
+from msrl_jax.fragments.support.text_values import parse_spec
 from tests.support import processes
 
 NAMES = [*SUITES["jaxmarl"].own_names, "LearnedPolicyEnemySMAX"]

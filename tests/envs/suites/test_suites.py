@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax._suites import SUITES
 from msrl_jax.envs.masks import mask_of, sample_legal, unmasked
+from msrl_jax.envs.suites.catalog import SUITES
 from msrl_jax.envs.suites.common import load, quiet
 from msrl_jax.envs.wrappers import TimeLimit
 from tests.support.slow import mostly_slow

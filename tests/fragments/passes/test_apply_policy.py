@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax import codecs
+from msrl_jax.fragments import codecs
 from msrl_jax.fragments.passes import apply_policy
 from msrl_jax.fragments.passes.apply_policy import Fit, check_effects
 from msrl_jax.policies import (

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax import codecs, replay
+from msrl_jax import replay
+from msrl_jax.fragments import codecs
 from msrl_jax.policies import Central, SingleLearnerCoarse
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain

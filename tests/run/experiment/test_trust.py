@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _naming, algorithms, envs, policies
-from msrl_jax._naming import TrustError
+from msrl_jax import algorithms, envs, policies
 from msrl_jax.algorithms import code_names
 from msrl_jax.algorithms.networks.cores import as_core
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
+from msrl_jax.fragments.support import naming
+from msrl_jax.fragments.support.naming import TrustError
+from msrl_jax.nonfinite import failure
 from msrl_jax.run import Experiment, Result
 from msrl_jax.run.disk import checkpoint, folder
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
-from msrl_jax.run.loop import nonfinite
 from msrl_jax.tournament.leaderboard import Leaderboard
 from msrl_jax.tournament.worker import _copied
 
@@ -211,7 +212,7 @@ def test_processes_that_this_one_starts_import_nothing_from_the_working_director
     for name in ("enum", "numpy", "jax"):
         (tmp_path / f"{name}.py").write_text("open('MARK', 'w')")
     start = "from msrl_jax.cli.launch import launch; raise SystemExit(launch(['--version'], 1))"
-    subprocess.run([sys.executable, "-P", "-c", start], env=os.environ | {"PYTHONPATH": _naming.paths()}, check=True)
+    subprocess.run([sys.executable, "-P", "-c", start], env=os.environ | {"PYTHONPATH": naming.paths()}, check=True)
     for env in ("gymnasium:CartPole-v1", "mine:make"):  # that the user names the second lets workers find its module
         _, obs = envs.make(env).vectorize(1).reset(jax.random.key(0))
         assert np.isfinite(obs).all()
@@ -228,7 +229,7 @@ def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
         raise OSError("noted")
 
     monkeypatch.setattr(Result, "load", noted)
-    monkeypatch.setattr(msrl.run, "replay_step", noted)
+    monkeypatch.setattr(failure, "replay_step", noted)
     monkeypatch.setattr(msrl.run, "train", noted)
     for words in (*LOADING, ["replay", "step.npz"]):
         assert main([*words, "--trust"]) == 2 and asked.pop() is True, words
@@ -251,7 +252,7 @@ def test_what_may_return_something_else_is_not_called():
     def both() -> Experiment | Result: ...  # type: ignore[empty-body]
 
     fits = lambda kind: issubclass(kind, (Experiment, Result))  # noqa: E731
-    assert _naming.makes(both, fits) and _naming.makes(Result, fits) and not _naming.makes(either, fits)
+    assert naming.makes(both, fits) and naming.makes(Result, fits) and not naming.makes(either, fits)
 
 
 def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
@@ -271,7 +272,7 @@ def test_no_kind_of_name_reaches_the_standard_library():
         with pytest.raises(ValueError):
             resolve("..os:system")
     for path in ("os :system", "os:system()", ".os:system", "os:", ":system", "a b:c"):
-        assert not _naming.is_path(path)
+        assert not naming.is_path(path)
 
 
 def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
@@ -336,9 +337,9 @@ def test_other_readers_of_a_folder_run_nothing(sent):
     run = sent(env_spec="evil:Env")
     told = json.loads((run / "config.json").read_text()) | {"data": None}
     about = {"run": told, "origin": {}, "record": None, "operands": []}
-    np.savez(run / "non_finite.npz", **{nonfinite._ABOUT: json.dumps(about)})
+    np.savez(run / "non_finite.npz", **{failure._ABOUT: json.dumps(about)})
     with pytest.raises(TrustError, match=r"non_finite\.npz names code to run"):
-        msrl.replay_step(run / "non_finite.npz")
+        msrl.nonfinite.replay_step(run / "non_finite.npz")
 
 
 def test_a_sweep_that_somebody_sent_runs_nothing(sent):

@@ -6,7 +6,7 @@ import nbformat
 import numpy as np
 import pytest
 
-from msrl_jax._terminal import significant
+from msrl_jax.fragments.support.terminal import significant
 from msrl_jax.run import TensorBoard, Tick
 from msrl_jax.run.evaluation.history import scalars
 from msrl_jax.run.loop.callbacks import choose_display

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from msrl_jax._checks import suggestion
+from msrl_jax.fragments.support.checks import suggestion
 
 Calls: TypeAlias = Mapping[str, Callable[..., Any]]
 """The functions that text may call, by name."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ import pytest
 from scipy import stats
 
 import msrl_jax as msrl
+from msrl_jax.cli import main
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.run.evaluation.fitted_q import FittedQ, fitted_q, returns_to_go
-from msrl_jax.run.prepare import make_experiment
+from msrl_jax.offline_evaluation import fitted_q as room
+from msrl_jax.offline_evaluation.fitted_q import FittedQ, estimate_return, fitted_q, returns_to_go
+from tests.support.acting import acting as new_agent
 
 STATES, DISCOUNT = 4, 0.8
 
@@ -159,15 +163,37 @@ def test_a_trained_policy_is_valued_from_a_file_of_its_steps(tmp_path):
     pendulum, path = msrl.train("ppo", "Pendulum-v1", total_steps=512, progress=False, **small), tmp_path / "played.npz"
     data = msrl.data.record(pendulum, 1600, path, num_envs=8)
     settings = FittedQ(num_updates=600, fits=4, batch_size=64, discount=0.9, tau=0.5)
-    found = pendulum.evaluate(data=path, settings=settings)
+    found = estimate_return(pendulum, path, settings)
     assert found.values.shape == (4,) and found.discount == 0.9
     # Pendulum's rewards are from -16.3 to 0, so values are within these over 1 - discount.
     assert -163 < found.value < -10 and found.interval[0] < found.value < found.interval[1]
-    again = pendulum.evaluate(data=data, settings=settings)
+    again = estimate_return(pendulum, data, settings)
     np.testing.assert_array_equal(found.values, again.values)
 
 
-def test_what_cannot_be_estimated(trained):
+@pytest.mark.long
+def test_the_command_estimates_from_data(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(room, "FittedQ", functools.partial(FittedQ, num_updates=1000, tau=0.05))
+    small = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "eval_episodes": 0}
+    msrl.train("ppo", "CartPole-v1", total_steps=256, progress=False, out=tmp_path / "run", **small)
+    run, played = str(tmp_path / "run"), str(tmp_path / "played.npz")
+    assert main(["record", run, "--steps", "400", "--out", played]) == 0
+    capsys.readouterr()
+    assert main(["estimate", run, "--data", played, "--discount", "0.5", "--json"]) == 0
+    shown, line = capsys.readouterr().out.splitlines()[-2:]
+    outcome = json.loads(line)
+    assert outcome["discount"] == 0.5 and len(outcome["values"]) == 8 and "discounted return" in shown
+    assert outcome["value"] == pytest.approx(2, abs=0.1)  # CartPole: a reward of 1 a step
+    assert main(["estimate", run]) == 2 and "--data" in capsys.readouterr().err
+
+
+def result_of(name):
+    """A run of an algorithm that has not trained."""
+    behavior, _ = new_agent(name, "CartPole-v1")
+    return SimpleNamespace(behavior=behavior, experiment=SimpleNamespace(name=name))
+
+
+def test_what_cannot_be_estimated():
     data, env, act = ring_data(), Ring(), acting([0] * STATES)
     numbers = [("discount", 1.0), ("discount", "x"), ("fits", 1), ("tau", 0), ("learning_rate", None), ("num_updates", 0.5)]
     for name, value in [*numbers, ("hidden_sizes", 8), ("layer_norm", "no"), ("activation", "foo"), ("network", "foo")]:
@@ -175,19 +201,14 @@ def test_what_cannot_be_estimated(trained):
             FittedQ(**{name: value})
     with pytest.raises(TypeError, match="give a FittedQ"):
         fitted_q(env, act, data, {"discount": 0.9})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="from_episodes"):
-        trained.evaluate(data=[{"obs": [1]}])
     with pytest.raises(ValueError, match="one episode"):
         fitted_q(env, act, ring_data(1), SMALL)
-    with pytest.raises(ValueError, match="no episode is played"):
-        trained.evaluate(5, data=data)
-    with pytest.raises(ValueError, match="those of an estimate"):
-        trained.evaluate(policy="MultiLearner")
+    ppo = result_of("ppo")
+    with pytest.raises(TypeError, match="from_episodes"):
+        estimate_return(ppo, [{"obs": [1]}])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="obs of the data set leaves the observation_space"):
-        trained.evaluate(data=data)
+        estimate_return(ppo, data)
     with pytest.raises(ValueError, match=r"nowhere\.npz"):
-        trained.evaluate(data="nowhere.npz")
-    small = {"num_envs": 4, "unroll_length": 8, "num_minibatches": 2, "memory_size": 4}
-    remembering = dataclasses.replace(trained, experiment=make_experiment("recurrent_ppo", "CartPole-v1", overrides=small))
+        estimate_return(ppo, "nowhere.npz")
     with pytest.raises(ValueError, match="remembers earlier observations"):
-        remembering.evaluate(data=data)
+        estimate_return(result_of("recurrent_ppo"), data)

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax import _checks
-from msrl_jax._checks import shown
 from msrl_jax._compat import ShapedArray
+from msrl_jax.fragments.support import checks
+from msrl_jax.fragments.support.checks import shown
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def register(codec: Codec) -> Codec:
     Raises:
       ValueError: if another codec has that name.
     """
-    return _checks.add("codec", CODECS, codec.name, codec)
+    return checks.add("codec", CODECS, codec.name, codec)
 
 
 def names() -> list[str]:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import as_path, parse_json, replacing, suggestion
+from msrl_jax.fragments.support.checks import as_path, parse_json, replacing, suggestion
 
-FOLDER = Path(__file__).parent / "recipes"
-RECORDS = (Path(__file__).parents[1] / "benchmarks" / "records", Path("benchmarks", "records"))
+FOLDER = Path(__file__).parents[1] / "recipes"
+RECORDS = (Path(__file__).parents[2] / "benchmarks" / "records", Path("benchmarks", "records"))
 """Where records may be: in the clone that the package is imported from, or in the one that is the working directory."""
 NO_RECORDS = "no records of recipes are here; run in a clone of the repository, or name its benchmarks/records with --records"
 _ANEW = " (msrl-jax reproduce, with --update)"

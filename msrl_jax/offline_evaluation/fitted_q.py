@@ -8,6 +8,7 @@ the rows of the data, `S` its episodes, `U` the updates of an iteration and `B` 
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
-from msrl_jax._checks import shown
 from msrl_jax.algorithms.agent import logical_axes, split_keys
 from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
@@ -31,6 +31,9 @@ from msrl_jax.envs.masks import MaskedObservation
 from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import check_seed, shown
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.result import Result
 
 _UPDATES = 100  # of an iteration, at most
 _ROWS = 4096  # observations for which the policy chooses actions at once
@@ -101,10 +104,47 @@ class Fits(NamedTuple):
     rows: Rows  # [N, ...]
 
 
+@entry
+def estimate_return(
+    result: Result,
+    data: str | os.PathLike[str] | Dataset,
+    settings: FittedQ | None = None,
+    *,
+    seed: int = 0,
+    member: int | None = None,
+    policy: str | DistributionPolicy = "GPUOnly",
+    devices: Sequence[Device] | None = None,
+) -> OffPolicyEstimate:
+    """Estimates from data the discounted return that an agent earns with its most probable actions; no episode is played.
+
+    Args:
+      result: the run of the agent.
+      data: a data set, or its path.
+      settings: how critics are fitted; the defaults of `FittedQ` if None.
+      seed: seed of the estimate.
+      member: number of the member; the best one if None.
+      policy: distribution policy of the fits.
+      devices: the devices for that policy; all if None.
+
+    Returns:
+      The estimate, with an interval.
+
+    Raises:
+      ValueError: if the run has no such member, the data do not fit, or the agent remembers earlier observations.
+    """
+    if result.behavior.agent.initial_carry is not None:
+        raise ValueError(
+            f"an agent of {result.experiment.name!r} remembers earlier observations, so single steps of data do not tell what "
+            "it would do; result.evaluate(episodes) plays"
+        )
+    act = lambda obs: result.act(obs, member=member)  # noqa: E731
+    return fitted_q(result.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
+
+
 def fitted_q(
     env: Environment,
     act: Callable[[Any], Any],
-    source: str | Dataset,
+    source: str | os.PathLike[str] | Dataset,
     settings: FittedQ | None = None,
     *,
     seed: int = 0,
@@ -134,10 +174,10 @@ def fitted_q(
     """
     settings = FittedQ() if settings is None else settings
     if not isinstance(settings, FittedQ):
-        raise TypeError(f"settings={shown(settings)}: give a FittedQ(...), of msrl_jax.run")
+        raise TypeError(f"settings={shown(settings)}: give a FittedQ(...), of msrl_jax.offline_evaluation")
     if has_agents(env):
-        raise ValueError("data of several agents cannot be evaluated; evaluate(episodes) plays")
-    space = check_discrete_or_bounded("evaluate(data=...)", env.action_space)
+        raise ValueError("data of several agents cannot be evaluated; result.evaluate(episodes) plays")
+    space = check_discrete_or_bounded("estimate_return", env.action_space)
     dataset = load_data(source, env)
     episodes = dataset.episodes
     if len(episodes.start) < 2:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from msrl_jax._spec import parse_spec, read_value, read_values
+from msrl_jax.fragments.support.text_values import parse_spec, read_value, read_values
 
 CALLS = {"uniform": lambda low, high: ("uniform", low, high), "choice": lambda options: ("choice", *options)}
 

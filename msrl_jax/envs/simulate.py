@@ -1,7 +1,7 @@
 """The program of a worker process: it steps Gymnasium environments over shared memory. It imports no JAX.
 
-`python -m msrl_jax._simulate COMMANDS MEMORY LIFELINE`, three numbers of inherited files. The parent writes actions, the worker
-writes what they lead to, and small messages say when. The worker ends when its parent does, however that ends.
+`python -m msrl_jax.envs.simulate COMMANDS MEMORY LIFELINE`, three numbers of inherited files. The parent writes actions, the
+worker writes what they lead to, and small messages say when. The worker ends when its parent does, however that ends.
 """
 
 import contextlib

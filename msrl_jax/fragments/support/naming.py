@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import suggestion
+from msrl_jax.fragments.support.checks import suggestion
 
 
 class TrustError(ValueError):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from msrl_jax._random import key_for
+from msrl_jax.fragments.support.random_keys import key_for
 
 PURPOSES = ("again", "best agents", "data", "evaluation", "goals", "parameters", "play", "video")
 

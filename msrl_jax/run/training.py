@@ -12,10 +12,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compiling, _recipes, policies
-from msrl_jax._checks import as_path, whole
-from msrl_jax._naming import check_trust
-from msrl_jax._tracebacks import entry
+from msrl_jax import policies
 from msrl_jax.algorithms.agent import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -23,8 +20,12 @@ from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.support import compiling
+from msrl_jax.fragments.support.checks import as_path, whole
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text
-from msrl_jax.run import processes
+from msrl_jax.run import processes, recipes
 from msrl_jax.run.auto_policy import is_auto, resolved
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.evaluation.history import stack_rows
@@ -162,7 +163,7 @@ def train(
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
     path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compiling.on_disk())
+        stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(opened(path, goes_on))
@@ -188,7 +189,7 @@ def train(
         stack.callback(release, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if progress is not False and processes.is_first():
-            tuned = _recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
+            tuned = recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
             if tuned is not None and isinstance(algo, str | None) and tuned.fields:
                 print(f"these are defaults; settings for this environment: the recipe {tuned.name}", file=sys.stderr)
             if isinstance(getattr(experiment.algorithm, "network", "auto"), str):

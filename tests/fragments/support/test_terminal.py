@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from msrl_jax import data
-from msrl_jax._checks import writing
-from msrl_jax._terminal import Lasting, lasting
+from msrl_jax.fragments.support.checks import writing
+from msrl_jax.fragments.support.terminal import Lasting, lasting
 from msrl_jax.run.disk import folder
 
 
