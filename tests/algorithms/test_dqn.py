@@ -183,6 +183,7 @@ def plain_distribution_loss(params, batch, weight, best, next_target, distributi
     return (weight * losses.mean(2).sum(1)).mean(), target.mean(-1) - taken.mean(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distribution", ["c51", pytest.param("qr", marks=pytest.mark.slow)])
 def test_an_update_of_distributions_equals_an_independent_implementation(distribution):
     """The online network's means choose the action; its distribution is the target network's."""
@@ -265,7 +266,7 @@ def periodic():
     return iterate, reference.start(agent, 3, iterate)
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
+@pytest.mark.parametrize("done", [0, 2, 2**24, 2**31, 2**32 - 1, 10**13])
 def test_periods_are_kept_where_counters_would_wrap(periodic, done):
     iterate, state = periodic
     taken_at = counters.counter(max(done - 2, 0))

@@ -53,7 +53,7 @@ def plain_loss(taken, target, fraction):
 @pytest.mark.parametrize(
     ("implicit", "munchausen"),
     [
-        pytest.param(True, False, id="iqn"), pytest.param(False, True, id="m-dqn"),
+        pytest.param(True, False, id="iqn", marks=pytest.mark.long), pytest.param(False, True, id="m-dqn"),
         pytest.param(True, True, id="m-iqn", marks=pytest.mark.slow),
     ],
 )

@@ -144,6 +144,7 @@ def test_acting_and_learning_exchange_seeds_returns_and_one_copy_of_the_paramete
     assert sum(found["workers", "server"]) == num_params(agent) == sum(found["server", "workers"])
 
 
+@pytest.mark.long
 def test_noise_belongs_to_the_parameters_that_it_was_added_to():
     """Stale actors' returns belong to their own seeds and center; the step that follows is taken from the newest center."""
     agent = build(RandomWalk(), weight_decay=0.0)

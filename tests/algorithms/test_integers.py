@@ -118,11 +118,12 @@ PLANNING = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algo", "config"),
     [
         ("dqn", REPLAYING),
-        pytest.param("muzero", REPLAYING | PLANNING, marks=pytest.mark.long),
+        ("muzero", REPLAYING | PLANNING),
         *(pytest.param(algo, config, marks=pytest.mark.slow) for algo, config in
           {"ppo": PROXIMAL, "pqn": PROXIMAL, "es": CONFIGS["es"], "sac": REPLAYING}.items()),
     ],
@@ -158,10 +159,10 @@ class Typed(RandomWalk):
     ("algo", "config"),
     [
         ("ppo", PROXIMAL),
-        ("pqn", PROXIMAL),
-        ("es", CONFIGS["es"]),
         ("dqn", REPLAYING),
-        ("muzero", REPLAYING | PLANNING | {"act_simulations": 0}),
+        pytest.param("pqn", PROXIMAL, marks=pytest.mark.slow),
+        pytest.param("es", CONFIGS["es"], marks=pytest.mark.slow),
+        pytest.param("muzero", REPLAYING | PLANNING | {"act_simulations": 0}, marks=pytest.mark.slow),
     ],
 )
 def test_every_choice_reaches_the_environment_in_its_space(algo, config):

@@ -27,7 +27,7 @@ PARTICULAR = {
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
-SEARCHES = ("alphazero", "muzero")  # trees take long to compile
+LONG = ("alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c")  # trees, and what others have alike
 
 
 def environment(name):
@@ -61,7 +61,7 @@ def without(uses, *places):
 
 
 def marked(name):
-    marks = [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long] if name in SEARCHES else []
+    marks = [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long] if name in LONG else []
     return pytest.param(name, marks=marks)
 
 

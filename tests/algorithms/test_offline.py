@@ -144,6 +144,7 @@ CRR = {"num_actions": 3, "weighting": "binary"}
 AWAC = {"inverse_temperature": 2.0, "max_weight": 1.2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [pytest.param(AWAC, id="awac", marks=pytest.mark.slow), pytest.param(CRR, id="crr")])
 @BOTH
 def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options, continuous):
@@ -219,6 +220,7 @@ def test_an_update_of_cql_on_sac_equals_an_independent_implementation(target_gap
         np.testing.assert_allclose(metrics["conservative_weight"], weight, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
     agent, config, dataset = make("cql", False, conservative_weight=0.6, tau=0.1)
     state, after, metrics = two_states(agent)
@@ -255,6 +257,7 @@ def test_held_out_episodes_are_never_learned_from():
     assert len(rows[0]) == 144 * LENGTH and len(rows[1]) == 16 * LENGTH
 
 
+@pytest.mark.long
 def test_updates_are_numbered_and_the_last_learner_is_measured_by_what_was_held_out():
     """The rule counts its updates in place of learning: a number is that of the update before, plus one."""
     _, config, _ = make("bc", False, num_updates=3)
@@ -344,6 +347,7 @@ def test_members_are_compared_by_what_was_held_out(both):
         dataclasses.replace(both, history=nothing).best  # noqa: B018
 
 
+@pytest.mark.long
 def test_a_run_comes_back_without_its_data(alone, tmp_path):
     """Loading refuses a checkpoint with more in it than there is in the state without data."""
     loaded = msrl.Result.load(alone.save(tmp_path / "run"), env=RandomWalk())

@@ -245,6 +245,7 @@ def test_a_key_samples_and_no_key_is_greedy():
     np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", [pytest.param({}, id="none"), pytest.param(GRU, id="gru", marks=pytest.mark.slow)])
 def test_impala_learns_from_the_batches_that_are_kept(core):
     """Every update draws one of the newest batches, which keeps log-probabilities, values and memory of its actors."""
@@ -388,6 +389,7 @@ def test_a_memory_stays_on_its_device(name):
     assert collectives(build(name, **LARGE, **GRU)[0]) == [*numbers, (kind, size)]
 
 
+@pytest.mark.long
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
     agent, _ = build("a3c", num_workers=8, **LARGE)
     found = collectives(agent)

@@ -91,6 +91,7 @@ def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     assert len(scalars) <= 4 and sum(scalars) <= 8
 
 
+@pytest.mark.long
 def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
     """A later minibatch with a lower divergence does not start them again."""
     agent, state = walk

@@ -113,7 +113,7 @@ class Pictured(Unseen):
         return jnp.full((6, 6, 1), state.sign)
 
 
-@pytest.mark.parametrize("algorithm", ["recurrent_ppo", "ppo", "sac"])
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_each_part_has_the_network_of_its_space(algorithm):
     agent = counted(get(algorithm)().build(Pictured()), None)
     state = jax.eval_shape(agent.init, jax.random.key(0))
@@ -162,6 +162,7 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     assert got == 4 * (2 * copies * steps + more) * env.env.observation_space.shape[0]
 
 
+@pytest.mark.long
 def test_a_trained_policy_needs_only_what_actors_see():
     result = msrl.train(
         "ppo", cartpole(), num_envs=8, unroll_length=8, hidden_sizes=(8,), num_minibatches=2, total_steps=256, progress=False,

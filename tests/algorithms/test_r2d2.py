@@ -17,8 +17,7 @@ from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.words import objects
 from msrl_jax.envs.masks import observation_type
-from tests.support.compiled import collectives
-from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide
+from tests.support.off_policy import adam, assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
 
@@ -143,6 +142,7 @@ def sampled(buffer, state, key):
     return jax.tree.map(np.asarray, batch)
 
 
+@pytest.mark.long
 def test_replayed_values_equal_the_values_while_acting(walk):
     """Values replayed from a window's stored carry equal the values of the whole history.
 
@@ -241,16 +241,6 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
     assert_close(after.target_params, moved)
     changed = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params)
     assert min(jax.tree.leaves(changed)) > 1e-5
-
-
-@pytest.mark.slow
-def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
-    build = lambda **options: counted(R2D2(**SMALL | OPTIONS["gru"] | options).build(RandomWalk()))  # noqa: E731
-    agent = build()
-    found = collectives(agent)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
-    assert collectives(build(capacity=960, trace_length=8, learning_starts=192)) == found
 
 
 @pytest.mark.long

@@ -38,21 +38,12 @@ CONFLICTS = [
     ({"algo": "dqn"}, r"has algo='ppo', and cannot go on with algo='dqn'"),
     ({"env": "Acrobot-v1"}, r"has env='CartPole-v1:max_steps_in_episode=30'.* env='Acrobot-v1'"),
     ({"seed": 6}, r"has seed=5, and cannot go on with seed=6"),
-    ({"seeds": 2}, r"has seeds=1, and cannot go on with seeds=2"),
     ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
-    ({"learning_rate": 0.5}, r"has learning_rate=0\.003, and"),
     ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot go on with max_grad_norm=None"),
-    ({"algo": msrl.algorithms.get("ppo")()}, r"cannot go on with \w+="),
-    ({"lerning_rate": 1.0}, r"PPO has no field 'lerning_rate'"),
     ({"data": "x.npz"}, r"has no data set"),
     ({"total_steps": 100}, r"has done 384 steps already; give more"),
-    ({"total_steps": "many"}, r"total_steps='many'"),
     ({"record": "x.npz"}, r"not recorded from its start"),
     ({"out": "elsewhere"}, r"are two folders"),
-    ({"policy": "GPUOnli"}, r"did you mean 'GPUOnly'"),
-    ({"checkpoint_every": "soon"}, r"checkpoint_every='soon'"),
-    ({"keep_checkpoints": 0}, r"keep_checkpoints=0"),
-    ({"time_limit": "5"}, r"time_limit='5'"),
 ]
 
 
@@ -131,13 +122,9 @@ def replace_by_folder(name):
 
 
 DAMAGES = [
-    (damage("config.json", ""), r"config\.json is damaged"),
     (damage("config.json", "[" * 200_000), r"config\.json is damaged \(it has too many brackets"),
-    (damage("config.json", '{"config": ' * 300 + "1" + "}" * 300), r"config\.json is damaged \(it has too many brackets"),
-    (damage("config.json", "[" * 300 + "]" * 300), r"config\.json is damaged \(it has too many brackets"),
     (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it has too many brackets"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
-    (damage("config.json", '{"algorithm": "ppo"}'), r"config\.json lacks 'env'"),
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
     (
         break_config(algorithm="pppo"),
@@ -153,20 +140,14 @@ DAMAGES = [
         r"not what the run was saved with|does not fit: state",
     ),
     (break_config(config=5), r"config\.json: 'config' is 5, and should be an object; restore the file"),
-    (break_config(settings=[1e-3]), r"config\.json: 'settings' is \[0\.001\], and should be an object or null"),
-    (break_config(seeds="two"), r"config\.json: 'seeds' is 'two', and should be an integer"),
-    (break_config(rollbacks=None), r"config\.json: 'rollbacks' is None, and should be a list"),
-    (break_config(resumed=3), r"config\.json: 'resumed' is 3, and should be a list"),
     (break_config(eval_every="often"), r"config\.json: 'eval_every' is 'often', and should be an integer or null"),
     (break_config(seed=7), r"config\.json is not what the run was saved with"),
     (edit_checkpoints('"iteration": ', '"iteration": 1'), r"no checkpoint that is whole: .* run\.json is not what was written"),
     (edit_checkpoints('"rows": ', '"rows": 0'), r"no checkpoint that is whole: .* run\.json"),
     (replace_by_folder("metrics.jsonl"), r"metrics\.jsonl cannot be read"),
     (damage("metrics.jsonl", '{"step": 64, "iteration": 1}\n'), r"metrics\.jsonl has fewer rows than the 2"),
-    (damage("metrics.jsonl", "{}\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
     (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
     (edit_rows(lambda rows: rows[::-1]), r"line 2 of .*metrics\.jsonl is damaged"),
-    (edit_rows(lambda rows: rows[:1] * 2), r"line 2 of .*metrics\.jsonl is damaged"),
     (edit_rows(lambda rows: [row[:-2] + ", \"x\": \"a\"}\n" for row in rows]), r"line 1 of .*metrics\.jsonl is damaged"),
 ]
 
@@ -188,7 +169,7 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
     assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "evaluation.json", "summary.json", "run.toml", "lock"])
+@pytest.mark.parametrize("name", ["metrics.csv", "summary.json", "lock"])
 def test_a_folder_in_place_of_a_file_is_told_before_anything_is_written(name, copy, capsys):
     (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
@@ -225,8 +206,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["sweep.json", "table.csv", "thesis.tex"])
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("name", "resume"), [("sweep.json", False), ("thesis.tex", True)])
 def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
     (tmp_path / name).write_text("{}")
     with pytest.raises(RunFolderError, match=rf"holds other files, no run \({name}\); name a new or empty folder"):
@@ -234,7 +214,7 @@ def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}, {"record": ""}], ids=str)
+@pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}], ids=str)
 def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' names no path; give one, or leave it out"):
@@ -272,6 +252,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
         Result.load(copy, checkpoint=77)
 
 
+@pytest.mark.long
 def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
     newer, older = complete(copy)
     (newer.path / "_sharding").write_bytes(b"")
@@ -299,22 +280,6 @@ def test_columns_that_come_later_are_added_to_the_table(tmp_path):
     ]
     rewind_rows(tmp_path, 2)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
-    def tick(tick):
-        if tick.iteration == 3:
-            (tmp_path / "run").rename(tmp_path / "moved")
-
-    with pytest.warns(SaveWarning) as caught:
-        result = train("ppo", tmp_path / "run", devices=1, iterations=9, callbacks=[tick], eval_every=None)
-    assert not (tmp_path / "run").exists() and result.folder not in (None, tmp_path / "run")
-    assert any("config.json" in str(w.message) and f"saved in {result.folder}" in str(w.message) for w in caught) or any(
-        f"saved in {result.folder}" in str(w.message) for w in caught
-    )
-    assert_same_run(Result.load(result.folder), result)
-    shutil.rmtree(result.folder.parent)
 
 
 def test_a_folder_tells_how_its_run_ended_and_what_its_steps_are(copy):
@@ -396,6 +361,7 @@ def test_a_run_that_can_be_saved_nowhere_says_so(tmp_path, monkeypatch):
     assert_same_run(Result.load(result.save(tmp_path / "again")), result)
 
 
+@pytest.mark.long
 def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     """Its checkpoint counts rows that its folder lacks."""
     rows = tmp_path / "run" / "metrics.jsonl"
@@ -413,6 +379,7 @@ def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     shutil.rmtree(result.folder.parent)
 
 
+@pytest.mark.long
 def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
     rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
 
@@ -445,6 +412,7 @@ def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monke
     assert result.folder is None and result.save_error == "full" and not any((tmp_path / "temporary").iterdir())
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     """Scores are 1, 5, 3, 4 and 2; the second one cannot be saved, so the fourth is kept as the best."""
     sums, calls, scores = checkpoint._sums, itertools.count(1), [1.0, 5.0, 3.0, 4.0, 2.0]
@@ -463,6 +431,7 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     assert [c.iteration for c in found] == [5, 4, 3, 1] and checkpoint.best(found) == found[1]
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
     """A disk that is full for a while: the state at the end is saved in the folder of the run."""
     sums, calls = checkpoint._sums, itertools.count(1)
@@ -481,6 +450,7 @@ def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monk
     assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", ["checkpoint._sums", "folder.append_rows"])
 def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_path, monkeypatch):
     def no_space(*args):

@@ -12,11 +12,10 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.transformations import counted
-from msrl_jax.experiment import DivergedError, Ending, Experiment, Result, Tick
+from msrl_jax.experiment import Ending, Experiment, Result, Tick
 from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.experiment.callbacks import _answer
 from msrl_jax.fragments.counters import to_int
-from tests.support.training_envs import Poison
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 
@@ -94,6 +93,7 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
 
 
+@pytest.mark.long
 def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
     answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
     callbacks = [lambda tick, answer=answer: answer for answer in answers]
@@ -180,6 +180,7 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path, heeded
     assert loaded.interrupted and to_int(loaded.run_state.count) == 2
 
 
+@pytest.mark.long
 def test_a_callback_may_raise_ctrl_c_and_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeypatch, capfd):
     def press(tick):
         raise KeyboardInterrupt
@@ -193,15 +194,6 @@ def test_a_callback_may_raise_ctrl_c_and_nothing_is_written_unless_asked_for(tin
     assert list(tmp_path.iterdir()) == []
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == ""
-
-
-@pytest.mark.slow
-def test_a_member_that_diverges_is_named(tiny, one_device):
-    with pytest.raises(DivergedError, match=r"of member 0 \(seed 5\)"):
-        msrl.train(
-            "ppo", Poison(after=2), total_steps=64, seed=5, seeds=2, eval_episodes=0, devices=one_device, progress=False,
-            **tiny,
-        )  # fmt: skip
 
 
 MISTAKES = [
@@ -238,12 +230,6 @@ def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
     with pytest.raises(ValueError, match="already holds a run"):
         msrl.train("ppo", ENV, total_steps=64, out=run_folder, progress=False, **tiny)
     assert (run_folder / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_ppo_solves_cartpole(one_device):
-    run = msrl.train("ppo", "CartPole-v1", total_steps=200_000, devices=one_device, progress=False)
-    assert run.evaluation is not None and run.evaluation.mean_return > 475
 
 
 def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
@@ -287,6 +273,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
     assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
 
 
+@pytest.mark.long
 def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, one_device, tmp_path):
     ended = []
 

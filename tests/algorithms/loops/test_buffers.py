@@ -214,6 +214,7 @@ def test_data_actions_are_converted_to_policy_actions(name):
     assert (own_rows, data_rows) == (24, 8) and n_step_buffer(PENDULUM, config).batch_size == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sac", *(pytest.param(n, marks=pytest.mark.slow) for n in ("td3", "ddpg"))])
 def test_actor_critics_learn_from_both(name):
     config = {"num_envs": 8, "unroll_length": 2, "batch_size": 32, "capacity": 500, "learning_starts": 32, "num_updates": 1}

@@ -267,7 +267,7 @@ def alike():
     return Case(iteration, lambda: {"x": jnp.arange(8.0)}, {"x": P("env")})
 
 
-@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "MultiLearner-4", "SingleLearnerCoarse-4"), ids=str)
+@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4"), ids=str)
 def test_fragments_with_different_constants_are_the_same_run(where):
     with np.printoptions(precision=3):
         assert_same_run(alike, where)
