@@ -103,26 +103,6 @@ assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
     assert python(code).stdout == "['gymnasium']\n"
 
 
-@pytest.mark.slow
-def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
-    code = """
-import sys
-from msrl_jax import envs
-envs.make("CartPole-v1")
-assert not [finder for finder in sys.meta_path if "msrl_jax.envs" in repr(finder)]
-assert "pandas" not in sys.modules and "matplotlib.figure" not in sys.modules
-import matplotlib
-import matplotlib.pyplot as plt
-assert "matplotlib.figure" not in sys.modules, "an import alone runs nothing"
-assert len(plt.subplots(2)[1]) == 2 and "matplotlib.figure" in sys.modules
-import seaborn
-assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
-from gymnax.environments.misc import pong
-print(pong.sns is seaborn, pong.plt is plt is matplotlib.pyplot, type(seaborn).__name__, type(plt).__name__, plt.__file__[-9:])
-"""
-    assert python(code).stdout == "True True module module pyplot.py\n"
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A folder of programs, and what the first run that wrote to it did."""

@@ -214,21 +214,6 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     np.testing.assert_allclose(after.pending.td_error[0], error, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"distribution": "c51", "double": True}, {"distribution": "qr", "prioritised": True}])
-def test_distributions_learn_the_values_of_one_step(options):
-    """With discount 0 the value of an action is its mean reward, here the position after the step."""
-    fixed = {"discount": 0.0, "num_atoms": 21, "v_min": -3.0, "v_max": 3.0, "final_epsilon": 1.0, "capacity": 6400}
-    agent = counted(DQN(**SMALL | fixed | options).build(RandomWalk()))
-    state = jax.jit(agent.init)(jax.random.key(0))
-    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(state)
-    loss = np.asarray(metrics["loss"].total) / np.maximum(metrics["loss"].count, 1)
-    assert np.isfinite(loss).all()
-    # Pushes are -0.3, 0 and 0.3: the best action moves to the right, and so does the policy.
-    obs = jnp.array([[-0.5, 0.25, 0.2], [0.0, 0.0, 0.2], [0.5, 0.25, 0.2]])
-    np.testing.assert_array_equal(agent.act(after, obs, None), 2)
-
-
 def test_what_a_codec_cannot_hold_is_counted():
     agent = counted(DQN(**SMALL | {"storage": "uint8", "num_updates": 1}).build(RandomWalk()))
     lost = jax.jit(lambda key: agent.iteration(agent.init(key))[1]["replay_lost"])  # XLA drops all the rest

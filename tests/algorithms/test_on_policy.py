@@ -378,17 +378,6 @@ def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
     assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a2c", "impala"])
-def test_a_memory_stays_on_its_device(name):
-    """Nothing is summed step by step; one of the numbers is how many values of truncated episodes CPUs compute."""
-    agent, _ = build(name, **GRU)
-    *numbers, (kind, size) = collectives(agent)
-    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
-    assert numbers == [("all-reduce", 1)]
-    assert collectives(build(name, **LARGE, **GRU)[0]) == [*numbers, (kind, size)]
-
-
 @pytest.mark.long
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
     agent, _ = build("a3c", num_workers=8, **LARGE)

@@ -288,17 +288,3 @@ def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message
     assert cli.main(["train", "--algo", "r2d2", "--env", "CartPole-v1", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("algo", "env"), [("r2d2", "CartPole-v1"), ("vdn", "RockPaperScissors")])
-def test_sequences_may_be_of_one_step(algo, env):
-    config = {"burn_in": 0, "trace_length": 1, "n_step": 1, "num_envs": 4, "unroll_length": 4, "batch_size": 8, "capacity": 64}
-    config |= {"hidden_sizes": (4,), "memory_size": 4, "learning_starts": None, "num_updates": 1}
-    results = [
-        msrl.train(algo, env, policy=policy, total_steps=96, eval_episodes=0, progress=False, **config)
-        for policy in ("GPUOnly:num_devices=1", "MultiLearner:num_devices=2")
-    ]
-    one, other = (result.history["loss"] for result in results)
-    assert np.isfinite(one[-1]) and one[-1] > 0
-    np.testing.assert_allclose(other[-1], one[-1], rtol=1e-4)

@@ -217,19 +217,6 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last
 
 
-@pytest.mark.slow
-def test_bench_measures(capsys):
-    small = [word for word in TINY if word not in ("--num-envs", "--unroll-length")][2:]
-    arguments = ["bench", "--num-envs", "8", "--unroll-length", "8", "--seconds", "0.05", "--repeats", "1"]
-    assert main([*arguments, "--policy", "GPUOnly:num_devices=1", "--json", *small]) == 0
-    captured = capsys.readouterr()
-    assert [line.split()[0] for line in captured.err.splitlines()] == ["compiling", "measuring", "ppo"]
-    (row,) = json.loads(captured.out.splitlines()[-1])
-    assert (row["num_envs"], row["unroll_length"], row["devices"]) == (8, 8, 1)
-    assert row["steps_per_second"] > 0 and row["compile_seconds"] > 0
-    assert row["updates_per_second"] / row["steps_per_second"] == pytest.approx(2 / 64)
-
-
 def test_list_names_everything(capsys):
     assert main(["list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)

@@ -8,7 +8,6 @@ import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.experiment.arguments import experiment_of, make_experiment
 from msrl_jax.experiment.folder import RunFolderError
-from tests.support import modules
 from tests.support.modules import FORMS, Linen
 
 ENV, STEPS = "CartPole-v1:max_steps_in_episode=30", 4 * 64
@@ -65,16 +64,6 @@ def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
 
 
-@pytest.mark.slow
-def test_members_with_a_module_are_the_runs_that_their_seeds_give(train):
-    both = train(network=modules.equinox_module, seeds=2, seed=3)
-    for member in (0, 1):
-        alone = train(network=modules.equinox_module, seed=3 + member)
-        mine = both.member_state(member).params
-        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(alone.state.params), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.long
 def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
@@ -90,21 +79,6 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
     assert main([*words, "--network", "tests.support.modules:nothing"]) == 2
     assert "has no attribute 'nothing'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_sweep_with_a_module(one_device, tmp_path):
-    found = msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", learning_rate=[1e-3, 1e-2], network=Linen(), **SMALL,
-    )  # fmt: skip
-    assert found.run().config.network == Linen()
-    again = msrl.SweepResult.load(tmp_path / "sweep", network=Linen())
-    np.testing.assert_array_equal(again.run().act(np.ones(4)), found.run().act(np.ones(4)))
-    with pytest.raises(RunFolderError, match="give it again: network="):
-        msrl.SweepResult.load(tmp_path / "sweep").run()
-    with pytest.raises(ValueError, match="network was given as an object"):
-        found.command()
 
 
 def test_networks_with_their_last_layers_are_no_members():

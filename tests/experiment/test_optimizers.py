@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import msrl_jax as msrl
@@ -72,15 +71,6 @@ def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")
 
 
-@pytest.mark.slow
-def test_members_have_each_their_own_rate_as_alone(train):
-    both = train(learning_rate="kl:2e-4,start=1e-3", num_epochs=3, seeds=2, seed=3)
-    assert (both.history["learning_rate"][:, 0] != both.history["learning_rate"][:, 1]).any()
-    for member in (0, 1):
-        alone = train(learning_rate="kl:2e-4,start=1e-3", num_epochs=3, seed=3 + member)
-        np.testing.assert_allclose(both.history["learning_rate"][:, member], alone.history["learning_rate"], rtol=1e-5)
-
-
 @pytest.mark.long
 def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
@@ -113,18 +103,6 @@ def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
     assert len({trial.program for trial in found.trials}) == 4, "numbers share a program"
     assert "--learning-rate linear:1e-2" in found.command(0)
     assert msrl.SweepResult.load(tmp_path / "sweep").run(0).config.learning_rate == "linear:1e-2"
-
-
-@pytest.mark.slow
-def test_a_sweep_with_an_optimizer_of_ones_own(one_device, tmp_path):
-    own = optax.sgd(1e-2)
-    msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", entropy_coef=[0.0, 0.1], optimizer=own, **SMALL,
-    )  # fmt: skip
-    assert msrl.SweepResult.load(tmp_path / "sweep", optimizer=own).run().config.optimizer is own
-    with pytest.raises(RunFolderError, match="give it again: optimizer="):
-        msrl.SweepResult.load(tmp_path / "sweep").run()
 
 
 @pytest.mark.slow

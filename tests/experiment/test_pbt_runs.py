@@ -163,15 +163,6 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
 
 
-@pytest.mark.slow
-def test_stale_actors_have_a_population():
-    result = msrl.train(
-        "ppo", ENV, policy="SingleLearnerCoarse:actors=1,learners=1,staleness=1", devices=jax.devices()[:2],
-        **{**SMALL, **TRAIN, "normalize_observations": False, "total_steps": 8 * STEPS},
-    )  # fmt: skip
-    assert (result.history["pbt/parent"][-1] != np.arange(4)).any()
-
-
 @pytest.mark.long
 def test_the_command_line_trains_a_population(tmp_path, capsys):
     code = cli.main([

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -199,21 +198,6 @@ def test_evaluations_may_begin_and_end_with_a_resume(copy):
     assert_same_run(Result.load(copy), on)
     assert [row["iteration"] for row in table()] == ["3", "6", "9", "12"] and None not in table()[0]
     assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
-
-
-@pytest.mark.slow
-def test_a_callback_that_changes_the_directory_or_the_row_changes_no_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-
-    def tick(tick):
-        os.chdir(tmp_path / "elsewhere")
-        tick.metrics["entropy"] = 7.0
-
-    result = train("ppo", "run", devices=1, iterations=6, callbacks=[tick], record="steps.npz", eval_every=None)
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run", "steps.npz"]
-    assert (result.history["entropy"] < 1).all() and result.folder == tmp_path / "run"
 
 
 def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import warnings
 
@@ -30,7 +29,6 @@ from msrl_jax.experiment.folder import (
 from msrl_jax.experiment.outcome import Outcome
 from msrl_jax.experiment.store import ResumeWarning, check_saved
 from msrl_jax.experiment.store import complete as complete_folder
-from tests.support import processes
 from tests.support.full_disk import no_file_above
 from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
@@ -463,44 +461,6 @@ def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_
     with pytest.raises(RuntimeError, match="of a callback"), pytest.warns(SaveWarning) as caught:
         train("ppo", tmp_path / "run", devices=1, iterations=2, callbacks=[failing], chunk=1, eval_episodes=0)
     assert re.search("ends with an error, and could not be saved: .*No space left", str(caught[-1].message))
-
-
-FULL = """
-import pathlib, resource, sys, tempfile, threading, time
-from msrl_jax.cli import main
-run, free, elsewhere = pathlib.Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE), tempfile.mkdtemp
-
-def fill():
-    while not (run / "metrics.jsonl").exists():
-        time.sleep(0.001)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, free[1]))  # the system refuses every further byte
-
-def mkdtemp(**options):
-    resource.setrlimit(resource.RLIMIT_FSIZE, free)
-    return elsewhere(**options)
-
-tempfile.mkdtemp = mkdtemp
-threading.Thread(target=fill, daemon=True).start()
-sys.exit(main(["train", "--out", str(run), *sys.argv[2:]]))
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
-    flags = ["--env", "CartPole-v1:max_steps_in_episode=30", "--total-steps", 64 * 400, "--chunk", 1, "--num-envs", 8]
-    flags += ["--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8, "--eval-episodes", 2]
-    code = [sys.executable, "-c", FULL, tmp_path / "run", *flags, "--progress", "none", "--json"]
-    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    done = processes.run(code, env=kept | {"TMPDIR": str(tmp_path)})
-    assert done.returncode == 3, done.stderr
-    assert len(done.stderr.splitlines()) == 2, done.stderr[:3000]
-    rows, run = done.stderr.splitlines()
-    assert rows.startswith("msrl-jax: warning: metrics are kept in memory")
-    assert run.startswith("msrl-jax: warning: the run could not be saved in") and "File too large" in run
-    saved = json.loads(done.stdout.splitlines()[-1])
-    assert saved["status"] == "finished" and saved["folder"] in run
-    result = Result.load(saved["folder"])
-    assert result.history["step"].tolist() == list(range(64, 64 * 401, 64)) and result.act([0.0] * 4).shape == ()
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy, capsys):

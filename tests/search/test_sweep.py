@@ -28,20 +28,6 @@ from .test_space import axes_of
 ROOT = Path(__file__).parents[2]
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
-APART = "SingleLearnerCoarse:learners=1,actors=1"
-
-
-def assert_member(members, member, alone):
-    """That a member has the history, the parameters and the keys of a run of its own."""
-    for name, column in alone.history.items():
-        if name not in ("step", "iteration", "seconds", "steps_per_second"):
-            mine = members.history[name]
-            np.testing.assert_allclose(mine[:, member] if mine.ndim > 1 else mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
-    of_member = innermost(members.member_state(member))
-    for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
-    np.testing.assert_array_equal(*keys)
 
 
 def returns(result):
@@ -121,29 +107,6 @@ def test_the_table_has_a_row_for_each_trial(swept):
     assert [row["rank"] for row in table] == [1 + sum(other > mean for other in means) for mean in means]
     assert swept.best.rank == 1 and swept.best.mean == max(means)
     assert all(str(trial.number) in repr(swept) for trial in swept.trials)
-
-
-@pytest.mark.slow
-def test_members_are_the_runs_that_their_settings_give(swept, tiny, one_device):
-    for number, seed in ((1, 3), (2, 4)):
-        trial = swept.trials[number]
-        alone = msrl.train("ppo", ENV, seed=seed, chunk=1, devices=one_device, **COMMON, **(tiny | trial.values))
-        together = swept.run(trial)
-        assert_member(together, trial.member + seed - 3, alone)
-        assert alone.evaluation.mean_return == trial.returns[seed - 3]
-
-
-@pytest.mark.slow
-def test_a_sweep_is_the_same_under_another_policy(swept, tiny):
-    apart = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8], seeds=2, seed=3, policy=APART,
-        devices=jax.devices()[:2], **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
-    )  # fmt: skip
-    np.testing.assert_allclose(returns(apart), returns(swept)[[0, 2]], rtol=1e-4)
-    for one, other in zip(
-        jax.tree.leaves(apart.run(0).state.params), jax.tree.leaves(swept.run(0).state.params), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_trains_the_best_setting(swept, tiny):
