@@ -85,6 +85,7 @@ def test_every_name_of_the_package_is_there():
         _ = msrl.trian
 
 
+@pytest.mark.long
 def test_what_this_package_does_not_use_is_not_imported():
     code = """
 import sys
@@ -157,6 +158,7 @@ for choice in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_path):
     (tmp_path / "file").touch()
     bad = "gs://bucket/programs", tmp_path / "file" / "programs"
@@ -258,6 +260,7 @@ def test_an_error_of_another_thread_s_compiler_reaches_the_user():
         executables.compile(Request("call", call, [x]))
 
 
+@pytest.mark.long
 def test_a_thread_that_outlives_the_main_thread_compiles(tmp_path):
     code = """
 import threading, time

@@ -27,7 +27,8 @@ PARTICULAR = {
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
-LONG = ("alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c")  # trees, and what others have alike
+# Trees, and what others have alike.
+LONG = ("alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo")
 
 
 def environment(name):

@@ -297,6 +297,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
 # Advantages with a central critic.
 
 
+@pytest.mark.long
 def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     """Generalized advantages (arXiv 1506.02438, eq. 16) of agents that end at different times, from the critic's values."""
     length, num_envs, gae_lambda = 6, 2, 0.8

@@ -42,6 +42,7 @@ def trained(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.long
 def test_the_last_line_is_the_summary(trained):
     _, done = trained
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -52,6 +53,7 @@ def test_the_last_line_is_the_summary(trained):
     assert summary["steps_per_second"] > 0 and 0 < summary["compile_seconds"] < summary["wall_seconds"]
 
 
+@pytest.mark.long
 def test_a_run_goes_to_a_folder_named_after_it(trained):
     folder, done = trained
     (run_folder,) = (folder / "runs").iterdir()
@@ -65,6 +67,7 @@ def test_a_run_goes_to_a_folder_named_after_it(trained):
     assert settings == {"matmul_precision": "default", "x64": False, "threefry_partitionable": True}
 
 
+@pytest.mark.long
 def test_evaluate_plays_a_saved_run(trained, capsys):
     folder, _ = trained
     (run_folder,) = (folder / "runs").iterdir()

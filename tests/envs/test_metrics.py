@@ -124,6 +124,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "policy", "devices"), [slow_unless(run == RUNS[0], *run) for run in RUNS])
 def test_metrics_change_no_bits_and_policies_none_of_them(algorithm, policy, devices):
     results = {}
