@@ -259,6 +259,7 @@ def test_every_python_block_is_run_here():
     assert run == sum(text.count("```python") for text in PAGES.values())
 
 
+@pytest.mark.long
 def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     """In a process in which JAX has not started, as the pages' readers have it."""
     asking = [code for section in RUN_HERE for code in blocks(*section, "python") if DEVICES in code]

@@ -213,7 +213,8 @@ def assert_first_step(after, name, before, gradient, rate):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(x, marks=pytest.mark.long if x == "archer" else pytest.mark.slow) for x in ("archer", "cloning", "ppo")]
+    "method",
+    [pytest.param("archer", marks=pytest.mark.long), *(pytest.param(x, marks=pytest.mark.slow) for x in ("cloning", "ppo"))],
 )
 def test_the_first_updates_are_the_plain_ones(method):
     given = {"critic_updates": 0} if method == "cloning" else {}

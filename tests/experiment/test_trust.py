@@ -198,6 +198,7 @@ def make() -> GymnasiumEnvironment: return GymnasiumEnvironment(Cart)
 """
 
 
+@pytest.mark.long
 def test_processes_that_this_one_starts_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of msrl-jax
