@@ -45,10 +45,7 @@ def stop(tick):
     ("call", "kept"),
     [
         (lambda: msrl.algorithms.PPO(learning_rate="fast"), []),
-        (lambda: msrl.train("ppo", learning_rate=-1.0), []),
         (lambda: msrl.sweep("ppo", learning_rate=[-1.0]), []),
-        (lambda: msrl.envs.make("cart"), []),
-        (lambda: msrl.policies.get("Gpu"), []),
         (lambda: msrl.Result.load("/nowhere"), []),
         (lambda: msrl.train("ppo", Failing(), progress=False), ["step", "inner"]),
         (lambda: msrl.train("ppo", Undecided(), progress=False), []),

@@ -250,12 +250,9 @@ REFUSED = {
     "reduction": (changed(metrics={"place": "lats"}), "Broken.metrics['place'] is 'lats' (did you mean 'last'?); use one of "),
     "name": (changed(metrics={"a place": "last"}), "Broken.metrics names 'a place'; a name is one word of letters"),
     "reserved": (changed(metrics={"return": "sum"}), "Broken.metrics names 'return', which every environment reports"),
-    "mapping": (changed(metrics=["place"]), "Broken.metrics is ['place']; give a mapping of names to reductions"),
     "missing": (changed(report=lambda self, s: {"place": s.place}), "Broken.report returned no 'crossings', which metrics"),
     "undeclared": (changed(metrics={"place": "last"}), "Broken.report returned 'highest', which metrics does not declare"),
     "shape": (reporting(jnp.ones(2)), "'x' of Broken.report is float32[2]; return a scalar number or bool"),
-    "dtype": (reporting(jnp.complex64(1)), "'x' of Broken.report is complex64[]; return a scalar number or bool"),
-    "text": (reporting("far"), "'x' of Broken.report is a str; return a scalar number or bool"),
     "dict": (changed(report=lambda self, s: s.place), "Broken.report returned int32[]; return a dict of the metrics by name"),
     "method": (changed(report=property(lambda self: self.nothing)), "Broken declares metrics, but has no method report(state)"),
 }  # fmt: skip

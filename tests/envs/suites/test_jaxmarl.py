@@ -238,15 +238,10 @@ def test_specs_of_suites(spec, name, params):
     [
         ("MPE_simple_spred_v3", {}, r"has no environment 'MPE_simple_spred_v3' \(did you mean 'MPE_simple_spread_v3'\?\)"),
         ("MPE_simple_spread_v3", {"num_agent": 5}, r"no parameter 'num_agent' \(did you mean 'num_agents'\?\)"),
-        ("HeuristicEnemySMAX", {"scenaro": "3m"}, r"no parameter 'scenaro' \(did you mean 'scenario'\?\)"),
         ("HeuristicEnemySMAX", {"scenario": "4m"}, r"no scenario '4m'.*; it has .*2s3z, 3m"),
         ("overcooked", {"layout": "cramped"}, r"no layout 'cramped' \(did you mean 'cramped_room'\?\); it has asymm"),
         ("overcooked", {"shaped_reward": -1}, r"jaxmarl:overcooked: shaped_reward=-1 is not a weight; use a number of float32"),
-        ("overcooked", {"shaped_reward": 1e39}, r"shaped_reward=1e\+39 is not a weight; use a number of float32"),
-        ("overcooked", {"shaped": 1}, r"no parameter 'shaped' .*shaped_reward"),
-        ("coin_game", {"shaped_reward": 1}, r"no parameter 'shaped_reward'"),
         ("overcooked_v2", {"layout": "cramped"}, r"jaxmarl:overcooked_v2 cannot be made with .*: Invalid layout: cramped"),
-        ("switch_riddle", {"num_agents": 2}, r"cannot be made with {'num_agents': 2}: The minimum number of agents"),
         ("LearnedPolicyEnemySMAX", {}, r"cannot be made with {}: .* missing 2 required positional arguments: 'policy'"),
     ],
 )

@@ -48,13 +48,11 @@ def warned(rank, mesh, jaxlib):
         (8, "cpu", (0, 11, 0), "39257"),
         (6, "cpu", (0, 10, 2), None),
         (7, "gpu", (0, 10, 2), None),
-        (7, "cpu", (0, 10, 1), None),
         (7, "cpu", (0, 12, 0), None),
         (2, "cpu", (0, 11, 1), "jaxlib 0.11.1: loops on a CPU"),
         (2, "cpu", (0, 11, 2), None),
         (2, "NVIDIA RTX A6000", (0, 11, 1), "40633"),
         (2, "NVIDIA RTX A6000", (0, 10, 2), None),
-        (2, "NVIDIA H100", (0, 11, 1), None),
     ],
 )
 def test_each_fault_is_said_once_where_a_program_meets_it(rank, platform, jaxlib, expected):
