@@ -18,6 +18,7 @@ from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.tree_search import cross_entropy
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.runs import assert_same_state
 from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
@@ -213,8 +214,7 @@ def test_a_run_goes_on_exactly(tmp_path):
     )
     assert stopped.history["iteration"][-1] == 5
     resumed = msrl.train(out=tmp_path, resume=True)
-    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
+    assert_same_state(resumed.state, whole.state)
 
 
 @pytest.mark.slow
