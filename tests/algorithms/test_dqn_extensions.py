@@ -50,10 +50,11 @@ def plain_loss(taken, target, fraction):
     return total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("implicit", "munchausen"),
     [
-        pytest.param(True, False, id="iqn", marks=pytest.mark.long), pytest.param(False, True, id="m-dqn"),
+        pytest.param(True, False, id="iqn"), pytest.param(False, True, id="m-dqn"),
         pytest.param(True, True, id="m-iqn", marks=pytest.mark.slow),
     ],
 )

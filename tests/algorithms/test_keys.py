@@ -28,7 +28,10 @@ PARTICULAR = {
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
 # Trees, and what others have alike.
-LONG = ("alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo")
+LONG = (
+    "alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo", "td3", "es",
+    "bc",
+)  # fmt: skip
 
 
 def environment(name):

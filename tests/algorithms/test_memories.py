@@ -151,6 +151,7 @@ def test_one_update_equals_a_loop_over_the_steps_of_windows(name):
         assert min(jax.tree.leaves(changed)) > 1e-5
 
 
+@pytest.mark.long
 def test_actions_and_stored_carries_are_those_of_the_whole_history():
     agent, _ = build("td3", exploration_noise=0.0, learning_rate=1e-30)
     iterate, rounds = counting(agent), 8

@@ -105,6 +105,7 @@ def test_an_update_of_bc_equals_an_independent_implementation(continuous):
     assert_close(after.params, adam(state.params, state.opt_state, gradient, config, LEFT))
 
 
+@pytest.mark.long
 @BOTH
 def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     agent, config, dataset = make("iql", continuous, max_grad_norm=0.7, max_weight=1.5)
@@ -279,6 +280,7 @@ def test_updates_are_numbered_and_the_last_learner_is_measured_by_what_was_held_
         assert (held_out == metrics["validation_obs"]).all(1).any()
 
 
+@pytest.mark.long
 def test_no_environment_is_stepped():
     agent = counted(make("bc", False)[0])
     state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))

@@ -86,13 +86,11 @@ OFTEN = {
     ("recurrent_ppo", "CartPole-v1"): [(8, "SingleLearnerCoarse")],
     ("a2c", "Pendulum-v1"): [(4, "SingleLearnerFine")],
     ("impala", "CartPole-v1"): [(8, "Central")],
-    ("a3c", "CartPole-v1"): [(4, "SingleLearnerCoarse")],
     ("es", "Pendulum-v1"): [(2, "Central")],
     ("pqn", "CartPole-v1"): [(8, "MultiLearner")],
     ("dqn", "CartPole-v1"): [(4, "GPUOnly")],
     ("sac", "Pendulum-v1"): [(4, "Environments")],
     ("bc", "CartPole-v1"): [(8, "MultiLearner")],
-    ("iql", "Pendulum-v1"): [(2, "Environments")],
 }
 # What the long tests add, so that every algorithm has met two policies at least.
 SELDOM = {
@@ -100,7 +98,7 @@ SELDOM = {
     ("recurrent_ppo", "CartPole-v1"): [(4, "Environments")],
     ("a2c", "Pendulum-v1"): [(8, "GPUOnly")],
     ("impala", "CartPole-v1"): [(2, "SingleLearnerCoarse")],
-    ("a3c", "CartPole-v1"): [(8, "MultiLearner")],
+    ("a3c", "CartPole-v1"): [(4, "SingleLearnerCoarse"), (8, "MultiLearner")],
     ("es", "Pendulum-v1"): [(8, "GPUOnly")],
     ("pqn", "CartPole-v1"): [(4, "SingleLearnerFine")],
     ("dqn", "CartPole-v1"): [(8, "Central")],
@@ -110,7 +108,7 @@ SELDOM = {
     ("td3", "Pendulum-v1"): [(8, "SingleLearnerCoarse"), (4, "MultiLearner")],
     ("cql", "Pendulum-v1"): [(8, "SingleLearnerCoarse"), (2, "MultiLearner")],
     ("bc", "CartPole-v1"): [(4, "GPUOnly")],
-    ("iql", "Pendulum-v1"): [(8, "SingleLearnerCoarse")],
+    ("iql", "Pendulum-v1"): [(2, "Environments"), (8, "SingleLearnerCoarse")],
 }
 
 

@@ -101,6 +101,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
         assert_close(after.params.params[name], adam(params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.long
 def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardized():
     env = RandomWalk(True)
     agent, config = build("sac", env, num_updates=1, normalize_observations=True)

@@ -115,6 +115,7 @@ def loops(text):
     return inside
 
 
+@pytest.mark.long
 def test_what_is_not_used_adds_no_instruction_and_a_schedule_adds_none_to_the_loops():
     plain = lowered()
     assert lowered(optimizer="adam:b1=0.9") == plain

@@ -220,6 +220,7 @@ def agents_mean(x, present, shared):
     return sum(x[:, i][present[:, i]].mean() for i in range(A))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("env", "shared"), [pytest.param(Leaving(), True, marks=pytest.mark.long), (Continuous(), False)])
 def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     """The critics' targets and loss (arXiv 1706.02275, eq. 6), and the policy gradient at the replayed actions (eq. 5)."""

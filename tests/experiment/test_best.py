@@ -44,6 +44,7 @@ def test_the_score_of_a_checkpoint_is_the_mean_of_the_last_100_episodes(seeds, t
     assert best.history["iteration"][-1] == max(found, key=found.get)
 
 
+@pytest.mark.long
 def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     few = train(tmp_path / "few", 20, seeds=3)
     returns = few.history["episode_return"]

@@ -100,6 +100,7 @@ def whole():
     return functools.cache(train)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_curriculum_of_a_callback_compiles_nothing(kind):
     compiled, seen = [], []

@@ -30,6 +30,7 @@ def test_a_run_without_an_update_is_refused_before_anything_compiles(algo, env, 
     assert not [r for r in caplog.records if "Finished XLA compilation of jit(initial_state)" in r.getMessage()]
 
 
+@pytest.mark.long
 def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd):
     options = SMALL | {"learning_starts": 112, "eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
     result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options)

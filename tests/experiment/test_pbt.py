@@ -300,6 +300,7 @@ def test_the_same_population_under_every_policy(count, policy):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_members_copy_what_learners_compute_and_nothing_else():
     """One iteration with an exploit, against the same iteration of independent members and a copy in NumPy."""
     setup, state, *_ = reference()

@@ -79,6 +79,7 @@ def test_a_run_of_a_population_is_read_again(trained):
     np.testing.assert_array_equal(loaded.act(np.ones((3, 4))), trained.act(np.ones((3, 4))))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
     first = train(chunk=1, seed=7, out=tmp_path / "run", callbacks=[stop_after(7)])
     assert first.history["iteration"][-1] == 7

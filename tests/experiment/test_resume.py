@@ -175,6 +175,7 @@ def test_a_finished_run_is_only_read(copy, capfd):
         assert path.read_bytes() == content, path
 
 
+@pytest.mark.long
 def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     with pytest.warns(
         ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00225, after 0\.0015"
@@ -216,6 +217,7 @@ def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     assert msrl.train(resume=path, env=Lottery(short=2, long=3), **options).status == "finished"
 
 
+@pytest.mark.long
 def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
     data, path = Path(shutil.copy(pendulum_data, tmp_path / "data.npz")), tmp_path / "run"
     options = {"devices": jax.devices()[:1], "progress": False}

@@ -341,6 +341,7 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     shutil.rmtree(result.folder.parent)
 
 
+@pytest.mark.long
 def test_a_run_that_can_be_saved_nowhere_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
 

@@ -106,6 +106,7 @@ def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_
         assert _answer(lambda tick, answer=answer: answer, tick)
 
 
+@pytest.mark.long
 def test_a_callback_changes_no_history(tiny, one_device):
     def change(tick):
         tick.metrics["value_loss"][...] = 7
@@ -127,6 +128,7 @@ def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path)
     assert msrl.Result.load(tmp_path / "run").history["step"][-1] == 128
 
 
+@pytest.mark.long
 def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
     def greedy(tick):
         jax.tree.leaves(tick.state.params)[0].delete()

@@ -131,6 +131,7 @@ def test_steps_are_those_of_jaxmarl(name, params, ends):
     assert ends == "either" or terminated.any() == (ends == "task")
 
 
+@pytest.mark.long
 def test_shaped_rewards_of_overcooked_are_added_with_their_weight():
     env = envs.make("jaxmarl:overcooked", shaped_reward=0.5)
     inner = env.env.env
@@ -165,6 +166,7 @@ def test_the_riddle_ends_by_its_answer_or_by_its_length():
     assert late[4] and not late[3].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SMAX", slow("HeuristicEnemySMAX")])
 def test_a_battle_ends_by_death_or_by_its_length(name):
     env = envs.make(f"jaxmarl:{name}", **SMALL[name])
@@ -198,6 +200,7 @@ def test_a_battle_ends_by_death_or_by_its_length(name):
     assert envs.vectorize(env, 2).state_size == inner.state_size
 
 
+@pytest.mark.long
 def test_hanabi_s_legal_moves_are_masks():
     env = envs.make("jaxmarl:hanabi", **SMALL["hanabi"])
     inner = env.env.env

@@ -113,6 +113,7 @@ def every_environment(*prefixes):
                 yield pytest.param(prefix, name, marks=marks, id=f"{prefix}:{name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("prefix", "name"), [*every_environment(*OFTEN)])
 def test_steps_are_those_of_the_suite(prefix, name):
     env = envs.make(f"{prefix}:{name}")
