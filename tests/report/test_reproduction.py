@@ -144,7 +144,7 @@ def test_a_finished_reproduction_is_not_trained_again_and_agrees_with_itself(fir
     assert [each.probability for each in found.agreements.values()] == [1.0, 1.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_record(folder, first, tmp_path):
     out = tmp_path / "out"
     code = f"""
