@@ -124,6 +124,7 @@ def on_one_device(briefly):
     return briefly(devices=jax.devices()[:1])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*still changed")
 @pytest.mark.parametrize("policy", ["MultiLearner", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
 def test_fits_are_the_same_under_every_policy(policy, briefly, on_one_device):
@@ -147,6 +148,7 @@ def test_rewards_of_any_size():
     assert found.value == pytest.approx(3e38 * value_by_hand([1, 1, 0, 0]), abs=0.03 * 3e38)
 
 
+@pytest.mark.long
 def test_fits_that_are_not_done_warn():
     with pytest.warns(UserWarning, match=r"still changed by .* give FittedQ a larger num_updates or tau"):
         found = fitted_q(Ring(), acting([0] * STATES), ring_data(), dataclasses.replace(SMALL, num_updates=400, tau=0.005))

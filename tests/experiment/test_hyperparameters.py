@@ -31,6 +31,7 @@ def swept(options, tmp_path_factory):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_member_is_the_run_with_its_setting_and_seed(swept, options):
     setting, seed = 1, 1
     alone = msrl.train(
@@ -43,6 +44,7 @@ def test_a_member_is_the_run_with_its_setting_and_seed(swept, options):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_result_says_which_member_has_which_setting(swept):
     assert swept.members == 6 and swept.seeds == 3 and swept.history["episode_return"].shape == (3, 6)
     summary = swept.summary()
@@ -52,6 +54,7 @@ def test_the_result_says_which_member_has_which_setting(swept):
     assert "2 settings of learning_rate, discount" in repr(swept)
 
 
+@pytest.mark.long
 def test_a_figure_has_a_line_for_each_setting(swept):
     panel = swept.plot(metrics=("entropy",)).axes[0]
     labels = [line.get_label() for line in panel.lines]
