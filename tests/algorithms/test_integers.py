@@ -118,7 +118,7 @@ PLANNING = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "config"),
     [
@@ -213,7 +213,7 @@ def test_the_command_line_refuses_values_of_several_integers(capsys):
     assert "for integers use a2c, a3c, bc, es, impala, ppo" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_integers_of_any_shape_and_type_reach_the_environment_as_they_are():
     class Grid(Lock):
         action_space = Box(np.array([[250, 0], [3, 7]]), np.array([[255, 1], [3, 9]]), (2, 2), jnp.uint8)

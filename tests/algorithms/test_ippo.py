@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", ["mappo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ippo", "ippo-gru", "ippo-own-gru", "mappo-own"))]
 )

@@ -145,7 +145,7 @@ CRR = {"num_actions": 3, "weighting": "binary"}
 AWAC = {"inverse_temperature": 2.0, "max_weight": 1.2}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [pytest.param(AWAC, id="awac", marks=pytest.mark.slow), pytest.param(CRR, id="crr")])
 @BOTH
 def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options, continuous):

@@ -161,7 +161,7 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     assert got == 4 * (2 * copies * steps + more) * env.env.observation_space.shape[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trained_policy_needs_only_what_actors_see():
     result = msrl.train(
         "ppo", cartpole(), num_envs=8, unroll_length=8, hidden_sizes=(8,), num_minibatches=2, total_steps=256, progress=False,

@@ -85,7 +85,7 @@ def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the
         run(counted(build(algorithm, msrl.envs.make("CartPole-v1"))))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
     """It falls to zero and stays there."""
     env = msrl.envs.make("CartPole-v1")

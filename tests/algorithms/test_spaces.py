@@ -121,7 +121,7 @@ class Wandering(Still):
 
 
 # One of each kind of loop and network: `-m slow` runs the rest.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -69,7 +69,7 @@ def compare_update(name, config, state, after, metrics, left, moves):
     assert_close(after.target_params, moved)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementation():
     """As FastTD3: the target is that of the critic with the lower mean; the actor climbs the first critic's mean."""
     env, atoms = RandomWalk(True), np.linspace(V_MIN, V_MAX, N)

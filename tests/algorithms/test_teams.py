@@ -37,7 +37,7 @@ class Wishes:
         return jnp.eye(4, dtype=bool).at[:, 0].set(True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_team_of_all_agents_is_the_algorithm_alone():
     alone = make_still("ippo", Homes(), **SMALL, hidden_sizes=(8,), num_epochs=2, num_minibatches=2)
     team = make_still("teams", Homes(), **SMALL, teams={"walker": TEXT})

@@ -87,7 +87,7 @@ def test_returns_losses_and_errors_of_critics_have_32_bits(prediction):
         assert {x.dtype.name for x in jax.eval_shape(every, outputs)} == {"float32"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn"))
 def test_a_run_trains_and_is_evaluated(name, tmp_path):
     env, fields = options(name)

@@ -345,7 +345,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
     assert found[0].status == "finished"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
     """A learner that may open 160 files, and 300 connections without the key that come again when they are ended."""
     live = Live(tmp_path, address)

@@ -306,7 +306,7 @@ def on_one_device():
     return compiled("GPUOnly", 1).run(agent_and_state()[2], 3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [APART, *(pytest.param(policy, marks=pytest.mark.slow) for policy in OTHERS)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[2], 3)

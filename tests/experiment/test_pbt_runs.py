@@ -131,7 +131,7 @@ def train_unsteady(guard, rate):
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     result = train_unsteady("skip", 1e25)
     assert result.status == "finished" and result.history["skipped_updates"][:3, 0].sum() > 0

@@ -378,7 +378,7 @@ def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     shutil.rmtree(result.folder.parent)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
     rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
 
@@ -430,7 +430,7 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     assert [c.iteration for c in found] == [5, 4, 3, 1] and checkpoint.best(found) == found[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
     """A disk that is full for a while: the state at the end is saved in the folder of the run."""
     sums, calls = checkpoint._sums, itertools.count(1)

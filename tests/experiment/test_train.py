@@ -93,7 +93,7 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
     answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
     callbacks = [lambda tick, answer=answer: answer for answer in answers]

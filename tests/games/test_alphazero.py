@@ -108,7 +108,7 @@ def test_an_untrained_search_wins_at_once_where_it_can(game):
     np.testing.assert_allclose(example.value, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_illegal_moves_are_neither_played_nor_learned(game):
     """In positions after random moves, with noise, and with random moves."""
     rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def test_illegal_moves_are_neither_played_nor_learned(game):
     np.testing.assert_allclose(example.policy.sum(-1), 1.0, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_games_that_end_in_an_unroll_are_worth_what_they_brought(game):
     """In the buffer: the last mover of a game wins or fills the board, and the signs of the positions before alternate."""
     agent = build(game, unroll_length=24, capacity=1024, random_share=0.0, gumbel_scale=5.0)

@@ -108,7 +108,7 @@ def test_games_between_past_policies_weigh_opponents():
 THERE = jnp.array([True, True, False])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_results_are_those_of_the_games_played():
     """Paper against a pool of rock: every game gives 1; its opponents are counted by place."""
     agent = build(RockPaperScissors(), pool_size=2, pool_period=100, latest_share=0.0, opponents="payoff", learning_rate=1e-9)

@@ -123,7 +123,7 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     assert len(np.unique(data, axis=0)) == 3 * seeds
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_broken_loss_does_not_agree(folder, first, tmp_path, monkeypatch, capsys):
     first.record.write(folder / "small.json")
     loss = msrl.algorithms.ppo.ppo_loss  # what is better than expected becomes less likely:
@@ -168,7 +168,7 @@ sys.exit(cli.main(["reproduce", "small", "--seeds", "5", "--out", {str(out)!r}, 
     assert record.returns == first.record.returns
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
     file = folder / "small.json"
     first.record.write(file)
@@ -236,7 +236,7 @@ def update(again, *options):
     return cli.main(["reproduce", "small", "--out", str(again.parent), "--update", "--progress", "none", *options])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["damaged", "other defaults"])
 def test_update_writes_a_damaged_record_and_one_of_other_defaults_anew(folder, first, again, capsys, of):
     (folder / "small.toml").rename(folder / "Small.toml")
