@@ -34,6 +34,7 @@ def build(algo, env, **options):
     return make_counted(algo, env, **fields)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", mostly_slow(["none", "gru"], "none"))
 def test_one_agent_trains_as_alone(core):
     """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""

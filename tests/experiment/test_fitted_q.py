@@ -85,6 +85,7 @@ def rows_from(*starts, rewards=None):
     return Dataset(hot[state], action, reward, over, np.zeros(len(rows), bool), hot[reached])
 
 
+@pytest.mark.long
 def test_each_fit_values_the_first_observations_of_its_own_episodes():
     """An episode from state 0 is worth 0.64 and one from state 2 is worth 1: fits that drew more of the latter are higher."""
     starts = np.array([0, 2] * 4)
@@ -98,6 +99,7 @@ def test_each_fit_values_the_first_observations_of_its_own_episodes():
     np.testing.assert_allclose(found.interval, found.values.mean() + np.array([-half, half]))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*still changed")
 def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
     """The drawn episodes differ in length, so that those of most fits are filled up, with row 0."""

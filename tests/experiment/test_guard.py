@@ -54,6 +54,7 @@ MORE = [
 WHERE = {"ppo": (3, (3, 8)), "dqn": (3, (3, 8)), "sac": (3, (3, 8)), "es": (1, (19, 24))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [

@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     return train(out=tmp_path_factory.mktemp("pbt") / "run", seed=7)
 
 
+@pytest.mark.long
 def test_the_history_holds_lineage_and_schedules(trained):
     parent, rate = trained.history["pbt/parent"], trained.history["pbt/learning_rate"]
     ends = trained.history["iteration"]
@@ -54,6 +55,7 @@ def test_the_history_holds_lineage_and_schedules(trained):
     assert found and {step for step, _, _ in found} <= {3 * STEPS, 6 * STEPS, 9 * STEPS}
 
 
+@pytest.mark.long
 def test_settings_summary_and_text(trained):
     assert [s["seed"] for s in trained.settings] == [7, 8, 9, 10]
     assert trained.members == 4 and trained.has_members
@@ -65,6 +67,7 @@ def test_settings_summary_and_text(trained):
     assert trained.member_state(2).params is not None and trained.act(np.zeros(4)).shape == ()
 
 
+@pytest.mark.long
 def test_lineage_is_drawn(trained, tmp_path, members):
     figure = trained.plot_lineage(tmp_path / "lineage.png")
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
@@ -73,6 +76,7 @@ def test_lineage_is_drawn(trained, tmp_path, members):
         members.plot_lineage()
 
 
+@pytest.mark.long
 def test_a_run_of_a_population_is_read_again(trained):
     loaded = Result.load(trained.folder)
     assert_same_run(loaded, trained)

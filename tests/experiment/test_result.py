@@ -75,6 +75,7 @@ def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
         Result.load(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     loaded = Result.load(stale.folder)
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0

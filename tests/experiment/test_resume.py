@@ -57,14 +57,14 @@ def assert_same_rows(file, expected):
 
 
 STALE = "SingleLearnerCoarse:actors=2,learners=2,staleness=2"
-KINDS = [("impala", STALE)]  # PPO is killed below
+KINDS = {("ppo", "GPUOnly"): [], ("impala", STALE): [pytest.mark.long]}
 SYNCHRONOUS = ("GPUOnly", "SingleLearnerFine", "Central")
 STALENESS = (STALE, "SingleLearnerCoarse:staleness=2", "SingleLearnerCoarse:actors=1,learners=1,staleness=2")
 ALL = [(name, policy) for name in runs.RUNS for policy in (STALENESS if name == "impala" else SYNCHRONOUS)]
-SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in ALL if kind not in KINDS]
+MARKED = [pytest.param(*kind, marks=KINDS.get(kind, [pytest.mark.slow])) for kind in ALL]
 
 
-@pytest.mark.parametrize(("name", "policy"), [*KINDS, *SLOW])
+@pytest.mark.parametrize(("name", "policy"), MARKED)
 def test_a_run_that_was_stopped_goes_on_exactly(name, policy, whole, pendulum_data, tmp_path):
     expected, rows = whole(name, policy)
     options = {"devices": 4, "data": pendulum_data, "record": tmp_path / "steps.npz"}

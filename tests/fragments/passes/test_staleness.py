@@ -96,6 +96,7 @@ def replays():
 BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("staleness", "buffers"), [slow_unless(b == (2, 2), *b) for b in BUFFERS])
 def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(staleness, buffers, replays):
     after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
