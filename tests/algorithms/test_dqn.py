@@ -183,6 +183,7 @@ def plain_distribution_loss(params, batch, weight, best, next_target, distributi
     return (weight * losses.mean(2).sum(1)).mean(), target.mean(-1) - taken.mean(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distribution", ["c51", pytest.param("qr", marks=pytest.mark.slow)])
 def test_an_update_of_distributions_equals_an_independent_implementation(distribution):
     """The online network's means choose the action; its distribution is the target network's."""
@@ -211,21 +212,6 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     gradient, error = jax.jit(jax.grad(loss, has_aux=True))(state.params)
     reference.assert_close(after.params, reference.adam(state.params, state.opt_state, gradient, config))
     np.testing.assert_allclose(after.pending.td_error[0], error, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"distribution": "c51", "double": True}, {"distribution": "qr", "prioritised": True}])
-def test_distributions_learn_the_values_of_one_step(options):
-    """With discount 0 the value of an action is its mean reward, here the position after the step."""
-    fixed = {"discount": 0.0, "num_atoms": 21, "v_min": -3.0, "v_max": 3.0, "final_epsilon": 1.0, "capacity": 6400}
-    agent = counted(DQN(**SMALL | fixed | options).build(RandomWalk()))
-    state = jax.jit(agent.init)(jax.random.key(0))
-    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(state)
-    loss = np.asarray(metrics["loss"].total) / np.maximum(metrics["loss"].count, 1)
-    assert np.isfinite(loss).all()
-    # Pushes are -0.3, 0 and 0.3: the best action moves to the right, and so does the policy.
-    obs = jnp.array([[-0.5, 0.25, 0.2], [0.0, 0.0, 0.2], [0.5, 0.25, 0.2]])
-    np.testing.assert_array_equal(agent.act(after, obs, None), 2)
 
 
 def test_what_a_codec_cannot_hold_is_counted():
@@ -265,7 +251,7 @@ def periodic():
     return iterate, reference.start(agent, 3, iterate)
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
+@pytest.mark.parametrize("done", [0, 2, 2**24, 2**31, 2**32 - 1, 10**13])
 def test_periods_are_kept_where_counters_would_wrap(periodic, done):
     iterate, state = periodic
     taken_at = counters.counter(max(done - 2, 0))

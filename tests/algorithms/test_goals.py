@@ -16,6 +16,7 @@ MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
 OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, "dqn"))
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     env = Bits(8) if "dqn" in name else envs.make(MAZE)

@@ -245,6 +245,7 @@ def test_a_key_samples_and_no_key_is_greedy():
     np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", [pytest.param({}, id="none"), pytest.param(GRU, id="gru", marks=pytest.mark.slow)])
 def test_impala_learns_from_the_batches_that_are_kept(core):
     """Every update draws one of the newest batches, which keeps log-probabilities, values and memory of its actors."""
@@ -377,17 +378,7 @@ def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
     assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a2c", "impala"])
-def test_a_memory_stays_on_its_device(name):
-    """Nothing is summed step by step; one of the numbers is how many values of truncated episodes CPUs compute."""
-    agent, _ = build(name, **GRU)
-    *numbers, (kind, size) = collectives(agent)
-    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
-    assert numbers == [("all-reduce", 1)]
-    assert collectives(build(name, **LARGE, **GRU)[0]) == [*numbers, (kind, size)]
-
-
+@pytest.mark.long
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
     agent, _ = build("a3c", num_workers=8, **LARGE)
     found = collectives(agent)

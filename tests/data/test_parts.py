@@ -88,13 +88,6 @@ def test_every_part_of_every_step_of_a_run_is_recorded(recorded):
     assert dataset.episodes.length.max() == 4 and "160 rows" in repr(dataset)
 
 
-@pytest.mark.slow
-def test_another_policy_records_the_same(recorded, tmp_path):
-    dataset = recorded[1]
-    train("SingleLearnerCoarse", record=tmp_path / "apart.npz")
-    same(dataclasses.replace(data.load(tmp_path / "apart.npz"), about=dataset.about), dataset)
-
-
 @pytest.mark.parametrize("name", ["rows.npz", "rows.parquet"])
 def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_path):
     played = data.record(recorded[0], 70, tmp_path / name, epsilon=0.5, num_envs=4)
@@ -107,19 +100,6 @@ def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_p
             assert set(file.files) == {*NAMES, "cut", "about"}
     checked = data.check_spaces(played, Scenes())
     np.testing.assert_array_equal(checked.obs["more"][0], played.obs["more"][0])
-
-
-@pytest.mark.slow
-def test_a_recorded_run_goes_on(recorded, tmp_path):
-    """Stopped after two of five iterations."""
-
-    def interrupt(tick):
-        if tick.iteration == 2:
-            raise KeyboardInterrupt
-
-    assert train(record=tmp_path / "run.npz", out=tmp_path / "run", callbacks=[interrupt]).interrupted
-    msrl.train(env=Scenes(), resume=tmp_path / "run", progress=False)
-    assert data.load(tmp_path / "run.npz").fingerprint() == recorded[1].fingerprint()
 
 
 def test_parts_of_a_killed_run_are_read(recorded, tmp_path):

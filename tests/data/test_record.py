@@ -164,6 +164,7 @@ def test_a_run_that_diverges_keeps_its_rows(tmp_path):
         data.check_spaces(dataset, Poison())
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
     env = RecordedEnvironment(Lottery(), 3).vectorize(2)
     state, _ = env.reset(jax.random.key(0))

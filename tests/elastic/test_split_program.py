@@ -17,6 +17,7 @@ def experiment(algo, env="CartPole-v1", **config):
     return msrl.Experiment(algorithm=msrl.algorithms.get(algo)(**(SMALL | config)), env=env, total_steps=1000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algo", ["impala", "ppo"])
 def test_the_halves_are_the_iteration(algo):
     """Two iterations of both halves are two of plain `jax.jit`."""

@@ -145,6 +145,7 @@ def test_the_turns_and_the_rewards_of_games_are_checked():
     )
 
 
+@pytest.mark.long
 def test_pooled_resets_hide_nothing():
     report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
     message = "the reward of Rounding.step under jax.vmap differs from that without it"
@@ -172,6 +173,7 @@ def test_an_environment_that_conforms_has_no_problems(kind):
     assert str(report).splitlines()[0] == f"{report.name} conforms; 160 random steps, {report.episodes} episodes ended"
 
 
+@pytest.mark.long
 def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_check import TooFar, Walk\n")
     monkeypatch.chdir(tmp_path)

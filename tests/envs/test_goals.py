@@ -69,7 +69,6 @@ class Seen(Bits):
     ("env", "message"),
     [
         (Plain(), r"Plain has no method goal_reward\(achieved, desired\) -> \(reward, terminated\); give it one"),
-        (envs.TimeLimit(Plain(), 3), r"Plain has no method goal_reward"),
         (envs.make("CartPole-v1"), r"observations of CartPole-v1 are Box.*Dict with observation, achieved_goal, desired_goal"),
         (envs.FlattenObservation(Bits()), r"observations of Bits are Box.*leave the wrapper out that flattens them"),
         (Short(), r"achieved_goal of Short has a value of float32\[4\], but desired_goal has float32\[2\]"),

@@ -186,7 +186,7 @@ def test_failures_count_in_a_row_alone(monkeypatch):
     assert answers.count(False) > 3 < answers.count(True)
 
 
-@pytest.mark.parametrize("fault", ["raises_at", "hangs_at", "dies_at"])
+@pytest.mark.parametrize("fault", ["raises_at", *(pytest.param(x, marks=pytest.mark.long) for x in ("hangs_at", "dies_at"))])
 def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(fault, tmp_path, caplog):
     factory = functools.partial(Counting, 1000, **{fault: 3}, once=str(tmp_path / "failed"))
     sim, seed = simulators(GymnasiumEnvironment(factory, num_workers=4, timeout=1.0))
@@ -207,6 +207,7 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
     assert "failed and will start again" in caplog.text
 
 
+@pytest.mark.long
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
     monkeypatch.setattr(host_simulators, "_PAUSE", 0.001)
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
@@ -224,6 +225,7 @@ class Broken(Counting):
         raise FileNotFoundError("no such scene")
 
 
+@pytest.mark.long
 def test_an_environment_that_never_starts_is_reported_at_once():
     sim, seed = simulators(GymnasiumEnvironment(Broken, num_workers=1), 2)
     start = time.monotonic()

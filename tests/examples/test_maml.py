@@ -212,6 +212,7 @@ def on_one_device():
     return compiled("GPUOnly", 1).run(agent_and_state()[1], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [APART, *(pytest.param(policy, marks=pytest.mark.slow) for policy in OTHERS)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[1], 3)
@@ -222,6 +223,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
         np.testing.assert_allclose(metrics[name].mean(()), on_one_device[1][name].mean(()), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "placement"), [(APART, "adapters"), pytest.param("SingleLearnerCoarse", "actors", marks=pytest.mark.slow)]
 )

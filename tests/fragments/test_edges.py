@@ -36,7 +36,7 @@ def test_other_constants_of_a_weak_state_are_seen(policy, devices):
     assert_close(program.run(strong, 2), run_plain(of_precision, strong, 2))
 
 
-@pytest.mark.parametrize("policy", [GPUOnly(), COARSE, SingleLearnerCoarse(learners=4)])
+@pytest.mark.parametrize("policy", [GPUOnly(), SingleLearnerCoarse(learners=4)])
 def test_metrics_without_elements_are_read(policy, devices):
     def with_nothing(state):
         after, _ = iteration({k: state[k] for k in AXES})

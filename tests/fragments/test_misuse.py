@@ -88,7 +88,7 @@ def test_an_own_mesh_that_is_not_the_placement_is_refused(make):
             compiled(policies.MultiLearner(), make(others))
 
 
-@pytest.mark.parametrize("policy", [policies.GPUOnly(), policies.MultiLearner(), policies.SingleLearnerCoarse(learners=4)])
+@pytest.mark.parametrize("policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(learners=4)])
 def test_an_own_mesh_of_the_devices_of_the_placement_is_the_same_run(policy):
     """Its axes have other names than those of the placement, and XLA may express shardings in either."""
     fn = own_mesh(jax.devices()[:4])

@@ -18,6 +18,7 @@ from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.tree_search import cross_entropy
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.runs import assert_same_state
 from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
@@ -107,7 +108,7 @@ def test_an_untrained_search_wins_at_once_where_it_can(game):
     np.testing.assert_allclose(example.value, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_illegal_moves_are_neither_played_nor_learned(game):
     """In positions after random moves, with noise, and with random moves."""
     rng = np.random.default_rng(0)
@@ -119,7 +120,7 @@ def test_illegal_moves_are_neither_played_nor_learned(game):
     np.testing.assert_allclose(example.policy.sum(-1), 1.0, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_games_that_end_in_an_unroll_are_worth_what_they_brought(game):
     """In the buffer: the last mover of a game wins or fills the board, and the signs of the positions before alternate."""
     agent = build(game, unroll_length=24, capacity=1024, random_share=0.0, gumbel_scale=5.0)
@@ -213,8 +214,7 @@ def test_a_run_goes_on_exactly(tmp_path):
     )
     assert stopped.history["iteration"][-1] == 5
     resumed = msrl.train(out=tmp_path, resume=True)
-    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
+    assert_same_state(resumed.state, whole.state)
 
 
 @pytest.mark.slow

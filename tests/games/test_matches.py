@@ -48,7 +48,7 @@ def test_first_moves_may_be_random():
     assert not cut.finished.any() and (cut.lengths == 3).all() and "4 cut off at max_steps" in repr(cut)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_looking_ahead_finds_what_is_there():
     """With three moves: every win in two moves of one's own; the rest is worth 0 to it."""
     game = msrl.envs.make(GAME)
@@ -98,7 +98,7 @@ def test_who_cannot_play_is_refused():
         minimax(game, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trained_agent_plays_with_and_without_search():
     small = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16,), "network": "mlp", "eval_episodes": 0}
     result = msrl.train(

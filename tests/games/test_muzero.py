@@ -146,7 +146,7 @@ def test_a_search_finds_what_its_model_rewards():
     np.testing.assert_allclose(policy.sum(-1), 1.0, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_takes_no_illegal_action_and_every_environment_has_its_own():
     """Where the rewarded action is illegal, its probability is 0; what one environment finds depends on no other."""
     search, keys = arms(MuZero(num_simulations=8, gumbel_scale=3.0)), jax.random.split(jax.random.key(0), 64)

@@ -15,6 +15,7 @@ from msrl_jax.games import SelfPlay
 from msrl_jax.games.self_play import draw, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.games.small_games import KuhnPoker, RockPaperScissors
 from tests.support.agents import make_still, still
+from tests.support.runs import assert_same_state
 
 SMALL = {
     "num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2,
@@ -107,7 +108,7 @@ def test_games_between_past_policies_weigh_opponents():
 THERE = jnp.array([True, True, False])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_results_are_those_of_the_games_played():
     """Paper against a pool of rock: every game gives 1; its opponents are counted by place."""
     agent = build(RockPaperScissors(), pool_size=2, pool_period=100, latest_share=0.0, opponents="payoff", learning_rate=1e-9)
@@ -261,8 +262,7 @@ def test_a_run_goes_on_exactly(tmp_path):
     )
     assert stopped.history["iteration"][-1] == 5
     resumed = msrl.train(out=tmp_path, resume=True)
-    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
+    assert_same_state(resumed.state, whole.state)
 
 
 def test_a_policy_enters_the_game_with_its_mean_results_even_of_one_episode():

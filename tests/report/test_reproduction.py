@@ -124,7 +124,7 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     assert len(np.unique(data, axis=0)) == 3 * seeds
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_broken_loss_does_not_agree(folder, first, tmp_path, monkeypatch, capsys):
     first.record.write(folder / "small.json")
     loss = msrl.algorithms.ppo.ppo_loss  # what is better than expected becomes less likely:
@@ -145,7 +145,7 @@ def test_a_finished_reproduction_is_not_trained_again_and_agrees_with_itself(fir
     assert [each.probability for each in found.agreements.values()] == [1.0, 1.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_record(folder, first, tmp_path):
     out = tmp_path / "out"
     code = f"""
@@ -170,7 +170,7 @@ sys.exit(cli.main(["reproduce", "small", "--seeds", "5", "--out", {str(out)!r}, 
     assert record.returns == first.record.returns
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_damaged_files_are_one_sentence(folder, first, tmp_path, capsys):
     file = folder / "small.json"
     first.record.write(file)
@@ -238,7 +238,7 @@ def update(again, *options):
     return cli.main(["reproduce", "small", "--out", str(again.parent), "--update", "--progress", "none", *options])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["damaged", "other defaults"])
 def test_update_writes_a_damaged_record_and_one_of_other_defaults_anew(folder, first, again, capsys, of):
     (folder / "small.toml").rename(folder / "Small.toml")
@@ -329,15 +329,12 @@ def test_records_may_be_written_at_the_same_time(first, tmp_path):
     ("was", "now", "message"),
     [
         (TOML, "", "algo is missing in the recipe .*small.toml; write algo ="),
-        (TOML, "# only a comment", "algo is missing"),
         ('"ppo"', '"ppo', "small.toml cannot be read: .*line 3"),
         ("eval_episodes = 4", "num-envs = 9", "num-envs and num_envs are one key in the recipe .*small.toml"),
         ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
-        ('env = "CartPole-v1"\n', "", "env is missing"),
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
         ("eval_episodes = 4", 'policy = "Nowhere"', "the recipe .*small.toml: .*Nowhere"),
-        ("eval_episodes = 4", "seed = 3", "the recipe .*small.toml: .* no field 'seed'"),
     ],
 )
 def test_a_bad_recipe_is_one_sentence_and_stops_no_other(folder, tmp_path, was, now, message):

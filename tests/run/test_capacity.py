@@ -34,6 +34,7 @@ def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
         Fitting(jax.jit(square), "it", "Use less")(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["GPUOnly", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
 def test_a_run_whose_state_fits_and_whose_programs_do_not_is_refused(monkeypatch, policy):
     """The state of an environment takes less than 100 bytes, its trajectory of 4 steps and what is made of it more."""

@@ -11,15 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.run import Result
 from msrl_jax.run.prepare import make_experiment
-
-
-def assert_same_state(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, x), y in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape, jax.tree_util.keystr(path)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+from tests.support.runs import assert_same_state
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +75,7 @@ def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
         Result.load(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     loaded = Result.load(stale.folder)
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0

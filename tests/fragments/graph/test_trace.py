@@ -11,7 +11,7 @@ from msrl_jax import policies
 from tests.support.same_run import ENVS, EVERYWHERE, SEVERAL, Case, assert_same_run
 from tests.support.slow import mostly_slow
 
-apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "GPUOnly-4", "SingleLearnerCoarse-4"), ids=str)
+apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4"), ids=str)
 
 act = msrl.fragment(role="actor")(lambda h, s: h + s)
 learn = msrl.fragment(role="learner")(lambda h, w: (h * w, w))
@@ -36,7 +36,7 @@ def promotion():
     return Case(iteration, init, {"s": P(), "b": P("env"), "h": P("env"), "w": P()}, 3)
 
 
-WHERE = mostly_slow(EVERYWHERE, "GPUOnly-4", "SingleLearnerCoarse-4", "SingleLearnerCoarse-1")
+WHERE = mostly_slow(EVERYWHERE, "GPUOnly-4", "SingleLearnerCoarse-1")
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)

@@ -93,6 +93,7 @@ drawn = [jax.jit(draw)(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
 """
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_jax_alone(tmp_path):
     check = "import sys; assert 'msrl_jax' not in sys.modules"
     code = f"{DRAW}\n{check}; np.savez({str(tmp_path / 'x.npz')!r}, *jax.tree.leaves(drawn))"

@@ -50,8 +50,6 @@ def stop(tick):
         (lambda: msrl.train("ppo", seed=jax.random.key(0)), []),
         (lambda: msrl.Experiment(algorithm=msrl.algorithms.PPO(), env=3), []),
         (lambda: msrl.sweep("ppo", learning_rate=[-1.0]), []),
-        (lambda: msrl.envs.make("cart"), []),
-        (lambda: msrl.policies.get("Gpu"), []),
         (lambda: msrl.Result.load("/nowhere"), []),
         (lambda: msrl.envs.FrameStack(Corridor(), 0), []),
         (lambda: msrl.envs.GymnasiumEnvironment("CartPole-v1", num_workers=-1), []),

@@ -202,6 +202,7 @@ def test_evaluations_that_are_asked_for_have_keys_of_their_own(trained, monkeypa
     assert not any((plain(keys[-1]) == plain(key)).all() for key in keys[:-1])
 
 
+@pytest.mark.long
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
     assert to_int(stale.run_state.count) == 3 and len(stale.registers) > 0
     newest = make_evaluator(stale.behavior, 4)(stale.state, evaluation_key(stale.experiment))

@@ -125,6 +125,7 @@ def test_silence_is_silent(capfd):
     assert captured.out == captured.err == ""
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_notebook_gets_a_display_that_updates():
     code = """

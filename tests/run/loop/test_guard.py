@@ -47,7 +47,7 @@ def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
     assert dropped >= 1 if algo != "es" else dropped == 0, "ES ranks a nan return lowest, so its updates are finite"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
     result = run("ppo", Faulty(), guard="skip", learning_rate=1e25, max_grad_norm=1e30)
     assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
