@@ -260,6 +260,7 @@ def test_every_python_block_is_run_here():
     assert run == sum(text.count("```python") for text in PAGES.values())
 
 
+@pytest.mark.long
 def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     """In a process in which JAX has not started, as the pages' readers have it."""
     asking = [code for section in RUN_HERE for code in blocks(*section, "python") if DEVICES in code]
@@ -479,13 +480,6 @@ def test_data(run_sections, tmp_path):
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
-@pytest.mark.slow
-def test_an_algorithm_of_ones_own_learns(run_sections):
-    (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=None)
-    returns = namespace["result"].history["episode_return"]
-    assert returns[0] < 40 and np.mean(returns[-len(returns) // 10 :]) > 400
-
-
 @pytest.mark.long
 def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_one(run_sections, tmp_path):
     (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=65_536)
@@ -665,6 +659,7 @@ def write_config_files():
     Path("run.toml").write_text(file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
 def test_the_command_line_understands_the_examples(line, monkeypatch, run_sections):
     name, command, *arguments = shlex.split(line)
@@ -690,6 +685,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", IN_PAGES)
 def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
     if "--algo my_dqn.py" in line:

@@ -79,6 +79,7 @@ def test_the_name_of_a_room_s_algorithm_is_taken(name):
     assert ALGORITHMS["alphazero"].__module__ == "msrl_jax.games.alphazero"
 
 
+@pytest.mark.long
 def test_no_room_is_imported_before_it_is_used():
     code = f"""
 import sys

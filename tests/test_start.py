@@ -85,6 +85,7 @@ def test_every_name_of_the_package_is_there():
         _ = msrl.trian
 
 
+@pytest.mark.long
 def test_what_this_package_does_not_use_is_not_imported():
     code = """
 import sys
@@ -101,26 +102,6 @@ gymnax.register("Mine-v0", Pong)
 assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
 """
     assert python(code).stdout == "[]\n"
-
-
-@pytest.mark.slow
-def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
-    code = """
-import sys
-from msrl_jax import envs
-envs.make("CartPole-v1")
-assert not [finder for finder in sys.meta_path if "msrl_jax.envs" in repr(finder)]
-assert "pandas" not in sys.modules and "matplotlib.figure" not in sys.modules
-import matplotlib
-import matplotlib.pyplot as plt
-assert "matplotlib.figure" not in sys.modules, "an import alone runs nothing"
-assert len(plt.subplots(2)[1]) == 2 and "matplotlib.figure" in sys.modules
-import seaborn
-assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
-from gymnax.environments.misc import pong
-print(pong.sns is seaborn, pong.plt is plt is matplotlib.pyplot, type(seaborn).__name__, type(plt).__name__, plt.__file__[-9:])
-"""
-    assert python(code).stdout == "True True module module pyplot.py\n"
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +158,7 @@ for choice in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_path):
     (tmp_path / "file").touch()
     bad = "gs://bucket/programs", tmp_path / "file" / "programs"
@@ -278,6 +260,7 @@ def test_an_error_of_another_thread_s_compiler_reaches_the_user():
         executables.compile(Request("call", call, [x]))
 
 
+@pytest.mark.long
 def test_a_thread_that_outlives_the_main_thread_compiles(tmp_path):
     code = """
 import threading, time

@@ -142,8 +142,7 @@ def config(
         _check_declaration(cls)
         cls.__post_init__ = _check
         cls.build = _of_plain_fields(cls.build)
-        new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        new.__init__ = entry(new.__init__)
+        new: Any = entry(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
         leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]

@@ -22,7 +22,7 @@ from msrl_jax.cli.handlers import COMMANDS, DIVERGED, NOT_SAVED, check, launched
 from msrl_jax.fragments.support import compiling, terminal
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.naming import check_trust
-from msrl_jax.fragments.support.tracebacks import with_all_frames
+from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
 
 PROG = "msrl-jax"
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with terminal.lasting() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
-        except Exception:
+        except Exception as error:
+            hide_frames(error)
             if not _is_one_of_several():
                 raise
             traceback.print_exc()

@@ -14,11 +14,13 @@ from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
+from msrl_jax.fragments.support.tracebacks import entry
 
 _REMEDY = "use the environment that the data set was made in"
 _TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1
 
 
+@entry
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     """Checks that a data set fits the spaces of an environment.
 

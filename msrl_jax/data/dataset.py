@@ -41,6 +41,7 @@ class Episodes(NamedTuple):
     returns: np.ndarray
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Transitions in order. The successor of a row is the next row, unless the row ends an episode.

@@ -8,10 +8,12 @@ import numpy as np
 from msrl_jax import replay
 from msrl_jax.data.dataset import MASKS, Dataset
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Replay, ReplayState, Transition
 from msrl_jax.replay.ring import Storage
 
 
+@entry
 def buffer(
     dataset: Dataset,
     *,

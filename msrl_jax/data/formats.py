@@ -14,10 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes, named
-from msrl_jax.fragments.support.checks import parse_json, writing
+from msrl_jax.fragments.support.checks import parse_json, shown, writing
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Transition
 
@@ -287,11 +288,13 @@ _NAMES = {  # of each field: ours, and those of RLDS and Minari
 }
 
 
+@entry
 def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
     """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
 
     Args:
-      episodes: the arrays of every episode. An episode of `T` steps has `T + 1` observations; actions and rewards `[T, ...]`,
+      episodes: the arrays of every episode, or `{"steps": arrays}`, or `{"steps": [step, ...]}`, as RLDS has
+        them. An episode of `T` steps has `T + 1` observations; actions and rewards `[T, ...]`,
         or `[T + 1, ...]` with a meaningless last entry, as in RLDS; `terminated [T]`, whether a step ended in a terminal
         state, or `is_terminal [T + 1]`, whether an observation is terminal; and optionally `truncated [T]`, whether a limit
         ended the episode after a step. Observations may be nested dicts and tuples of arrays. Plural names work too.
@@ -306,7 +309,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
-        rows = _rows(episode, f"episode {number}")
+        rows = _rows(_steps(episode, f"episode {number}"), f"episode {number}")
         if number and (odd := sorted(rows.keys() ^ columns.keys())):
             raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; give all the same parts of observations")
         for name, x in rows.items():
@@ -318,6 +321,19 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
         if len(kinds) > 1:
             raise ValueError(f"{name} is {' in some episodes and '.join(kinds)} in others; convert them to one of these")
     return from_columns({name: np.concatenate(parts) for name, parts in columns.items()}, about or {})
+
+
+def _steps(episode: Any, where: str) -> Mapping[str, Any]:
+    """The arrays of an episode; those of RLDS are under `steps`, or are the steps one by one."""
+    if not isinstance(episode, Mapping):
+        raise ValueError(f"{where} is {shown(episode)}; give a list of episodes, each a dict of arrays")
+    steps = episode.get("steps", episode)
+    if isinstance(steps, Mapping):
+        return steps
+    rows = list(steps)
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(f"steps of {where} are {shown(steps)}; give a dict of arrays, or a list of dicts, one for each step")
+    return jax.tree.map(lambda *xs: np.stack(xs), *map(dict, rows))
 
 
 def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:

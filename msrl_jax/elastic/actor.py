@@ -1,7 +1,6 @@
 """The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
 
 import contextlib
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -143,12 +142,13 @@ def act(
     for address in addresses:
         if not _is_file(address):
             wire.address_of(address, "address")
-    _, context = tls.contexts()
+    if not all(map(_is_file, addresses)):
+        tls.contexts()  # a learner that writes its address into a file makes the key before that
     outcomes: list[int | Exception] = []
 
     def act_at(address: str) -> None:
         try:
-            outcomes.append(_act(address, context, _Actor(experiment, trust), limit, say))
+            outcomes.append(_act(address, _Actor(experiment, trust), limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(addresses) > 1:  # the others may go on for days
@@ -179,12 +179,14 @@ def _where(address: str) -> tuple[str, int]:
         raise WireError(str(error)) from error
 
 
-def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
+def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
     since, attempts = time.monotonic(), 0
     while True:
         try:
             host, port = _where(address)
-            with contextlib.closing(wire.connect((host, port), context)) as channel:
+            if not tls.key_file().exists():
+                raise WireError(f"the learner has not made the key {tls.key_file()} yet")
+            with contextlib.closing(wire.connect((host, port), tls.contexts()[1])) as channel:
                 say(f"found the learner at {host}:{port}; waiting until it is ready")
                 attempts = 0
                 acts_with = actor.enter(channel)

@@ -25,6 +25,7 @@ from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 class AgentsState(NamedTuple):
@@ -42,6 +43,7 @@ class AgentsState(NamedTuple):
     metrics: EpisodeMetrics | tuple[()] = ()
 
 
+@entry
 def vectorize_agents(
     env: MultiAgentEnvironment, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None
 ) -> "VectorizedAgents":
@@ -65,6 +67,7 @@ def vectorize_agents(
     return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
 
 
+@entry
 @dataclass(frozen=True)
 class VectorizedAgents(WithoutStatistics, Wrapper):
     """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.

@@ -22,6 +22,7 @@ from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 
 Params: TypeAlias = Mapping[str, Any]  # by name
 
@@ -60,6 +61,7 @@ class RandomizedState(NamedTuple):
     params: dict[str, jax.Array]
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomizeParams(EnvironmentWrapper):
     """Draws parameters of an environment from the key of each reset, and keeps them for the episode.

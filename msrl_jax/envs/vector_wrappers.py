@@ -21,6 +21,7 @@ from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 REPLICATED = PartitionSpec()
 
@@ -144,6 +145,7 @@ class NormalizeObservationState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeObservation(NormalizingWrapper):
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
@@ -211,6 +213,7 @@ class NormalizeRewardState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeReward(NormalizingWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.

@@ -68,6 +68,7 @@ class MultiLearner:
         return Layout(roles, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class SingleLearnerCoarse:
     """Actors with their environments on one sub-mesh, the learner on another.
@@ -119,6 +120,7 @@ class SingleLearnerCoarse:
         return Layout(roles, self.staleness, codecs, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class SingleLearnerFine:
     """Environments on one sub-mesh; inference and learning on another.
@@ -189,6 +191,7 @@ class Environments:
         return Layout(roles, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class Central:
     """Workers act and compute gradients; a server keeps the parameters and applies the gradients.
@@ -243,6 +246,7 @@ _ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environme
 POLICIES: dict[str, type] = {policy.__name__: policy for policy in _ALL}
 
 
+@entry
 def register(policy: type) -> type:
     """Adds a distribution policy to the registry, so that `get` finds it by the name of its class.
 

@@ -130,7 +130,7 @@ def plain_program(experiment: Experiment, program: Program, iterations: int) -> 
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
     state = program.unwrap(experiment.start(program))
     # With the same random generator: what is measured is what running it as fragments costs.
-    return lower(scan, state).compile(), state
+    return lower(scan, state)(), state
 
 
 def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:

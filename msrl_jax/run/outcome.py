@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.disk.folder import CONFIG
@@ -100,8 +100,11 @@ class Outcome:
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     def final(self, name: str) -> np.ndarray:
-        """The mean of a column of the history over the last tenth of training; nan if there is no such column."""
-        return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
+        """The mean of a column of the history over the last tenth of training; KeyError if there is no such column."""
+        if name not in self.history:
+            near, known = suggestion(name, self.history), ", ".join(sorted(self.history))
+            raise KeyError(f"the history has no column {name!r}{near}; it has {known}")
+        return last_mean(self.history[name])
 
     @entry
     def to_pandas(self) -> "pandas.DataFrame":

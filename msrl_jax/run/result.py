@@ -20,6 +20,7 @@ from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
+from msrl_jax.run.evaluation.history import final
 from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
@@ -120,7 +121,7 @@ class Result(Outcome):
                 )
             scores = -np.atleast_1d(self.final("validation_loss"))
         else:
-            scores = np.atleast_1d(self.final(f"episode_{by}") if last is None else last.means[f"eval_{by}"])
+            scores = np.atleast_1d(final(self.history, f"episode_{by}") if last is None else last.means[f"eval_{by}"])
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def member(self, member: int | None = None) -> int:

@@ -25,7 +25,7 @@ from msrl_jax.fragments.support.terminal import progress_stream
 from msrl_jax.run import processes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk import checkpoint, folder, store
-from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.evaluation.history import final, in_words
 from msrl_jax.run.experiment.agent_transforms import UNRANKED
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.experiment.spec import Experiment
@@ -222,7 +222,8 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
     """The trials of a run with their steps, returns and metrics, which are nan for a member whose parameters are not finite."""
     start = "episode" if result.evaluation is None else "eval"
     columns = {name: f"{start}_{name}" for name in ("return", *metrics_of(result.behavior.env))}
-    of_run = {name: result.final(name) for name in columns.values()} if result.evaluation is None else result.evaluation.means
+    of_episodes = {name: final(result.history, name) for name in columns.values()}
+    of_run = of_episodes if result.evaluation is None else result.evaluation.means
     finite = np.ones(result.members, bool)
     for leaf in jax.tree.leaves(result.state.params):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -136,6 +136,7 @@ MATRIX = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "devices", "policy"), MATRIX)
 def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, devices, policy):
     agent = build(name, OnHost)

@@ -59,6 +59,8 @@ def env_of(name, algorithm):
         return msrl.envs.make("pgx:tic_tac_toe")
     if name == "self_play":
         return msrl.envs.make("RockPaperScissors")
+    if name.endswith("+goals"):
+        return msrl.envs.make("PointMaze")
     if algorithm.name in TEAMS:
         return Homes(2)
     env = "CartPole-v1" if algorithm.name in DISCRETE and name != "cql+lagrange" else "Pendulum-v1"

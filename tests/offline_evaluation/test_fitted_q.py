@@ -89,6 +89,7 @@ def rows_from(*starts, rewards=None):
     return Dataset(hot[state], action, reward, over, np.zeros(len(rows), bool), hot[reached])
 
 
+@pytest.mark.long
 def test_each_fit_values_the_first_observations_of_its_own_episodes():
     """An episode from state 0 is worth 0.64 and one from state 2 is worth 1: fits that drew more of the latter are higher."""
     starts = np.array([0, 2] * 4)
@@ -102,6 +103,7 @@ def test_each_fit_values_the_first_observations_of_its_own_episodes():
     np.testing.assert_allclose(found.interval, found.values.mean() + np.array([-half, half]))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*still changed")
 def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
     """The drawn episodes differ in length, so that those of most fits are filled up, with row 0."""
@@ -128,6 +130,7 @@ def on_one_device(briefly):
     return briefly(devices=jax.devices()[:1])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*still changed")
 @pytest.mark.parametrize("policy", ["MultiLearner", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
 def test_fits_are_the_same_under_every_policy(policy, briefly, on_one_device):
@@ -151,6 +154,7 @@ def test_rewards_of_any_size():
     assert found.value == pytest.approx(3e38 * value_by_hand([1, 1, 0, 0]), abs=0.03 * 3e38)
 
 
+@pytest.mark.long
 def test_fits_that_are_not_done_warn():
     with pytest.warns(UserWarning, match=r"still changed by .* give FittedQ a larger num_updates or tau"):
         found = fitted_q(Ring(), acting([0] * STATES), ring_data(), dataclasses.replace(SMALL, num_updates=400, tau=0.005))

@@ -45,6 +45,7 @@ def test_together_each_device_reduces_one_gradient_however_many_there_are():
     assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
 
 
+@pytest.mark.long
 def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments(apart):
     rows = [row.to_dict() for row in apart]
     assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]
@@ -79,11 +80,6 @@ def test_launches_are_a_column_if_all_plans_count_them(apart):
     text = " ".join(format_table([counted, counted]).split())
     assert "launches" in text and text.count("actors 1,260, learners 9") == 2
     assert "launches" not in format_table([counted, row])
-
-
-def test_two_numbers_of_environments_are_refused():
-    with pytest.raises(ValueError, match="num_envs and envs_per_device both choose"):
-        plans("a2c", "CartPole-v1", "GPUOnly", ["cpu:1"], 4, num_envs=8)
 
 
 def explain(capsys, *flags):

@@ -44,6 +44,7 @@ def test_the_score_of_a_checkpoint_is_the_mean_of_the_last_100_episodes(seeds, t
     assert best.history["iteration"][-1] == max(found, key=found.get)
 
 
+@pytest.mark.long
 def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     few = train(tmp_path / "few", 20, seeds=3)
     returns = few.history["episode_return"]
@@ -78,6 +79,7 @@ def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due
     assert best.evaluation.mean_return == max(returns.values())
 
 
+@pytest.mark.long
 def test_without_an_episode_the_best_checkpoint_is_missing_and_says_why(tmp_path):
     msrl.train(
         "ppo", Lottery(short=100, long=100), total_steps=32, num_envs=2, unroll_length=8, num_minibatches=1, num_epochs=1,

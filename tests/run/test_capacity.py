@@ -11,7 +11,6 @@ from msrl_jax.cli import command_line
 from msrl_jax.fragments.runtime import memory
 from msrl_jax.fragments.runtime.executables import Fitting
 from msrl_jax.fragments.runtime.memory import program_bytes
-from msrl_jax.run.prepare import make_experiment
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
 
@@ -35,18 +34,13 @@ def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
         Fitting(jax.jit(square), "it", "Use less")(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["GPUOnly", pytest.param("SingleLearnerCoarse", marks=pytest.mark.slow)])
 def test_a_run_whose_state_fits_and_whose_programs_do_not_is_refused(monkeypatch, policy):
     """The state of an environment takes less than 100 bytes, its trajectory of 4 steps and what is made of it more."""
     limit_to(monkeypatch, 3_000_000)
     with pytest.raises(ValueError, match=r"program .* takes [\d,]+ bytes of .*The largest array .* in '\w+' \([\d,]+ bytes\)"):
         msrl.train("a2c", "CartPole-v1", policy=policy, num_envs=2**14, total_steps=10**6, eval_episodes=0, **SMALL)
-
-
-def test_a_recording_that_cannot_be_joined_is_refused():
-    setup = make_experiment("a2c", "CartPole-v1", total_steps=10**13, overrides=SMALL)
-    with pytest.raises(ValueError, match=r"a data set of 10,000,000,000,000 rows of 42 bytes.* Record a shorter run"):
-        setup.record(10)
 
 
 def test_evaluations_and_recordings_are_refused_in_one_line(trained, run_folder, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +100,7 @@ def whole():
     return functools.cache(train)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_curriculum_of_a_callback_compiles_nothing(kind):
     compiled, seen = [], []
@@ -125,16 +125,7 @@ def test_a_curriculum_of_a_callback_compiles_nothing(kind):
     assert gravity[0] == pytest.approx(9.8) and gravity[-1] > 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
-def test_a_curriculum_is_the_same_under_another_policy(kind, whole):
-    other = train(kind, policy="SingleLearnerCoarse:actors=2,learners=2")
-    for a, b in zip(*map(jax.tree.leaves, (whole(kind).state.params, other.state.params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    for name in ("env_params/length", "env_params/gravity", "eval_return"):
-        np.testing.assert_allclose(whole(kind).history[name], other.history[name], rtol=1e-5)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["level", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     train(kind, tmp_path / "run", callbacks=[stop_after(6)])
@@ -144,15 +135,6 @@ def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     loaded = Result.load(tmp_path / "run", **given)
     one, other = (result.evaluate(16, seed=1).returns for result in (loaded, whole(kind)))
     np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-def test_members_are_runs_of_their_own():
-    together = train("values", seeds=2, eval_episodes=0)
-    for member in range(2):
-        alone = train("values", seed=3 + member, eval_episodes=0)
-        lengths, expected = (run.history["env_params/length"] for run in (together, alone))
-        np.testing.assert_allclose(lengths[:, member], expected, rtol=1e-5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,16 +208,6 @@ def test_what_cannot_be_set_is_refused_in_words(case):
     env = envs.RandomizeParams(envs.make("CartPole-v1"), KINDS[kind][0]())
     with pytest.raises(ValueError, match=message):
         changed(env, values)
-
-
-def test_runs_without_numbers_to_set_say_so():
-    message = "the run on CartPole-v1 has no numbers to set; start it with env_params={name: value}"
-    env = envs.make("CartPole-v1")
-    for there in (env, envs.RandomizeParams(env, lambda key: {"length": jax.random.uniform(key)})):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            changed(there, {"length": 1.0})
-    with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
-        msrl.run.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
 @pytest.mark.slow

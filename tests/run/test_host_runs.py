@@ -30,6 +30,7 @@ def children():
     return found
 
 
+@pytest.mark.long
 def test_a_policy_that_works_is_chosen_for_simulators_and_their_workers_end(capfd):
     """With the run, and with an evaluation."""
     small = SMALL | {"progress": "lines"}

@@ -31,6 +31,7 @@ def swept(options, tmp_path_factory):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_member_is_the_run_with_its_setting_and_seed(swept, options):
     setting, seed = 1, 1
     alone = msrl.train(
@@ -43,6 +44,7 @@ def test_a_member_is_the_run_with_its_setting_and_seed(swept, options):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_result_says_which_member_has_which_setting(swept):
     assert swept.members == 6 and swept.seeds == 3 and swept.history["episode_return"].shape == (3, 6)
     summary = swept.summary()
@@ -52,6 +54,7 @@ def test_the_result_says_which_member_has_which_setting(swept):
     assert "2 settings of learning_rate, discount" in repr(swept)
 
 
+@pytest.mark.long
 def test_a_figure_has_a_line_for_each_setting(swept):
     panel = swept.plot(metrics=("entropy",)).axes[0]
     labels = [line.get_label() for line in panel.lines]
@@ -165,19 +168,15 @@ def test_one_seed_of_several_goes_on_alone(members, one_device, tmp_path):
     ("fields", "message"),
     [
         ({"num_envs": [8, 16]}, r"PPO.num_envs=\[8, 16\]: num_envs changes the program .* learning_rate"),
-        ({"hidden_sizes": [8, 8.5]}, "hidden_sizes"),
-        ({"normalize_advantage": ["batch", "none"]}, "normalize_advantage changes the program"),
         ({"learning_rate": [1e-3, -1.0]}, r"member 2 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
-        ({"learning_rate": [1e-3, float("nan")]}, r"member 2 \(learning_rate=nan\)"),
         ({"learning_rate": [1e-3, "fast"]}, r"PPO.learning_rate\[1\]='fast': use a number"),
-        ({"learning_rate": [1e-3, None]}, r"learning_rate\[1\]=None: use a number for each member"),
         ({"learning_rate": [1e-3, 10**400]}, r"learning_rate\[1\]=1000.* is inf in float32"),
         ({"learning_rate": [1e-3, 1e-46]}, r"learning_rate\[1\]=1e-46 is 0.0 in float32"),
         ({"learning_rate": []}, "learning_rate has 0 values"),
         ({"learning_rate": [1e-3, 1e-4], "discount": [0.9]}, "learning_rate has 2, discount has 1 values"),
         ({"learning_rate": np.ones((2, 2))}, r"learning_rate\[0\]=\[1.0, 1.0\]: use a number"),
     ],
-    ids=["shape", "sizes", "choice", "negative", "nan", "text", "none", "huge", "tiny", "empty", "lengths", "matrix"],
+    ids=["shape", "negative", "text", "huge", "tiny", "empty", "lengths", "matrix"],
 )
 def test_bad_settings_are_refused_before_anything_compiles(fields, message, tiny):
     with pytest.raises(ValueError, match=message):

@@ -17,10 +17,8 @@ SMALL = {"num_envs": 4, "unroll_length": 4, "num_updates": 2, "batch_size": 16, 
     ("algo", "env", "fields"),
     [
         ("dqn", "CartPole-v1", {}),
-        ("sac", "Pendulum-v1", {}),
         ("r2d2", "CartPole-v1", {"trace_length": 4, "burn_in": 0, "n_step": 1}),
         ("qmix", Homes(), {"trace_length": 4}),
-        ("maddpg", Homes(), {}),
         ("muzero", "CartPole-v1", {"model_steps": 2, "n_step": 2}),
         ("alphazero", "pgx:tic_tac_toe", {}),
     ],
@@ -32,6 +30,7 @@ def test_a_run_without_an_update_is_refused_before_anything_compiles(algo, env, 
     assert not [r for r in caplog.records if "Finished XLA compilation of jit(initial_state)" in r.getMessage()]
 
 
+@pytest.mark.long
 def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd):
     options = SMALL | {"learning_starts": 112, "eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
     result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options)

@@ -66,6 +66,7 @@ def test_the_history_has_a_column_per_member(members):
     assert len({float(x) for x in members.history["entropy"][-1]}) == 3, "members differ"
 
 
+@pytest.mark.long
 def test_members_split_over_devices_are_the_same_members(members, tiny):
     split = msrl.train(
         "ppo", ENV, total_steps=6 * 64, chunk=2, seed=3, seeds=3, eval_episodes=0, devices=jax.devices()[:2],

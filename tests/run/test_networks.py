@@ -8,8 +8,8 @@ import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.prepare import experiment_of, make_experiment
-from tests.support import modules
 from tests.support.modules import FORMS, Linen
+from tests.support.runs import assert_same_state
 
 ENV, STEPS = "CartPole-v1:max_steps_in_episode=30", 4 * 64
 SMALL = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (6,)}
@@ -29,13 +29,6 @@ def half(tick):
     return tick.step >= STEPS // 2
 
 
-def assert_same(one, other):
-    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = map(jax.random.key_data, (a, b))
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -48,13 +41,14 @@ def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, t
     again = {"trust": True} if then is None else {"network": then}
     resumed = msrl.train(resume=tmp_path / "run", devices=one_device, progress=False, **again)
     assert resumed.status == "finished"
-    assert_same(resumed, whole)
+    assert_same_state(resumed.state, whole.state)
     loaded = msrl.Result.load(tmp_path / "run", **again)
     obs = np.ones(4, np.float32)
     assert loaded.act(obs) == whole.act(obs)
-    assert_same(loaded, whole)
+    assert_same_state(loaded.state, whole.state)
 
 
+@pytest.mark.long
 def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
     train(network=Linen(width=5), out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*give it again: network=\.\.\."):
@@ -63,16 +57,6 @@ def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, network=Linen(width=6))
     with pytest.raises(RunFolderError, match="cannot go on with network='mlp'"):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
-
-
-@pytest.mark.slow
-def test_members_with_a_module_are_the_runs_that_their_seeds_give(train):
-    both = train(network=modules.equinox_module, seeds=2, seed=3)
-    for member in (0, 1):
-        alone = train(network=modules.equinox_module, seed=3 + member)
-        mine = both.member_state(member).params
-        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(alone.state.params), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
@@ -90,21 +74,6 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
     assert main([*words, "--network", "tests.support.modules:nothing"]) == 2
     assert "has no attribute 'nothing'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_sweep_with_a_module(one_device, tmp_path):
-    found = msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", learning_rate=[1e-3, 1e-2], network=Linen(), **SMALL,
-    )  # fmt: skip
-    assert found.run().config.network == Linen()
-    again = msrl.SweepResult.load(tmp_path / "sweep", network=Linen())
-    np.testing.assert_array_equal(again.run().act(np.ones(4)), found.run().act(np.ones(4)))
-    with pytest.raises(RunFolderError, match="give it again: network="):
-        msrl.SweepResult.load(tmp_path / "sweep").run()
-    with pytest.raises(ValueError, match="network was given as an object"):
-        found.command()
 
 
 def test_networks_with_their_last_layers_are_no_members():

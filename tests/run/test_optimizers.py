@@ -1,8 +1,6 @@
 """Runs with optimizers of one's own, schedules and rates that adapt: what their folders say, and how they go on."""
 
-import jax
 import numpy as np
-import optax
 import pytest
 
 import msrl_jax as msrl
@@ -11,6 +9,7 @@ from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.prepare import experiment_of
 from tests.support import transformations
+from tests.support.runs import assert_same_state
 
 ENV, STEPS = "CartPole-v1:max_steps_in_episode=30", 4 * 64
 SMALL = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (6,)}
@@ -30,13 +29,6 @@ def half(tick):
     return tick.step >= STEPS // 2
 
 
-def assert_same(one, other):
-    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = map(jax.random.key_data, (a, b))
-        np.testing.assert_array_equal(a, b)
-
-
 CASES = {
     "adapted": ({"learning_rate": "kl:0.01,start=1e-3"}, {}),
     "members": ({"learning_rate": "kl:0.01,start=1e-3", "entropy_coef": "cosine:0.1", "clip_ratio": [0.1, 0.3]}, {}),
@@ -46,24 +38,23 @@ CASES = {
 }
 
 
-SELDOM = ("schedules", "function", "members", "object")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SELDOM else []) for c in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
     fields, again = CASES[case]
     whole = train(**fields)
     train(**fields, out=tmp_path / "run", callbacks=[half])
     resumed = msrl.train(resume=tmp_path / "run", devices=one_device, progress=False, trust=True, **again)
     assert resumed.status == "finished"
-    assert_same(resumed, whole)
+    assert_same_state(resumed.state, whole.state)
     if "learning_rate" in fields:
         rates = whole.history["learning_rate"]
         np.testing.assert_array_equal(resumed.history["learning_rate"], rates)
         assert len(np.unique(rates[-3:].reshape(3, -1)[:, 0])) > 1, "it changes after the point where the run went on"
-    assert_same(msrl.Result.load(tmp_path / "run", trust=True, **again), whole)
+    assert_same_state(msrl.Result.load(tmp_path / "run", trust=True, **again).state, whole.state)
 
 
+@pytest.mark.long
 def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
     train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*give it again: optimizer=\.\.\."):
@@ -72,15 +63,6 @@ def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.Result.load(tmp_path / "run", optimiser=transformations.ready)
     with pytest.raises(RunFolderError, match="cannot go on with optimizer='sgd'"):
         msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")
-
-
-@pytest.mark.slow
-def test_members_have_each_their_own_rate_as_alone(train):
-    both = train(learning_rate="kl:2e-4,start=1e-3", num_epochs=3, seeds=2, seed=3)
-    assert (both.history["learning_rate"][:, 0] != both.history["learning_rate"][:, 1]).any()
-    for member in (0, 1):
-        alone = train(learning_rate="kl:2e-4,start=1e-3", num_epochs=3, seed=3 + member)
-        np.testing.assert_allclose(both.history["learning_rate"][:, member], alone.history["learning_rate"], rtol=1e-5)
 
 
 @pytest.mark.long
@@ -115,18 +97,6 @@ def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
     assert len({trial.program for trial in found.trials}) == 4, "numbers share a program"
     assert "--learning-rate linear:1e-2" in found.command(0)
     assert msrl.SweepResult.load(tmp_path / "sweep").run(0).config.learning_rate == "linear:1e-2"
-
-
-@pytest.mark.slow
-def test_a_sweep_with_an_optimizer_of_ones_own(one_device, tmp_path):
-    own = optax.sgd(1e-2)
-    msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", entropy_coef=[0.0, 0.1], optimizer=own, **SMALL,
-    )  # fmt: skip
-    assert msrl.SweepResult.load(tmp_path / "sweep", optimizer=own).run().config.optimizer is own
-    with pytest.raises(RunFolderError, match="give it again: optimizer="):
-        msrl.SweepResult.load(tmp_path / "sweep").run()
 
 
 @pytest.mark.slow

@@ -223,6 +223,7 @@ def test_bad_options_start_nothing(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_launched_run_listens_for_this_machine_alone(monkeypatch):
     given = {}
     monkeypatch.setattr(jax.config, "update", lambda *_: None)

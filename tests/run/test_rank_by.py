@@ -46,6 +46,7 @@ def test_a_population_copies_whoever_is_better_by_the_metric(tiny, tmp_path):
     assert_same_run(msrl.train(resume=tmp_path / "run", env=Measured(), devices=jax.devices()[:1], progress=False), result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_best_checkpoint_has_the_best_evaluation_of_the_metric(seeds, tiny, tmp_path):
     options = {"seeds": seeds, "eval_episodes": 4, "eval_every": 64, "checkpoint_every": "10d", "keep_checkpoints": 1}
@@ -70,6 +71,7 @@ class Longer(Measured):
         return state, self.observe(state)
 
 
+@pytest.mark.long
 def test_without_evaluations_the_last_episodes_of_training_count(tiny, tmp_path):
     """At most one episode ends in an iteration of two steps, so that the history lists all episodes."""
     small = tiny | {"num_envs": 1, "unroll_length": 2, "num_minibatches": 1, "total_steps": 40, "eval_episodes": 0}

@@ -11,15 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.run import Result
 from msrl_jax.run.prepare import make_experiment
-
-
-def assert_same_state(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, x), y in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape, jax.tree_util.keystr(path)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+from tests.support.runs import assert_same_state
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +75,7 @@ def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
         Result.load(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     loaded = Result.load(stale.folder)
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
@@ -95,6 +88,16 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert_same_state(resumed, original)
     _, anew = program.run(loaded.run_state, 1)
     assert metrics["approx_kl"] != anew["approx_kl"], "the registers matter"
+
+
+def test_a_column_that_is_not_there_is_no_nan(trained):
+    with pytest.raises(KeyError, match=r"no column .episode_retrun. \(did you mean .episode_return.\?\); it has approx_kl"):
+        trained.final("episode_retrun")
+
+
+def test_an_empty_batch_is_refused(trained):
+    with pytest.raises(ValueError, match="give a batch of at least one observation"):
+        trained.act(np.zeros((0, 4)))
 
 
 def test_one_observation_gives_one_action(trained):
@@ -136,11 +139,6 @@ def test_agents_without_probabilities_say_so(algo, env, why):
     behavior = make_experiment(algo, env).behavior
     with pytest.raises(ValueError, match=why):
         behavior.probabilities(behavior.state_type, np.zeros((1, *behavior.observation_type.shape)))
-
-
-def test_an_observation_of_another_shape_is_refused(trained):
-    with pytest.raises(ValueError, match=r"obs has shape \[\(3,\)\]; the environment's observations have shape \[\(4,\)\]"):
-        trained.act(np.zeros(3))
 
 
 def test_the_best_member_acts(members):

@@ -94,7 +94,7 @@ class GymnaxEnvironment(Named):
             screen = gymnasium.make(self.env.name, render_mode="rgb_array").unwrapped
             screen.reset()
             screen.render()
-        except ImportError as error:
+        except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
             raise ValueError(f"pygame, which draws {self.name}, is not installed: pip install 'msrl-jax[video]'") from error
         return screen
 

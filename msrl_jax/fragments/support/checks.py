@@ -19,7 +19,8 @@ T = TypeVar("T")
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Converts a whole number, such as `1e6`, to an `int`; raises ValueError, which names the argument, if it does not fit."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy or JAX
-        value = value.item()
+        with contextlib.suppress(NotImplementedError):  # of a key
+            value = value.item()
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
     if number is None or number < least:

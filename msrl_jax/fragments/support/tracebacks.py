@@ -11,10 +11,9 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE = "msrl_jax"
 _JAX = ("jax", "jaxlib")
@@ -22,27 +21,35 @@ _HIDDEN = (_PACKAGE, *_JAX, "contextlib", "functools", "dataclasses")  # with wh
 _is_inside = ContextVar(f"{_PACKAGE} is called", default=False)
 
 
-def entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function an entry point: an error that leaves it has the frames of the user's functions only.
+def entry(target: F) -> F:
+    """Makes a function, or the constructor of a class, an entry point: its errors have the frames of the user's functions only.
 
     An error that is a bug of this package keeps all frames: it is an assertion, or no `raise` statement here raised it.
     """
+    if isinstance(target, type):
+        target.__init__ = entry(target.__init__)
+        return target  # type: ignore[return-value]
 
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    @functools.wraps(target)
+    def called(*args: Any, **kwargs: Any) -> Any:
         if _is_inside.get():
-            return function(*args, **kwargs)
+            return target(*args, **kwargs)
         token = _is_inside.set(True)
         try:
-            return function(*args, **kwargs)
+            return target(*args, **kwargs)
         except Exception as error:
-            if not _shows_all() and _is_of_user(error):
-                _hide(error)
+            hide_frames(error)
             raise  # which adds no frame
         finally:
             _is_inside.reset(token)
 
-    return called
+    return called  # type: ignore[return-value]
+
+
+def hide_frames(error: Exception) -> None:
+    """Takes this package's frames and JAX's out of the traceback of an error, unless it is a bug of this package."""
+    if not _shows_all() and _is_of_user(error):
+        _hide(error)
 
 
 @contextlib.contextmanager
@@ -75,7 +82,7 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
 
 def _is_of_user(error: Exception) -> bool:
     last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
-    if _package(last) != _PACKAGE:
+    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # of `called`: the arguments do not fit
         return True
     operation = last.tb_frame.f_code.co_code[last.tb_lasti]
     return not isinstance(error, AssertionError) and dis.opname[operation] == "RAISE_VARARGS"

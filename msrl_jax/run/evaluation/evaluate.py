@@ -85,6 +85,8 @@ class Behavior:
         single = shapes == wanted
         if not single and [s[1:] for s in shapes] != wanted:
             raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
+        if not single and len({s[0] for s in shapes} | {0}) != 2:
+            raise ValueError(f"obs has shape {shapes}; give a batch of at least one observation, of equal length in all parts")
         if single:
             obs = jax.tree.map(lambda x: x[None], obs)
         if (mask := mask_of(obs)) is not None and not mask.any(-1).all():

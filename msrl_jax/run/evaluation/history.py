@@ -99,6 +99,11 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     return {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
 
 
+def final(history: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """The mean of a column over the last tenth of training; nan if there is no such column."""
+    return last_mean(history[name]) if name in history else np.array(np.nan)
+
+
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
     """The mean of a column, `[C]` or `[C, M]`, over the last part of the run without nan entries, or the last known value."""
     column = np.asarray(column, np.float64)

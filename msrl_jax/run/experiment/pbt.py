@@ -24,6 +24,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
 
@@ -35,6 +36,7 @@ _WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resam
 _INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
 
 
+@entry
 @dataclasses.dataclass(frozen=True)
 class PBT:
     """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): members copy better ones and change what they copy.

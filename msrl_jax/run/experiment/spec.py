@@ -18,7 +18,7 @@ from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import env_name, is_on_host
+from msrl_jax.envs.base import check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_source, randomized, source_of
@@ -28,6 +28,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import check_seed, shown, suggestion, whole
 from msrl_jax.fragments.support.naming import TrustError, check_trust
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
@@ -39,6 +40,7 @@ GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
 
+@entry
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """All that decides what a run computes.
@@ -74,6 +76,8 @@ class Experiment:
             raise TypeError(f"Experiment.algorithm={shown(self.algorithm)}: give a config, such as PPO(learning_rate=3e-4)")
         algorithms.get(type(self.algorithm))
         words.check(self.algorithm)
+        if not isinstance(self.env, str):
+            check_made(self.env)
         if self.pbt is not None and not isinstance(self.pbt, PBT):
             raise TypeError(f"Experiment.pbt={shown(self.pbt)}: give a PBT")
         if self.guard not in get_args(GuardPolicy):

@@ -21,12 +21,6 @@ def test_gymnasiums_names_can_be_made():
     assert "Ant-v2" in without and not without & names
 
 
-@pytest.mark.parametrize("name", ["Ant-v2", "Pusher-v4"])
-def test_what_gymnasium_only_registers_is_refused_in_its_words(name):
-    with pytest.raises(ValueError, match=rf"gymnasium:{name} cannot be made: .*(moved|mujoco<3)"):
-        envs.make(f"gymnasium:{name}")
-
-
 def pool(task, seed, **params):
     with quiet():
         made = load("envpool").make_gymnasium(task, num_envs=1, seed=[seed], **params)

@@ -90,7 +90,7 @@ def make(groups, log, **fragment_options):
 def is_fast(devices, policy, groups):
     if devices == 1:
         return policy == "SingleLearnerCoarse" and groups == 1
-    return groups == 2 and policy not in ("SingleLearnerCoarse", "Central")
+    return groups == 2 and policy in ("Environments", "SingleLearnerFine")
 
 
 NEEDS_THREE = (1, "SingleLearnerCoarse:learners=2")

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.cli import main
 from tests.support.corridor import Corridor
 
 
@@ -46,10 +47,16 @@ def stop(tick):
     [
         (lambda: msrl.algorithms.PPO(learning_rate="fast"), []),
         (lambda: msrl.train("ppo", learning_rate=-1.0), []),
+        (lambda: msrl.train("ppo", seed=jax.random.key(0)), []),
+        (lambda: msrl.Experiment(algorithm=msrl.algorithms.PPO(), env=3), []),
         (lambda: msrl.sweep("ppo", learning_rate=[-1.0]), []),
-        (lambda: msrl.envs.make("cart"), []),
-        (lambda: msrl.policies.get("Gpu"), []),
         (lambda: msrl.Result.load("/nowhere"), []),
+        (lambda: msrl.envs.FrameStack(Corridor(), 0), []),
+        (lambda: msrl.envs.GymnasiumEnvironment("CartPole-v1", num_workers=-1), []),
+        (lambda: msrl.envs.Box(1.0, 0.0), []),
+        (lambda: msrl.policies.SingleLearnerCoarse(staleness=-1), []),
+        (lambda: msrl.data.from_episodes([{}]), []),
+        (lambda: msrl.replay.uniform({}, capacity=-1), []),
         (lambda: msrl.train("ppo", Failing(), progress=False), ["step", "inner"]),
         (lambda: msrl.train("ppo", Undecided(), progress=False), []),
     ],
@@ -58,6 +65,12 @@ def test_an_error_of_a_users_value_has_the_users_frames(call, kept):
     with pytest.raises((ValueError, TypeError, KeyError)) as caught:
         call()
     assert functions(caught.value) == [("<lambda>", False), *((name, False) for name in kept)]
+
+
+def test_an_error_on_the_command_line_has_the_users_frames():
+    with pytest.raises(KeyError) as caught:
+        main(["train", "--env", f"{__name__}:Failing", "--total-steps", "512", "--num-envs", "4", "--out", "/nowhere"])
+    assert functions(caught.value) == [("step", False), ("inner", False)]
 
 
 def test_the_cause_of_an_error_has_the_users_frames():

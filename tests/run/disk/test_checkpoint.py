@@ -22,6 +22,7 @@ from msrl_jax.run.disk import checkpoint
 from msrl_jax.run.disk.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
 from tests.support import processes
 from tests.support.full_disk import no_file_above
+from tests.support.runs import assert_same_state
 
 
 class State(NamedTuple):
@@ -50,15 +51,6 @@ def write(path, *saves, keep=9, scores=()):
     return complete(path)
 
 
-def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
-
-
 def no_note(text):
     raise AssertionError(text)
 
@@ -67,7 +59,7 @@ def test_any_state_round_trips(state, tmp_path):
     (saved,) = write(tmp_path, state)
     verify(saved)
     loaded, registers = load(saved, jax.eval_shape(lambda: state))
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
     assert registers == () and saved.progress == {"rows": 1, "text": "ä"} and newest(tmp_path, no_note) == saved
     np.testing.assert_array_equal(jax.random.normal(loaded.keys[5]), jax.random.normal(state.keys[5]))
     np.testing.assert_array_equal(jax.random.normal(loaded.other[0]), jax.random.normal(state.other[0]))
@@ -96,7 +88,7 @@ def test_a_state_is_read_onto_other_devices_than_it_was_saved_from(state, tmp_pa
     for saved in write(tmp_path, *saves):
         for to in (spread(state, 4), spread(state, 1), jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[2]), state)):
             loaded, _ = load(saved, jax.eval_shape(lambda: state), (), jax.tree.leaves(to))
-            assert_same(loaded, state)
+            assert_same_state(loaded, state)
             for x, at in zip(jax.tree.leaves(loaded), jax.tree.leaves(to), strict=True):
                 assert x.sharding.is_equivalent_to(at, x.ndim)
 
@@ -284,6 +276,7 @@ def kill_while_saving(path, kills, rng):
     return last
 
 
+@pytest.mark.long
 def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path):
     assert kill_while_saving(tmp_path, 2, np.random.default_rng(0)) > 0
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -58,14 +57,14 @@ def assert_same_rows(file, expected):
 
 
 STALE = "SingleLearnerCoarse:actors=2,learners=2,staleness=2"
-KINDS = [("impala", STALE)]  # PPO is killed below
+KINDS = {("ppo", "GPUOnly"): [], ("impala", STALE): [pytest.mark.long]}
 SYNCHRONOUS = ("GPUOnly", "SingleLearnerFine", "Central")
 STALENESS = (STALE, "SingleLearnerCoarse:staleness=2", "SingleLearnerCoarse:actors=1,learners=1,staleness=2")
 ALL = [(name, policy) for name in runs.RUNS for policy in (STALENESS if name == "impala" else SYNCHRONOUS)]
-SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in ALL if kind not in KINDS]
+MARKED = [pytest.param(*kind, marks=KINDS.get(kind, [pytest.mark.slow])) for kind in ALL]
 
 
-@pytest.mark.parametrize(("name", "policy"), [*KINDS, *SLOW])
+@pytest.mark.parametrize(("name", "policy"), MARKED)
 def test_a_run_that_was_stopped_goes_on_exactly(name, policy, whole, pendulum_data, tmp_path):
     expected, rows = whole(name, policy)
     options = {"devices": 4, "data": pendulum_data, "record": tmp_path / "steps.npz"}
@@ -102,6 +101,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
         done += 1
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     expected, rows = whole("ppo", "GPUOnly")
     with start("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz") as process:
@@ -175,6 +175,7 @@ def test_a_finished_run_is_only_read(copy, capfd):
         assert path.read_bytes() == content, path
 
 
+@pytest.mark.long
 def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     with pytest.warns(
         ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00225, after 0\.0015"
@@ -200,21 +201,6 @@ def test_evaluations_may_begin_and_end_with_a_resume(copy):
     assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
 
 
-@pytest.mark.slow
-def test_a_callback_that_changes_the_directory_or_the_row_changes_no_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-
-    def tick(tick):
-        os.chdir(tmp_path / "elsewhere")
-        tick.metrics["entropy"] = 7.0
-
-    result = train("ppo", "run", devices=1, iterations=6, callbacks=[tick], record="steps.npz", eval_every=None)
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run", "steps.npz"]
-    assert (result.history["entropy"] < 1).all() and result.folder == tmp_path / "run"
-
-
 def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     env, path = Lottery(short=2, long=3), tmp_path / "run"
     options = {"devices": one_device, "progress": False, "eval_episodes": 0}
@@ -231,6 +217,7 @@ def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     assert msrl.train(resume=path, env=Lottery(short=2, long=3), **options).status == "finished"
 
 
+@pytest.mark.long
 def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
     data, path = Path(shutil.copy(pendulum_data, tmp_path / "data.npz")), tmp_path / "run"
     options = {"devices": jax.devices()[:1], "progress": False}
@@ -274,6 +261,7 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path, capsys):
     np.testing.assert_array_equal(after.history["entropy"][: len(before.history["step"])], before.history["entropy"])
 
 
+@pytest.mark.long
 def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     """By a clock that moves by an hour per chunk."""
     clock = [0.0]

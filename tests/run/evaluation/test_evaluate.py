@@ -110,15 +110,6 @@ def test_an_agent_remembers_nothing_of_a_lost_episode(tiny):
     assert played.returns.tolist() == [0 + 1 + 2 + 3, 0 + 1] * 2
 
 
-@pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])
-def test_a_member_that_does_not_exist_is_refused(members, trained, member):
-    for act in (members.evaluate, members.act_with_carry):
-        with pytest.raises(ValueError, match=f"member={member}: this run has members 0 to 2"):
-            act(np.zeros(4, np.float32) if act == members.act_with_carry else 4, member=member)
-    with pytest.raises(ValueError, match=f"member={member}: this run has only member 0"):
-        trained.evaluate(4, member=member)
-
-
 def test_an_evaluation_reads_well():
     returns = np.float32([100, 150, 142.5, 180])
     one = Evaluation(returns, np.int32([100, 150, 143, 180]), np.ones(4, bool))
@@ -211,6 +202,7 @@ def test_evaluations_that_are_asked_for_have_keys_of_their_own(trained, monkeypa
     assert not any((plain(keys[-1]) == plain(key)).all() for key in keys[:-1])
 
 
+@pytest.mark.long
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
     assert to_int(stale.run_state.count) == 3 and len(stale.registers) > 0
     newest = make_evaluator(stale.behavior, 4)(stale.state, evaluation_key(stale.experiment))

@@ -41,6 +41,7 @@ def by_hand(result):
     return returns
 
 
+@pytest.mark.long
 def test_returns_of_agents_and_teams_are_those_of_their_rewards(played):
     agents, found = by_hand(played), played.evaluation
     assert found.agent_returns.shape == (5, 3) and list(found.team_returns) == ["one", "others"]
@@ -76,6 +77,7 @@ def test_returns_of_agents_stop_at_the_end_of_each_episode():
     np.testing.assert_array_equal(found.returns, found.lengths * 3)
 
 
+@pytest.mark.long
 def test_histories_and_summaries_have_the_returns_of_teams(played):
     history, agents = played.history, by_hand(played)
     for name, value in {"": agents.sum(), "/one": agents[0], "/others": agents[1:].sum()}.items():
@@ -90,6 +92,7 @@ def test_histories_and_summaries_have_the_returns_of_teams(played):
     assert {"eval_return/one", "eval_return/others"} <= {*columns}
 
 
+@pytest.mark.long
 def test_saved_evaluations_come_back(played, capsys):
     loaded = msrl.Result.load(played.folder)
     written = read_evaluation(json.loads((played.folder / "evaluation.json").read_text()))

@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     return train(out=tmp_path_factory.mktemp("pbt") / "run", seed=7)
 
 
+@pytest.mark.long
 def test_the_history_holds_lineage_and_schedules(trained):
     parent, rate = trained.history["pbt/parent"], trained.history["pbt/learning_rate"]
     ends = trained.history["iteration"]
@@ -54,6 +55,7 @@ def test_the_history_holds_lineage_and_schedules(trained):
     assert found and {step for step, _, _ in found} <= {3 * STEPS, 6 * STEPS, 9 * STEPS}
 
 
+@pytest.mark.long
 def test_settings_summary_and_text(trained):
     assert [s["seed"] for s in trained.settings] == [7, 8, 9, 10]
     assert trained.members == 4 and trained.has_members
@@ -65,6 +67,7 @@ def test_settings_summary_and_text(trained):
     assert trained.member_state(2).params is not None and trained.act(np.zeros(4)).shape == ()
 
 
+@pytest.mark.long
 def test_lineage_is_drawn(trained, tmp_path, members):
     figure = trained.plot_lineage(tmp_path / "lineage.png")
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
@@ -73,12 +76,14 @@ def test_lineage_is_drawn(trained, tmp_path, members):
         members.plot_lineage()
 
 
+@pytest.mark.long
 def test_a_run_of_a_population_is_read_again(trained):
     loaded = Result.load(trained.folder)
     assert_same_run(loaded, trained)
     np.testing.assert_array_equal(loaded.act(np.ones((3, 4))), trained.act(np.ones((3, 4))))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
     first = train(chunk=1, seed=7, out=tmp_path / "run", callbacks=[stop_after(7)])
     assert first.history["iteration"][-1] == 7
@@ -130,12 +135,14 @@ def train_unsteady(guard, rate):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     result = train_unsteady("skip", 1e25)
     assert result.status == "finished" and result.history["skipped_updates"][:3, 0].sum() > 0
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
+@pytest.mark.long
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
@@ -159,15 +166,6 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     assert result.history["iteration"].tolist()[:2] == [2, 4]
     order = np.argsort(loss[0])
     assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
-
-
-@pytest.mark.slow
-def test_stale_actors_have_a_population():
-    result = msrl.train(
-        "ppo", ENV, policy="SingleLearnerCoarse:actors=1,learners=1,staleness=1", devices=jax.devices()[:2],
-        **{**SMALL, **TRAIN, "normalize_observations": False, "total_steps": 8 * STEPS},
-    )  # fmt: skip
-    assert (result.history["pbt/parent"][-1] != np.arange(4)).any()
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ def test_an_environment_whose_reset_returns_nan_is_named():
     assert caught.value.path == ".obs" and caught.value.replay is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
@@ -46,6 +47,7 @@ def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
     assert dropped >= 1 if algo != "es" else dropped == 0, "ES ranks a nan return lowest, so its updates are finite"
 
 
+@pytest.mark.slow
 def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
     result = run("ppo", Faulty(), guard="skip", learning_rate=1e25, max_grad_norm=1e30)
     assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
@@ -154,15 +156,6 @@ def test_members_go_back_with_rates_halved_for_every_rollback():
     assert len(set(keys)) == 4, "each rollback has other random numbers"
 
 
-def test_the_copy_in_memory_is_of_after_the_last_rollback():
-    guard, run = Guard(), SimpleNamespace(path=None, program=None, deployment={"rollbacks": [{}, {}]})
-    guard._kept = None
-    run.experiment = SimpleNamespace(start=lambda program: "initial")
-    assert guard.earlier(run) == ("initial", 0, 0)  # type: ignore[arg-type]
-    guard._kept = "copy", 4
-    assert guard.earlier(run) == ("copy", 4, 2)  # type: ignore[arg-type]
-
-
 def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     """It went back twice to its newest checkpoint, which was written before."""
     module = importlib.import_module("msrl_jax.run.training")
@@ -180,6 +173,8 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     wanted = again(state, 2, 0, experiment)
     assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
     assert run.run_state.inner["key"] == wanted.inner["key"]
+
+
 def train_unsteady(out, **options):
     """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
     options = {"total_steps": 8 * 32, "learning_rate": 4e18, **options}
@@ -189,6 +184,7 @@ def train_unsteady(out, **options):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_the_rate_that_recovered(tmp_path):
     out = tmp_path / "run"
     stopped = train_unsteady(out, learning_rate=2e18, total_steps=4 * 32, callbacks=[lambda tick: tick.iteration == 3])
@@ -196,21 +192,6 @@ def test_a_resumed_run_keeps_the_rate_that_recovered(tmp_path):
     goes_on = msrl.train(resume=out, env=Faulty(), devices=jax.devices()[:1], progress=False)
     assert goes_on.status == "finished" and goes_on.config.learning_rate == 1e18 and all_finite(goes_on.state.params)
     assert goes_on.history["iteration"].tolist() == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
-    whole = train_unsteady(tmp_path / "whole")
-    assert whole.status == "finished" and whole.config.learning_rate == 1e18 and all_finite(whole.state.params)
-    rollbacks = whole.description["rollbacks"]
-    assert [r["learning_rate"] for r in rollbacks] == [2e18, 1e18]
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["rollbacks"] == rollbacks
-    train_unsteady(tmp_path / "parts", callbacks=[lambda tick: tick.iteration == 5])
-    goes_on = msrl.train(resume=tmp_path / "parts", env=Faulty(), devices=jax.devices()[:1], progress=False)
-    assert goes_on.config.learning_rate == 1e18 and msrl.Result.load(tmp_path / "parts", env=Faulty()).config == goes_on.config
-    for x, y in zip(jax.tree.leaves(goes_on.state.params), jax.tree.leaves(whole.state.params), strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert goes_on.history["iteration"].tolist() == whole.history["iteration"].tolist() == list(range(1, 9))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])

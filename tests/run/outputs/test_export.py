@@ -163,6 +163,7 @@ print(json.dumps([about, [int(policy.call(obs=row[None])["action"][0]) for row i
 """
 
 
+@pytest.mark.long
 def test_a_file_of_a_run_acts_in_a_process_that_has_jax_alone(trained, run_folder, tmp_path, capsys):
     file = tmp_path / "policy.jaxexport"
     assert main(["export", str(run_folder), str(file), "--json"]) == 0
