@@ -186,9 +186,9 @@ class ES:
             env_state, episodes = pop_episodes(env_state)
             return ESState(params, opt_state, actor_keys, env_key, env_state, obs, midway), {**metrics, **episodes}
 
-        def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             del key
-            return choose(state.params, obs)
+            return choose(state.params, obs), carry
 
         return Agent(
             init=init,

@@ -301,7 +301,6 @@ class IPPO:
             learn=learn,
             choose_action=choose_action,
             initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
-            recurrent=recurrent,
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             probabilities=None if recurrent or has_scale(check_policy_space(venv.action_space)) else probabilities,
             env_group=self.num_minibatches if recurrent else 1,

@@ -187,8 +187,8 @@ class PQN:
             )
             return PQNState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
-        def act(state: PQNState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-            return to_env_action(action_values(state.params, obs).argmax(-1))
+        def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(action_values(state.params, obs).argmax(-1)), carry
 
         return Agent(
             init=init,

@@ -224,7 +224,7 @@ class Result(Outcome):
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
             run has no such member, or if the agent is recurrent; use `act_with_carry` then.
         """
-        if self.behavior.agent.initial_carry is not None:
+        if self.behavior.agent.is_recurrent:
             raise ValueError(
                 f"an agent of {self.experiment.name!r} remembers earlier observations, so one is not enough; "
                 "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
@@ -324,7 +324,7 @@ class Result(Outcome):
         if data is not None:
             if (episodes, max_steps, env_params) != (128, MAX_STEPS, None):
                 raise ValueError("with data no episode is played; leave out episodes, max_steps and env_params, or data")
-            if self.behavior.agent.initial_carry is not None:
+            if self.behavior.agent.is_recurrent:
                 raise ValueError(
                     f"an agent of {self.experiment.name!r} remembers earlier observations, so single steps of data do not tell "
                     "what it would do; evaluate(episodes) plays"

@@ -175,7 +175,7 @@ class AlphaZero:
         return Agent(
             init=init,
             iteration=iteration,
-            act=lambda state, obs, key=None: choose_action(state.params, obs, key, ())[0],
+            act=lambda state, obs, key, carry: choose_action(state.params, obs, key, carry),
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,

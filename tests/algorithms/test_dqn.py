@@ -225,7 +225,7 @@ def test_distributions_learn_the_values_of_one_step(options):
     assert np.isfinite(loss).all()
     # Pushes are -0.3, 0 and 0.3: the best action moves to the right, and so does the policy.
     obs = jnp.array([[-0.5, 0.25, 0.2], [0.0, 0.0, 0.2], [0.5, 0.25, 0.2]])
-    np.testing.assert_array_equal(agent.act(after, obs, None), 2)
+    np.testing.assert_array_equal(agent.act(after, obs, None, ())[0], 2)
 
 
 def test_what_a_codec_cannot_hold_is_counted():

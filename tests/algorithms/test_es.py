@@ -190,9 +190,9 @@ class Quadratic:
 def test_the_centre_moves_to_the_optimum():
     agent = build(Quadratic(), num_envs=64, unroll_length=1, learning_rate=0.02)
     state, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(start(agent, 0))
-    action = agent.act(state, jnp.ones((3, 2)), None)
+    action = agent.act(state, jnp.ones((3, 2)), None, ())[0]
     np.testing.assert_allclose(action, np.tile(Quadratic.best, (3, 1)), atol=0.03)
-    np.testing.assert_array_equal(agent.act(state, jnp.ones((3, 2)), jax.random.key(0)), action)
+    np.testing.assert_array_equal(agent.act(state, jnp.ones((3, 2)), jax.random.key(0), ())[0], action)
     assert metrics["fitness"][-20:].mean() > -0.05 > -0.3 > metrics["fitness"][0]
 
 

@@ -239,10 +239,11 @@ def test_a_key_samples_and_no_key_is_greedy():
     agent, _ = build("a2c")
     state, obs, key = start(agent, 0), np.linspace(-1, 1, 30).reshape(10, 3), jax.random.key(5)
     logits, _ = plain_network(wide(state.params), obs, False, np)
-    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), None), logits.argmax(-1))
+    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), None, ())[0], logits.argmax(-1))
     total = np.cumsum(np.exp(logits), -1)
     uniform = np.asarray(jax.vmap(jax.random.uniform)(jax.random.split(key, 10)))
-    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
+    drawn, _ = agent.act(state, jnp.asarray(obs), key, ())
+    np.testing.assert_array_equal(drawn, (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
 @pytest.mark.parametrize("core", [pytest.param({}, id="none"), pytest.param(GRU, id="gru", marks=pytest.mark.slow)])

@@ -103,8 +103,8 @@ def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
     """`act` of an `Agent` whose state has the parameters, and `probabilities`, which is None if actions are floats."""
     to_env_action = action_transform(space)
 
-    def act(state: Any, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
+    def act(state: Any, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        return to_env_action(choose(network.policy(state.params, obs), key)), carry
 
     def probabilities(state: Any, obs: jax.Array) -> jax.Array:
         return cast(Any, network.policy(state.params, obs)).probabilities()
