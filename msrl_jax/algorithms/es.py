@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
@@ -80,7 +80,7 @@ class ES:
         venv = counting_environment(env, self.num_envs, normalize_observations=self.normalize_observations)
         # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
         starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space)
+        network = policy_and_value(make_torso(venv.observation_space, self), venv.action_space)
         to_env_action = action_transform(venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-8)
 

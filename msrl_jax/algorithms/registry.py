@@ -17,7 +17,7 @@ from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 
-_WITH_MEMORY = {"ppo": "recurrent_ppo", "dqn": "r2d2", "apex_dqn": "r2d2"}
+_WITH_MEMORY = {"dqn": "r2d2", "apex_dqn": "r2d2"}
 """Algorithms whose form with a memory is another algorithm."""
 
 

@@ -17,7 +17,8 @@ import optax
 from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Metrics, Progress, step_size
-from msrl_jax.algorithms.loops.trajectory import Trajectory, shuffle_times
+from msrl_jax.algorithms.loops.minibatches import shuffle
+from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
 from msrl_jax.algorithms.returns.advantages import gae, mean
@@ -133,7 +134,7 @@ def random_network_distillation(
     @fragment(role="learner")
     def explore(novelty, t, last_obs, progress):
         novelty, advantage, goal, reward = surprise(novelty, t, last_obs)
-        key, times = shuffle_times(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
+        key, times = shuffle(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
         rate = step_size(config, progress)  # one that adapts stays at its start
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal

@@ -40,7 +40,7 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.trajectory import check_minibatches
+from msrl_jax.algorithms.loops.minibatches import check_minibatches
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
@@ -125,7 +125,7 @@ class SelfPlay:
 
     def check(self) -> None:
         """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
-        check_minibatches(self, recurrent=False)
+        check_minibatches(self)
         block = 2 * self.num_opponents
         if self.num_envs % block:
             raise ValueError(

@@ -22,10 +22,10 @@ from flax import linen as nn
 
 from msrl_jax import _checks, _naming
 from msrl_jax._spec import parse_spec
+from msrl_jax.algorithms.networks.cells import CELLS, stepwise
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
 from msrl_jax.algorithms.networks.modules import check_gradients, is_name
-from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
 from msrl_jax.algorithms.networks.transformer import gtrxl
 
 _NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}

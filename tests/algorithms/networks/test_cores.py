@@ -135,5 +135,5 @@ def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
 
 def test_a_core_needs_a_module_of_features():
     whole = msrl.algorithms.Whole(lambda key: None, lambda key: None)
-    with pytest.raises(ValueError, match="no place for a memory"):
+    with pytest.raises(ValueError, match="no place for a core"):
         msrl.Experiment(algorithm=msrl.algorithms.RecurrentPPO(network=whole, num_envs=8), env="CartPole-v1").initial_state()
