@@ -46,7 +46,7 @@ from msrl_jax.algorithms.networks.layers import Torso, forget, head
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
+from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
 
@@ -57,7 +57,7 @@ class Learner(NamedTuple):
     opt_state: optax.OptState  # one for each network
     key: jax.Array  # the learner's, which shuffles
     actor_keys: jax.Array  # one per agent, which samples actions, [E, A]
-    value_scale: ValueScale | tuple[()]  # running statistics of the targets of each critic; () if values are not normalized
+    value_size: ValueSize | tuple[()]  # how large the targets of each critic are, if values are normalized
 
 
 class Batch(NamedTuple):
@@ -105,7 +105,7 @@ class IPPO:
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
     central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
+    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
@@ -133,8 +133,8 @@ class IPPO:
             params = network.init(keys) if shared else jax.lax.map(network.init, keys)
             opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
             actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
-            scale = value_scale(*() if shared else (num_agents,)) if self.normalize_values else ()
-            return params, Learner(opt_state, learner_key, actor_keys, scale)
+            size = value_size(*() if shared else (num_agents,)) if self.normalize_values else ()
+            return params, Learner(opt_state, learner_key, actor_keys, size)
 
         def inputs_of(obs: Any, state: jax.Array) -> Any:
             """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
@@ -184,20 +184,20 @@ class IPPO:
             return truncated_values(note, params, (final_obs, final_state, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def estimate_advantages(params, experience, notes, bootstrap_value, scale):
+        def estimate_advantages(params, experience, notes, bootstrap_value, size):
             t, value = experience, values(team, params, inputs_of(experience.obs, experience.state), notes)
-            if scale:
-                value, bootstrap_value = scale.restore(value), scale.restore(bootstrap_value)
+            if size:
+                value, bootstrap_value = value * size.size, bootstrap_value * size.size
             truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
             next_value = next_values(value, bootstrap_value[-1], bootstrap_value, truncated)
             advantage = gae(
                 t.reward, value, next_value, t.terminated, truncated, discount=self.discount, gae_lambda=self.gae_lambda
             )
             target = value + advantage
-            if scale:
-                scale = scale.updated(target, t.present)
-                value, target = scale.normalize(value), scale.normalize(target)
-            return value, advantage, target, scale
+            if size:
+                size = size.updated(target, t.present)
+                value, target = value / size.size, target / size.size
+            return value, advantage, target, size
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
@@ -232,9 +232,9 @@ class IPPO:
             return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
-        def update_networks(params, opt_state, progress, key, scale, experience, carry, notes, bootstrap_value):
+        def update_networks(params, opt_state, progress, key, size, experience, carry, notes, bootstrap_value):
             t = experience
-            value, advantage, target, scale = estimate_advantages(params, t, notes, bootstrap_value, scale)
+            value, advantage, target, size = estimate_advantages(params, t, notes, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
             batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
@@ -243,7 +243,7 @@ class IPPO:
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
+            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
@@ -253,10 +253,10 @@ class IPPO:
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
             # What only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-            params, opt_state, key, scale, metrics = update_networks(
-                params, rest.opt_state, progress, rest.key, rest.value_scale, t, carry, notes, bootstrap_value
+            params, opt_state, key, size, metrics = update_networks(
+                params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, notes, bootstrap_value
             )
-            return params, Learner(opt_state, key, rest.actor_keys, scale), metrics
+            return params, Learner(opt_state, key, rest.actor_keys, size), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Distributions over actions `[E, A]` outside of training, and the carry."""

@@ -87,7 +87,7 @@ class PPO:
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    scale_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
+    normalize_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
     intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class PPO:
             params = network.init(params_key)
             return PPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                network.initial_carry((self.num_envs,)), value_size() if self.scale_values else (), begin_novelty(key),
+                network.initial_carry((self.num_envs,)), value_size() if self.normalize_values else (), begin_novelty(key),
             )  # fmt: skip
 
         axes = logical_axes(

@@ -110,7 +110,7 @@ class SelfPlay:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
+    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
     pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
     latest_share: Tunable = tunable(
