@@ -18,19 +18,17 @@ from msrl_jax.algorithms.config import (
     NetworkKind,
     OptimizerKind,
     Tunable,
-    TunableOrNone,
     config,
     field,
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part
@@ -45,7 +43,6 @@ class A2CState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
-    novelty: Any = ()  # of `random_network_distillation`
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
@@ -77,7 +74,6 @@ class A2C:
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -85,19 +81,18 @@ class A2C:
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> A2CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return A2CState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs, begin_novelty(key),
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
                 network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
         axes = logical_axes(
-            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
+            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
             carry=P("env"),
         )  # fmt: skip
 
@@ -138,7 +133,7 @@ class A2C:
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
 
-        def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
+        def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[A2CState, Metrics]:
             def step(before, keys):
                 env_state, obs, carry = before
                 action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)
@@ -151,12 +146,12 @@ class A2C:
             (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            novelty, trajectory, intrinsic = explore(state.novelty, trajectory, obs, progress)
+            trajectory = add_bonus(trajectory, obs)
             params, opt_state, metrics = learn(
                 state.params, state.opt_state, progress, trajectory, final_obs, last_notes, state.carry
             )
-            after = A2CState(params, opt_state, actor_keys, env_state, obs, novelty, carry)
-            return after, {**metrics, **intrinsic, **episodes}
+            after = A2CState(params, opt_state, actor_keys, env_state, obs, carry)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,

@@ -21,20 +21,18 @@ from msrl_jax.algorithms.config import (
     NetworkKind,
     OptimizerKind,
     Tunable,
-    TunableOrNone,
     config,
     field,
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, next_values, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part, are_privileged
@@ -54,7 +52,6 @@ class IMPALAState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
     replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
-    novelty: Any = ()  # of `random_network_distillation`
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
@@ -104,19 +101,13 @@ class IMPALA:
     normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
     replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError unless there is a batch for every update, and nothing kept whose novelty has gone."""
+        """Raises ValueError unless there is a batch for every update."""
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
                 "from; use num_updates=1, or replay_batches of at least 1"
-            )
-        if self.intrinsic_coef is not None and self.replay_batches:
-            raise ValueError(
-                f"{type(self).__name__}.intrinsic_coef={self.intrinsic_coef}: what was new when a batch was kept is not new "
-                "when it is replayed; use replay_batches=0, or intrinsic_coef=None"
             )
 
     def build(self, env: Environment) -> Agent:
@@ -125,7 +116,6 @@ class IMPALA:
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -133,11 +123,11 @@ class IMPALA:
             params = network.init(params_key)
             return IMPALAState(
                 params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
-                novelty=begin_novelty(key), carry=network.initial_carry((self.num_envs,)),
+                carry=network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
         axes = logical_axes(
-            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
+            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
             carry=P("env"),
         )  # fmt: skip
 
@@ -265,16 +255,15 @@ class IMPALA:
                 metrics = jax.tree.map(lambda x: x.mean(0), metrics)
             return params, opt_state, {**metrics, **in_force(learning_rate)}
 
-        def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
+        def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
-            novelty, trajectory, found = explore(state.novelty, batches.trajectory, batches.last_obs, progress)
-            batches = batches._replace(trajectory=trajectory)
+            batches = batches._replace(trajectory=add_bonus(batches.trajectory, batches.last_obs))
             if queue is not None:  # draw K of the kept batches
                 replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
                 after = after._replace(replay=replay, replay_key=replay_key)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
-            after = after._replace(params=params, opt_state=opt_state, novelty=novelty)
-            return after, {**metrics, **found, **episodes}
+            after = after._replace(params=params, opt_state=opt_state)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,

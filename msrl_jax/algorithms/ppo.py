@@ -28,14 +28,13 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
-from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part
@@ -53,7 +52,6 @@ class PPOState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
     value_size: ValueSize | tuple[()] = ()  # how large the critic's targets are, if values are scaled
-    novelty: Any = ()  # of `random_network_distillation`
 
 
 @config("ppo", privileged=True)
@@ -88,7 +86,6 @@ class PPO:
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
     normalize_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`, or `num_envs` with a recurrent core."""
@@ -100,7 +97,6 @@ class PPO:
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-5)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> PPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -108,12 +104,12 @@ class PPO:
             params = network.init(params_key)
             return PPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                network.initial_carry((self.num_envs,)), value_size() if self.normalize_values else (), begin_novelty(key),
+                network.initial_carry((self.num_envs,)), value_size() if self.normalize_values else (),
             )  # fmt: skip
 
         axes = logical_axes(
             PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            carry=P("env"), value_size=P(), novelty=P(),
+            carry=P("env"), value_size=P(),
         )  # fmt: skip
 
         @fragment(role="actor")
@@ -176,7 +172,7 @@ class PPO:
             params, opt_state, _ = learned
             return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
 
-        def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
+        def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[PPOState, Metrics]:
             def step(before, keys):
                 env_state, obs, carry = before
                 action, log_prob, note, carry = act(state.params, actor_part(obs), carry, keys)
@@ -189,13 +185,13 @@ class PPO:
             (env_state, obs, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
             last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
+            trajectory = add_bonus(trajectory, obs)
             params, opt_state, key, size, metrics = learn(
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, notes, final_obs, last_notes,
                 state.carry,
             )  # fmt: skip
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, carry, size, novelty)
-            return after, {**metrics, **found, **episodes}
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, carry, size)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,

@@ -16,7 +16,7 @@ from msrl_jax import _compiling, _recipes, policies
 from msrl_jax._checks import as_path, whole
 from msrl_jax._naming import check_trust
 from msrl_jax._tracebacks import entry
-from msrl_jax.algorithms.agent import replay_ratio
+from msrl_jax.algorithms.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.images import unseen_images

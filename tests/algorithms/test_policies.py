@@ -31,7 +31,7 @@ INTEGERS = {
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
-    *((f"{name}+rnd", "CartPole-v1") for name in ("ppo", "recurrent_ppo", "a2c", "impala")),
+    *((name, "CartPole-v1") for name in ("ppo_rnd", "ppo_rnd+memory", "a2c_rnd", "impala_rnd")),
     ("recurrent_ppo", "CartPole-v1"),
     ("recurrent_ppo+min_gru", "CartPole-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"),
@@ -93,10 +93,10 @@ SLOW = [
 
 # PPO runs under every policy each time, the others under one, which keeps what they do apart in another way.
 FEW_POLICIES = {
-    "ppo+rnd": (),
-    "recurrent_ppo+rnd": (),
-    "a2c+rnd": (),
-    "impala+rnd": (),
+    "ppo_rnd": (),
+    "ppo_rnd+memory": (),
+    "a2c_rnd": (),
+    "impala_rnd": (),
     "impala": ("Central",),
     "pqn": ("SingleLearnerCoarse",),
     "dqn+munchausen": (),

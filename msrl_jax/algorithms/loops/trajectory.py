@@ -3,6 +3,7 @@
 In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -12,6 +13,14 @@ import jax.numpy as jnp
 from msrl_jax.algorithms.networks.layers import first_steps
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize
+
+AddBonus = Callable[["Trajectory", Any], "Trajectory"]
+"""`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
+
+
+def no_bonus(trajectory: "Trajectory", last_obs: Any) -> "Trajectory":
+    """The trajectory as it is."""
+    return trajectory
 
 
 class Trajectory(NamedTuple):
@@ -24,7 +33,7 @@ class Trajectory(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
-    bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
+    bonus: jax.Array | None = None  # added to the advantages, such as for what is new; nothing if None
 
     @property
     def is_first(self) -> jax.Array:
