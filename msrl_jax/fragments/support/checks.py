@@ -55,7 +55,7 @@ def as_path(name: str, value: Any) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike) -> Iterator[None]:
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Adds the file's name to operating-system errors that lack it, such as that of a full disk."""
     try:
         yield
