@@ -17,8 +17,8 @@ import numpy as np
 from comparison import machine, our_versions, rewrite
 
 from msrl_jax import policies
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report.provenance import commit
+from msrl_jax.run.prepare import make_experiment
 
 RATES = (1e-6, 1e-5, 1e-4, 3e-4)
 

@@ -25,11 +25,11 @@ import numpy as np
 from comparison import Peer, Setting, chosen, in_turns, machine, merge, our_versions, rewrite, spread, versions_of
 
 import msrl_jax as msrl
-from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.fragments.program import Program
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit
+from msrl_jax.run import Experiment
+from msrl_jax.run.prepare import make_experiment
 
 DEVICE, HOST, PEER = "msrl_jax, on the device", "msrl_jax, Gymnasium", "Ray RLlib, Gymnasium"
 COLUMNS = (DEVICE, HOST, PEER)

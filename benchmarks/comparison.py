@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import jax
 
 import msrl_jax as msrl
-from msrl_jax.envs.host import processors
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.envs.host_simulators import processors
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit, processor
+from msrl_jax.run.prepare import make_experiment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,11 @@ import jax
 from comparison import Setting, chosen, compare, machine, our_versions, rewrite
 
 import msrl_jax as msrl
-from msrl_jax import _suites
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.envs.suites import catalog
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.report.bench import calibrated_chunk, program_runner
 from msrl_jax.report.provenance import commit
+from msrl_jax.run.prepare import make_experiment
 
 PPO = compare_rejax.PPO | compare_rejax.OURS
 MINATAR = PPO | {"activation": "relu", "num_envs": 64, "unroll_length": 128}
@@ -98,7 +98,7 @@ def shrunk(row: Row) -> Row:
 
 def missing(row: Row) -> str | None:
     """How to install the suite of a row's environment; None if it is there."""
-    suite = _suites.suite_of(row.env)
+    suite = catalog.suite_of(row.env)
     return suite.install if suite is not None and suite.version() is None else None
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from comparison import Peer, Setting
 
 import msrl_jax as msrl
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report.bench import Runner, calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit
+from msrl_jax.run.prepare import make_experiment
 
 PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}
 SETTINGS = [Setting("ppo", f"gymnasium:{name}", PPO) for name in ("HalfCheetah-v5", "Ant-v5")]

@@ -27,9 +27,9 @@ import compare_rejax
 from comparison import Setting, rewrite
 
 import msrl_jax as msrl
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.fragments.plan.kernels import Launches, launches
 from msrl_jax.fragments.plan.topologies import gpu_topology
+from msrl_jax.run.prepare import make_experiment
 
 HERE = Path(__file__).parent
 ITERATIONS = 7  # of a program; a number that no inner loop has

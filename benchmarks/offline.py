@@ -26,7 +26,7 @@ from scipy import stats
 
 import msrl_jax as msrl
 from msrl_jax.envs import Discrete
-from msrl_jax.experiment import FittedQ
+from msrl_jax.offline_evaluation import FittedQ, estimate_return
 from msrl_jax.report import curves, recipe
 from msrl_jax.report.provenance import commit
 from msrl_jax.report.statistics import Estimate, estimate, mean
@@ -133,7 +133,7 @@ def selection(policies: list[tuple[str, msrl.Result]], makers: dict[str, Any], d
     for kind, dataset in data.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the estimate .* still changed")  # the record has the change
-            fitted = [run.evaluate(data=dataset, member=0, settings=sizes.fitted_q) for _, run in policies]
+            fitted = [estimate_return(run, dataset, sizes.fitted_q, member=0) for _, run in policies]
         found["estimates"][kind] = [x.value for x in fitted]
         found["changes"][kind] = [abs(x.change / x.value) for x in fitted]
         found["covered"][kind] = None

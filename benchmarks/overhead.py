@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import msrl_jax as msrl
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.guard import Guard
-from msrl_jax.experiment.hooks import Checkpoints
-from msrl_jax.experiment.run import Pace, Run
+from msrl_jax.run.loop.guard import Guard
+from msrl_jax.run.loop.hooks import Checkpoints
+from msrl_jax.run.loop.loop import Pace, Run
+from msrl_jax.run.prepare import make_experiment
 
 KINDS = ("neither", "checkpoint", "guard")
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import msrl_jax as msrl
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 
 ENV, MEMBERS = "Pendulum-v1", 8
 RATES = tuple(float(x) for x in np.geomspace(1e-6, 1e-4, MEMBERS))

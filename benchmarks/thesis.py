@@ -18,11 +18,11 @@ import jax
 from comparison import machine, our_versions, rewrite
 
 from msrl_jax import policies
-from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.report import curves
 from msrl_jax.report.bench import program_runner
 from msrl_jax.report.provenance import commit
+from msrl_jax.run import Experiment
+from msrl_jax.run.prepare import make_experiment
 
 POLICIES = ("GPUOnly", "MultiLearner", "SingleLearnerCoarse", "SingleLearnerFine", "Environments", "Central")
 DELAYS = (0.0, 0.0002, 0.001, 0.002, 0.006)

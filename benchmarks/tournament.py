@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msrl_jax as msrl
+from msrl_jax.run import Tick
+from msrl_jax.tournament import Leaderboard, compete
 
 WORKERS, ROUND, TARGET = 4, 4096, 475.0
 PPO = {"num_envs": 4, "unroll_length": 128, "num_minibatches": 4, "hidden_sizes": (32, 32), "learning_rate": 5e-4}
@@ -35,7 +36,7 @@ def work(board: str, number: int, seed: int, in_generations: bool, seconds: floa
     """
     last = 0
 
-    def slowly(tick: msrl.experiment.Tick) -> None:
+    def slowly(tick: Tick) -> None:
         nonlocal last
         begun = last if tick.resumed_from <= last < tick.step else tick.resumed_from
         time.sleep(number * seconds * (tick.step - begun) / ROUND)
@@ -44,19 +45,19 @@ def work(board: str, number: int, seed: int, in_generations: bool, seconds: floa
     options: dict[str, Any] = {"round_steps": ROUND, "total_steps": 2_000_000, "eval_episodes": 32, "size": WORKERS}
     options |= {"fresh": 0.0, "target": TARGET, "callbacks": [slowly], **PPO}
     if not in_generations:
-        msrl.compete(board, "ppo", "CartPole-v1", seed=WORKERS * seed + number, **options)
+        compete(board, "ppo", "CartPole-v1", seed=WORKERS * seed + number, **options)
         return
     generation = 0
     while True:
         generation += 1
-        found = msrl.compete(board, "ppo", "CartPole-v1", seed=1000 * generation + WORKERS * seed + number, rounds=1, **options)
+        found = compete(board, "ppo", "CartPole-v1", seed=1000 * generation + WORKERS * seed + number, rounds=1, **options)
         while len(found.rounds) < WORKERS * generation and reached(found) is None:
             time.sleep(0.02)
         if reached(found) is not None:
             return
 
 
-def reached(board: msrl.Leaderboard) -> float | None:
+def reached(board: Leaderboard) -> float | None:
     """When the target was reached, in seconds since the first round ended; None if it was not."""
     rounds = board.rounds
     when = next((row["seconds"] for row in rounds if row["best"] >= TARGET), None)
@@ -72,7 +73,7 @@ def measure(seed: int, in_generations: bool, seconds: float) -> dict[str, Any]:
         processes = [subprocess.Popen([*command, str(number)]) for number in range(1, WORKERS + 1)]
         for process in processes:
             process.wait()
-        found = msrl.Leaderboard(board)
+        found = Leaderboard(board)
         return {"seconds": reached(found), "rounds": len(found.rounds)}
 
 

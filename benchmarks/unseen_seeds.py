@@ -16,8 +16,8 @@ import numpy as np
 from comparison import machine, our_versions, rewrite
 
 import msrl_jax as msrl
-from msrl_jax import _recipes
 from msrl_jax.report.provenance import commit
+from msrl_jax.run import recipes
 
 FIRST, SEEDS = 20_000, 20  # recipes were chosen on smaller seeds
 MARGIN, MOST_MISSES = 0.05, 0.1  # as shares of the best score, and of the seeds
@@ -36,8 +36,8 @@ def measure(name: str, first: int = FIRST, seeds: int = SEEDS, **changes: Any) -
       The settings, the mean of the recipe's best agents, and for every seed the scores of its evaluations. The last evaluation
       is of the last agent. Scores are means of `episodes` episodes.
     """
-    recipe = _recipes.find(name)
-    record = _recipes.record_of(recipe, _recipes.records_folder())
+    recipe = recipes.find(name)
+    record = recipes.record_of(recipe, recipes.records_folder())
     if record is None:
         raise ValueError(f"{name} has no record that says what its best agents reach: msrl-jax reproduce {name} --update")
     experiment = dataclasses.replace(msrl.recipe(name), seed=first, seeds=seeds, **changes)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, help="read the record here if it exists, and write it")
     parser.add_argument("--docs", type=Path, help="rewrite the table in this page")
     args = parser.parse_args(argv)
-    names = _recipes.matching(args.recipes)
+    names = recipes.matching(args.recipes)
     record: dict[str, Any] = {"rows": []} | (json.loads(args.json.read_text()) if args.json.exists() else {})
     record |= {"machine": machine(), "versions": our_versions(), "commit": commit()}
     if args.docs:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw
 
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.video import film
+from msrl_jax.run.outputs.video import film
+from msrl_jax.run.prepare import make_experiment
 
 SHOWN = {
     "CartPole-v1": "ppo", "Breakout-MinAtar": "ppo", "brax:halfcheetah": "ppo", "playground:CheetahRun": "ppo",

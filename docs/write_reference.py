@@ -8,7 +8,7 @@ from typing import get_type_hints
 
 import msrl_jax as msrl
 from msrl_jax._rooms import rooms
-from msrl_jax.cli.actions import COMMANDS
+from msrl_jax.cli.handlers import COMMANDS
 
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
@@ -19,13 +19,13 @@ THEMES = {
 }
 API = {
     "msrl_jax": [
-        "Result", "Experiment", "PBT", "replay_step", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "compete", "Leaderboard", "choose_policy", "Choice", "runs_page",
+        "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
+        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
         "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],
-    "msrl_jax.experiment": ["Tick", "Filming", "Video", "Evaluation", "FittedQ", "OffPolicyEstimate", "TensorBoard", "WandB",
+    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB",
                              "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,

@@ -1,28 +1,24 @@
-"""The names of the package, for type checkers and for `_lazy`, which imports each at its first use."""
+"""The names of the package, for type checkers and for `lazy`, which imports each at its first use."""
 
 from msrl_jax import algorithms as algorithms
-from msrl_jax import codecs as codecs
 from msrl_jax import data as data
 from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
-from msrl_jax import experiment as experiment
 from msrl_jax import fragments as fragments
 from msrl_jax import games as games
+from msrl_jax import nonfinite as nonfinite
+from msrl_jax import offline_evaluation as offline_evaluation
 from msrl_jax import policies as policies
 from msrl_jax import replay as replay
 from msrl_jax import report as report
+from msrl_jax import run as run
 from msrl_jax import search as search
-from msrl_jax.experiment import PBT as PBT
-from msrl_jax.experiment import Choice as Choice
-from msrl_jax.experiment import Experiment as Experiment
-from msrl_jax.experiment import Result as Result
-from msrl_jax.experiment import choose_policy as choose_policy
-from msrl_jax.experiment import replay_step as replay_step
-from msrl_jax.experiment import train as train
+from msrl_jax import tournament as tournament
 from msrl_jax.fragments import Delayed as Delayed
 from msrl_jax.fragments import Mean as Mean
 from msrl_jax.fragments import Plan as Plan
 from msrl_jax.fragments import Program as Program
+from msrl_jax.fragments import codecs as codecs
 from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import counters as counters
 from msrl_jax.fragments import fragment as fragment
@@ -35,7 +31,11 @@ from msrl_jax.report import profile_program as profile_program
 from msrl_jax.report import recipe as recipe
 from msrl_jax.report import reproduce as reproduce
 from msrl_jax.report import runs_page as runs_page
-from msrl_jax.search import Leaderboard as Leaderboard
+from msrl_jax.run import PBT as PBT
+from msrl_jax.run import Choice as Choice
+from msrl_jax.run import Experiment as Experiment
+from msrl_jax.run import Result as Result
+from msrl_jax.run import choose_policy as choose_policy
+from msrl_jax.run import train as train
 from msrl_jax.search import SweepResult as SweepResult
-from msrl_jax.search import compete as compete
 from msrl_jax.search import sweep as sweep

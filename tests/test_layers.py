@@ -15,15 +15,14 @@ FLOORS = [
     ROOMS,
     {"cli"},
     {"search", "report"},
-    {"experiment"},
+    {"run"},
     {"algorithms"},
     {"data"},
     {"policies", "replay"},
     {"envs"},
+    {"_rooms"},
     {"fragments"},
-    {"codecs"},
-    {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate", "_tracebacks"},
+    {"_compat"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 
@@ -77,7 +76,7 @@ def test_imports_point_down():
 
 def test_the_core_names_neither_a_room_nor_what_rooms_add():
     """Not in texts either, such as messages; a room may be left out."""
-    assert {"elastic", "games"} <= ROOMS
+    assert {"elastic", "games", "nonfinite", "offline_evaluation", "rnd", "tournament"} <= ROOMS
     words = {*(f"msrl_jax[./]{room}" for room in ROOMS), *added("algorithms"), *added("environments")}
     core = {name for name in NAMES if name.split(".")[1] not in {*ROOMS, "_rooms"}}  # whose docstring has an example
     found = {name: re.findall(rf"\b(?:{'|'.join(words)})\b", FILES[name].read_text()) for name in core}
@@ -87,9 +86,9 @@ def test_the_core_names_neither_a_room_nor_what_rooms_add():
 def test_train_alone_looks_up_how_a_room_executes_a_run():
     texts = {name: FILES[name].read_text() for name in NAMES}
     uses = {name: text.count("EXECUTIONS[") for name, text in texts.items() if "EXECUTIONS[" in text}
-    assert uses == {"msrl_jax.experiment.train": 1} and "actors_at" in added("executions")
-    named = [name for name, text in texts.items() if name.startswith("msrl_jax.experiment.") and "actors_at" in text]
-    assert named == ["msrl_jax.experiment.train"]
+    assert uses == {"msrl_jax.run.training": 1} and "actors_at" in added("executions")
+    named = [name for name, text in texts.items() if name.startswith("msrl_jax.run.") and "actors_at" in text]
+    assert named == ["msrl_jax.run.training"]
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -99,17 +98,41 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_the_floors_of_the_compiler_import_those_below():
     floors = [
-        "counters", "metrics", "placement", "graph", "passes", "runtime", "plan", "program", "compiler", "progress", "__init__",
+        "support", "codecs", "counters", "metrics", "placement", "graph", "passes", "runtime", "plan", "program", "compiler",
+        "progress", "__init__",
     ]  # fmt: skip
     inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.fragments.")}
     modules = {(name, resolved(target)) for name in inside for target in IMPORTS[name]}
     assert not {(a, b) for a, b in modules if b in inside and floors.index(inside[a]) < floors.index(inside[b])}
 
 
+def test_the_floors_of_a_run_import_those_below():
+    below = ["outputs", "loop", "disk", "experiment", "evaluation", "processes"]
+    inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.run.")}
+    folders = {name for name, module in inside.items() if FILES[name].parent.name != "run"}
+    assert {inside[name] for name in folders} | {"processes"} == set(below)
+    for name in folders:
+        used = {inside[module] for target in IMPORTS[name] if (module := resolved(target)) in inside}
+        assert used <= set(below[below.index(inside[name]) :]), f"{name} imports {sorted(used)}"
+
+
 def test_environments_know_of_the_engine_counters_means_and_how_the_host_is_called():
     used = {module for n in NAMES if n.startswith("msrl_jax.envs.") for t in IMPORTS[n] if (module := resolved(t))}
-    known = {"msrl_jax.fragments.counters", "msrl_jax.fragments.metrics", "msrl_jax.fragments.graph.host"}
-    assert {module for module in used if module.startswith("msrl_jax.fragments")} == known
+    engine = {module.removeprefix("msrl_jax.fragments.") for module in used if module.startswith("msrl_jax.fragments.")}
+    assert {name for name in engine if not name.startswith("support.")} == {"counters", "metrics", "graph.host_calls"}
+
+
+def test_fragments_and_policies_need_nothing_else_of_the_package():
+    """They could be a distribution of their own."""
+    own = {"fragments", "policies", "_compat"}
+    names = [name for name in NAMES if name.split(".")[1] in own]
+    assert len(names) > 40
+    used = {(name, m) for name in names for target in IMPORTS[name] if (m := resolved(target))}
+    assert not {(name, m) for name, m in used if m.split(".")[1] not in own}
+
+
+def test_the_root_has_what_all_packages_share():
+    assert {name.split(".")[1] for name in NAMES if name.count(".") == 1} == {"__init__", "__main__", "_compat", "_rooms"}
 
 
 def test_algorithms_know_no_distribution_policy():

@@ -99,7 +99,7 @@ def films_in(notebook):
     return [html for html in shown_as_html(notebook) if "data:image/gif;base64," in html]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_inside_a_run_shows_its_curve_plan_and_film():
     notebook, found = execute("inside_a_run.ipynb", INSPECT_INSIDE)
     assert found["acted"][0] == found["acted"][1] and found["films"] == 3 and found["page"] > 100_000

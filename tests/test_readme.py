@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _recipes, cli, codecs, envs
+from msrl_jax import cli, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.config import tunable_fields
-from msrl_jax.cli import program
+from msrl_jax.cli import command_line
 from msrl_jax.envs import registry
-from msrl_jax.experiment import Experiment
+from msrl_jax.fragments import codecs
+from msrl_jax.run import Experiment, recipes
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
@@ -259,6 +260,7 @@ def test_every_python_block_is_run_here():
     assert run == sum(text.count("```python") for text in PAGES.values())
 
 
+@pytest.mark.long
 def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     """In a process in which JAX has not started, as the pages' readers have it."""
     asking = [code for section in RUN_HERE for code in blocks(*section, "python") if DEVICES in code]
@@ -343,8 +345,8 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
     (tmp_path / "recipes" / "ppo-cartpole.toml").write_text(f"# Short.\n{settings}")
-    monkeypatch.setattr(_recipes, "FOLDER", tmp_path / "recipes")
-    monkeypatch.setattr(_recipes, "RECORDS", (tmp_path / "recipes",))
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path / "recipes")
+    monkeypatch.setattr(recipes, "RECORDS", (tmp_path / "recipes",))
     first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
     (namespace,), output = run_sections(RECIPES, "Reproducing")
@@ -478,20 +480,13 @@ def test_data(run_sections, tmp_path):
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
-@pytest.mark.slow
-def test_an_algorithm_of_ones_own_learns(run_sections):
-    (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=None)
-    returns = namespace["result"].history["episode_return"]
-    assert returns[0] < 40 and np.mean(returns[-len(returns) // 10 :]) > 400
-
-
 @pytest.mark.long
 def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_one(run_sections, tmp_path):
     (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=65_536)
     returns = namespace["result"].history["episode_return"]
     assert returns[0] < 40 and np.mean(returns[-len(returns) // 4 :]) > 80
 
-    own = msrl.experiment.Experiment(algorithm=namespace["ActorCritic"]())
+    own = msrl.run.Experiment(algorithm=namespace["ActorCritic"]())
     explained = own.compile(msrl.policies.SingleLearnerCoarse()).explain()
     plan = str(explained)
     printed = [" ".join(line.split()) for line in plan.splitlines()]
@@ -664,6 +659,7 @@ def write_config_files():
     Path("run.toml").write_text(file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
 def test_the_command_line_understands_the_examples(line, monkeypatch, run_sections):
     name, command, *arguments = shlex.split(line)
@@ -673,8 +669,9 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.update(given=given) or 0))
-    monkeypatch.setattr(program, "use_cpu_devices", lambda count: seen.update(devices=count))
+    options, _ = command_line.COMMANDS[command]
+    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.update(given=given) or 0))
+    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     args, config = seen["given"]
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
@@ -688,6 +685,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", IN_PAGES)
 def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
     if "--algo my_dqn.py" in line:
@@ -695,9 +693,10 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
-    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.append(given) or 0))
-    monkeypatch.setattr(program, "use_cpu_devices", lambda count: None)
-    monkeypatch.setattr(program, "launched", lambda args, argv: None)
+    options, _ = command_line.COMMANDS[command]
+    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.append(given) or 0))
+    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: None)
+    monkeypatch.setattr(command_line, "launched", lambda args, argv: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)
 

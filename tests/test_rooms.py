@@ -11,8 +11,8 @@ import msrl_jax as msrl
 from msrl_jax import _rooms
 from msrl_jax._rooms import Registry, added
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
-from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run import Experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support import processes
 
 ROOMS = sorted(_rooms.rooms())
@@ -79,6 +79,7 @@ def test_the_name_of_a_room_s_algorithm_is_taken(name):
     assert ALGORITHMS["alphazero"].__module__ == "msrl_jax.games.alphazero"
 
 
+@pytest.mark.long
 def test_no_room_is_imported_before_it_is_used():
     code = f"""
 import sys

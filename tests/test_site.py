@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.cli.actions import COMMANDS
+from msrl_jax.cli.handlers import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))

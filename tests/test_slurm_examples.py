@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msrl_jax.cli import flags
-from msrl_jax.cli.actions import COMMANDS
+from msrl_jax.cli.handlers import COMMANDS
 from tests.support import processes
 
 DOCS = Path(__file__).parents[1] / "docs"

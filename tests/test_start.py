@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _compiling
 from msrl_jax.cli.listing import names_in_sources
 from msrl_jax.fragments.runtime.executables import Executables, Request
+from msrl_jax.fragments.support import compiling
 from tests.support import processes
 
 RUN = """
@@ -85,6 +85,7 @@ def test_every_name_of_the_package_is_there():
         _ = msrl.trian
 
 
+@pytest.mark.long
 def test_what_this_package_does_not_use_is_not_imported():
     code = """
 import sys
@@ -100,27 +101,7 @@ from gymnax.environments import Pong
 gymnax.register("Mine-v0", Pong)
 assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
 """
-    assert python(code).stdout == "['gymnasium']\n"
-
-
-@pytest.mark.slow
-def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
-    code = """
-import sys
-from msrl_jax import envs
-envs.make("CartPole-v1")
-assert not [finder for finder in sys.meta_path if "msrl_jax.envs" in repr(finder)]
-assert "pandas" not in sys.modules and "matplotlib.figure" not in sys.modules
-import matplotlib
-import matplotlib.pyplot as plt
-assert "matplotlib.figure" not in sys.modules, "an import alone runs nothing"
-assert len(plt.subplots(2)[1]) == 2 and "matplotlib.figure" in sys.modules
-import seaborn
-assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
-from gymnax.environments.misc import pong
-print(pong.sns is seaborn, pong.plt is plt is matplotlib.pyplot, type(seaborn).__name__, type(plt).__name__, plt.__file__[-9:])
-"""
-    assert python(code).stdout == "True True module module pyplot.py\n"
+    assert python(code).stdout == "[]\n"
 
 
 @pytest.fixture(scope="module")
@@ -165,18 +146,19 @@ def test_a_damaged_program_is_compiled_again(kept, tmp_path):
 SORT = f"""{RUN}
 import os
 import jax.numpy as jnp
-from msrl_jax import _compiling
+from msrl_jax.fragments.support import compiling
 for choice in sys.argv[1:]:
     os.environ.pop("MSRL_JAX_CACHE", None)
     if choice != "default":
         os.environ["MSRL_JAX_CACHE"] = choice
     for n in (3, 4):
-        with _compiling.on_disk():
+        with compiling.on_disk():
             jax.jit(lambda x: jnp.sort(x) + 7)(jnp.ones(n))
     print(events["cache_misses"], sorted(os.listdir()))
 """
 
 
+@pytest.mark.long
 def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_path):
     (tmp_path / "file").touch()
     bad = "gs://bucket/programs", tmp_path / "file" / "programs"
@@ -192,8 +174,8 @@ def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_pat
 def test_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
     full = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.warns(_compiling.CacheWarning, match="the disk of .* is full"):
-        assert _compiling._prepared(str(tmp_path / "programs")) is None
+    with pytest.warns(compiling.CacheWarning, match="the disk of .* is full"):
+        assert compiling._prepared(str(tmp_path / "programs")) is None
 
 
 IN_PYTHON = f"""{RUN}
@@ -220,11 +202,11 @@ def test_train_keeps_programs_but_leaves_jax_s_settings_as_they_were(tmp_path):
     assert said[1] == misses, "programs of the user's own are not kept"
     assert said[2] == str(tmp_path / "own") and list((tmp_path / "own").glob("jit_iterations-*"))
     (machine,) = (tmp_path / "cache" / "msrl-jax" / "programs").iterdir()
-    assert machine.name == _compiling.machine() and machine.stat().st_mode & 0o077 == 0
+    assert machine.name == compiling.machine() and machine.stat().st_mode & 0o077 == 0
 
 
 def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(_compiling, "MOST_BYTES", 250)
+    monkeypatch.setattr(compiling, "MOST_BYTES", 250)
     for age, version in enumerate(("3", "2", "1")):
         path = tmp_path / f"jaxlib-{version}-0123456789ab" / "jit_f-cache"
         path.parent.mkdir()
@@ -235,7 +217,7 @@ def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tm
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(1000))
         os.utime(tmp_path / name, (1.0, 1.0))
-    _compiling._remove_oldest(tmp_path)
+    compiling._remove_oldest(tmp_path)
     assert sorted(p.parent.name[7] for p in tmp_path.glob("*/jit_f-cache")) == ["2", "3"]
     assert all((tmp_path / name).exists() for name in others)
 
@@ -253,7 +235,7 @@ def test_the_folder_is_where_the_system_keeps_caches(platform, environment, expe
     monkeypatch.setenv("HOME", "/home/me")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert _compiling.user_folder() == Path(expected)
+    assert compiling.user_folder() == Path(expected)
 
 
 def three_numbers():
@@ -278,10 +260,11 @@ def test_an_error_of_another_thread_s_compiler_reaches_the_user():
         executables.compile(Request("call", call, [x]))
 
 
+@pytest.mark.long
 def test_a_thread_that_outlives_the_main_thread_compiles(tmp_path):
     code = """
 import threading, time
-from msrl_jax._compiling import in_background
+from msrl_jax.fragments.support.compiling import in_background
 
 def later():
     threading.main_thread().join()
@@ -296,9 +279,10 @@ threading.Thread(target=later).start()
 def test_a_command_does_not_wait_for_what_is_being_compiled():
     code = """
 import sys, time
-from msrl_jax import _compiling, cli
+from msrl_jax import cli
+from msrl_jax.fragments.support import compiling
 
-_compiling.in_background(lambda: time.sleep(1000))
+compiling.in_background(lambda: time.sleep(1000))
 sys.argv = ["msrl-jax", "--version"]
 sys.exit(cli.main())
 """

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msrl_jax._naming import is_path
-from msrl_jax._spec import split_specs
 from msrl_jax.algorithms import files, schedules, teams
 from msrl_jax.algorithms.optimizers import NAMED
+from msrl_jax.fragments.support.naming import is_path
+from msrl_jax.fragments.support.text_values import split_specs
 
 
 def is_own(algorithm: str) -> bool:

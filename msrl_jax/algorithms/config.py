@@ -23,9 +23,9 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax import _rooms
-from msrl_jax._checks import name_of, shown
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.privileged import with_privileged
+from msrl_jax.fragments.support.checks import name_of, shown
+from msrl_jax.fragments.support.tracebacks import entry
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
@@ -142,8 +142,7 @@ def config(
         _check_declaration(cls)
         cls.__post_init__ = _check
         cls.build = _of_plain_fields(cls.build)
-        new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        new.__init__ = entry(new.__init__)
+        new: Any = entry(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
         new.needs = {field: need for need, fields in (needs or {}).items() for field in fields.split()}
         leaves, known = tunable_fields(new), [f.name for f in dataclasses.fields(new)]

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import as_path, replacing
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import files, registry
 from msrl_jax.algorithms.config import ALGORITHMS
+from msrl_jax.fragments.support.checks import as_path, replacing
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 @entry

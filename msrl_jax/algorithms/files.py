@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from msrl_jax._checks import suggestion
+from msrl_jax.fragments.support.checks import suggestion
 
 _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
 """The files that were loaded by path, as they were then."""

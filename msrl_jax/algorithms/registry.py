@@ -6,16 +6,17 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _checks, _naming, envs
-from msrl_jax._checks import shown
-from msrl_jax._checks import suggestion as suggestion
-from msrl_jax._naming import reference as reference
-from msrl_jax._spec import parse_spec as parse_spec
-from msrl_jax._tracebacks import entry
+from msrl_jax import envs
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.checks import suggestion as suggestion
+from msrl_jax.fragments.support.naming import reference as reference
+from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
+from msrl_jax.fragments.support.tracebacks import entry
 
 _WITH_MEMORY = {"dqn": "r2d2", "apex_dqn": "r2d2"}
 """Algorithms whose form with a memory is another algorithm."""
@@ -55,8 +56,8 @@ def get(algorithm: str | type) -> type:
     if files.is_file(algorithm):
         return files.load(algorithm)
     if ":" in algorithm:
-        return get(_naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
-    return _checks.find("algorithm", ALGORITHMS, algorithm)
+        return get(naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
+    return checks.find("algorithm", ALGORITHMS, algorithm)
 
 
 def _is_config(value: Any) -> bool:

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _checks, _naming
-from msrl_jax._spec import read_values
 from msrl_jax.algorithms.optimizers import KL
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.text_values import read_values
 
 Schedule = Callable[[Any], Any]
 """`progress -> number`; both are scalar arrays."""
@@ -85,7 +85,7 @@ def read(given: Any) -> Schedule:
         return given
     name, _, text = given.partition(":")
     if name not in _KINDS:
-        return _naming.imported("schedule", given, "a function of the progress", _takes_one)
+        return naming.imported("schedule", given, "a function of the progress", _takes_one)
     listed, named = _numbers(text, _FORM, 2, ("warmup",))
     made = Ramp(name, *listed, **named)
     if not 0 <= made.warmup < 1:
@@ -122,8 +122,8 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
         return None
     kind, _, text = given.partition(":")
     if kind not in _KINDS:
-        near = _checks.suggestion(kind, _KINDS) if text else ""
-        return None if _naming.is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
+        near = checks.suggestion(kind, _KINDS) if text else ""
+        return None if naming.is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
         wrong = _wrong_value(name, read(given)(_GRID), bounds)
     except ValueError as error:
@@ -150,7 +150,7 @@ def check(config: Any) -> dict[str, Schedule]:
     found = {name: read(value) for name, value in given(config).items()}
     bounds = {f.name: f.metadata.get("bounds", {}) for f in dataclasses.fields(config)}
     for name, schedule in found.items():
-        where = f"{type(config).__name__}.{name}={_checks.name_of(getattr(config, name))}"
+        where = f"{type(config).__name__}.{name}={checks.name_of(getattr(config, name))}"
         if wrong := _wrong_value(name, _table(schedule, where), bounds[name]):
             raise ValueError(f"{where}: {wrong}")
     return found

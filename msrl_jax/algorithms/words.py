@@ -15,10 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax import _checks, _naming
-from msrl_jax._checks import shown
-from msrl_jax._spec import read_values
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
@@ -27,6 +23,10 @@ from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.optimizers import NAMED, Named
 from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import Environment, MultiAgentEnvironment
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.tracebacks import entry
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
 _PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
@@ -117,7 +117,7 @@ def check_given(config: Any, names: Collection[str]) -> None:
     kind, rate = type(config).__name__, getattr(config, "learning_rate", None)
     if "anneal_learning_rate" in names and is_word(rate):
         raise ValueError(
-            f"{kind}.anneal_learning_rate has no effect on {kind}.learning_rate={_checks.name_of(rate)}, which is no number; "
+            f"{kind}.anneal_learning_rate has no effect on {kind}.learning_rate={checks.name_of(rate)}, which is no number; "
             "leave it out, or give a number"
         )
     for name in _PARTS if is_own(getattr(config, "optimizer", "adam")) else ():
@@ -136,7 +136,7 @@ def check_given(config: Any, names: Collection[str]) -> None:
     useless = {"memory_size": ("gru", core == "none" or not is_name(core)), "shared_torso": ("none", core != "none")}
     for name, (other, is_useless) in useless.items() if core is not None else ():
         if is_useless and name in names:
-            fact = f"{kind}.{name} has no effect on {kind}.core={_checks.name_of(core)}"
+            fact = f"{kind}.{name} has no effect on {kind}.core={checks.name_of(core)}"
             raise WithoutEffect(f"{fact}; leave it out, or give core={other!r}", name, "core")
     if hasattr(config, "check_given"):
         config.check_given(names)
@@ -164,7 +164,7 @@ def _optimizer_remedy(optimizer: Any) -> str | None:
         return None if fits else _MADE
     name, _, text = optimizer.partition(":")
     if name not in NAMED and (":" not in optimizer or "=" in text):
-        return f"one of {', '.join(NAMED)}{_checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
+        return f"one of {', '.join(NAMED)}{checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
     if name not in NAMED or ":" not in optimizer:
         return None
     return _wrong_parameter(name, text)
@@ -179,7 +179,7 @@ def _wrong_parameter(name: str, text: str) -> str | None:
         return form if str(error) == form else f"{form}; {error}"
     for key, value in given.items():
         if key not in known:
-            return f"parameters that {name} of optax has{_checks.suggestion(key, known)}: {', '.join(known)}"
+            return f"parameters that {name} of optax has{checks.suggestion(key, known)}: {', '.join(known)}"
         if isinstance(known[key], bool):
             if not isinstance(value, bool):
                 return f"True or False for {key}"
@@ -207,7 +207,7 @@ def _needed(function: Callable[..., Any]) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    is_made = _naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needed(value)
+    is_made = naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needed(value)
     return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
 
 
@@ -218,8 +218,8 @@ def _named_optimizer(text: str) -> Named:
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:
     """A transformation of the user, which says in words what does not fit when it is first traced."""
-    what: Any = _naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
-    name = f"optimizer={_checks.name_of(given)}"
+    what: Any = naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
+    name = f"optimizer={checks.name_of(given)}"
     if callable(what) and not _needed(what):
         what = what()
     if not isinstance(what, optax.GradientTransformation):

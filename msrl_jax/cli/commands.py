@@ -8,6 +8,7 @@ import tyro
 
 T = TypeVar("T")
 Progress = Literal["auto", "bar", "lines", "none"]
+Checkpoint = Literal["newest", "best"] | int
 PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
 
 
@@ -53,12 +54,18 @@ class What(Command):
 
 
 @command
-class Again(Command):
+class OfAgent(Command):
     """What a command does with the agent of a run."""
 
     run: tyro.conf.Positional[Path] = option(doc="folder of a run.")
     seed: int = option(0, "the seed of all randomness.")
     member: int | None = option(None, "number of the member, in a run of several; the best one if not given.")
+
+
+@command
+class Again(OfAgent):
+    """What a command does with the agent of a run in its environment."""
+
     env_params: str | None = option(
         None, "the same with other parameters of the environment, such as length=1.5; those of the run if not given."
     )
@@ -112,17 +119,6 @@ class Train(What):
 
 
 @command
-class Act(Command):
-    """Act for a learner that `msrl-jax train --actors-at` has started, until its run is over."""
-
-    addresses: tyro.conf.Positional[tuple[str, ...]] = option(
-        doc="HOST:PORT of the learner, or the path of a file with it, such as /shared/learner, which may be written later; or "
-        "of several, each with a run of its own, for all of which it acts."
-    )  # fmt: skip
-    wait: str = option("10m", "how long to wait for the learner while it is away.")
-
-
-@command
 class Sweep(What):
     """Train many settings of an algorithm, side by side, and rank them.
 
@@ -160,35 +156,12 @@ class Sweep(What):
 
 
 @command
-class Compete(What):
-    """Work on a leaderboard: draw a member, train it for a round, put back what is better. Any number of workers may."""
-
-    leaderboard: tyro.conf.Positional[Path] = option(doc="folder of the leaderboard, which is made if there is none.")
-    round_steps: int = option(100_000, "environment steps of a round.")
-    total_steps: int = option(10_000_000, "steps after which a member trains no further, and over which schedules go.")
-    rounds: int | None = option(None, "rounds of this worker; it does not end if not given.")
-    time_limit: str | None = option(None, "time after which this worker ends, such as 5h50m.")
-    target: float | None = option(None, "the worker ends when the best score is as high.")
-    fresh: float = option(0.2, "probability of a new member in place of a drawn one.")
-    size: int | None = option(None, "largest number of members; that of the board, or 8, if not given.")
-    seed: int | None = option(None, "the seed of this worker's draws; another one each time if not given.")
-    eval_episodes: int = option(64, "episodes of an evaluation.")
-    progress: Progress = option("lines", "auto, bar, lines or none.")
-
-
-@command
 class Evaluate(Again):
     """Play greedy episodes with a trained agent."""
 
     episodes: int = option(128, "number of episodes.")
-    checkpoint: Literal["newest", "best"] | int = option(
-        "newest", "newest, best, or the iterations after which it was written."
-    )
+    checkpoint: Checkpoint = option("newest", "newest, best, or the iterations after which it was written.")
     max_steps: int = option(10_000, "maximum length of an episode, in steps.")
-    data: Path | None = option(
-        None, "a data set, from which the discounted return of the agent is estimated, by fitted Q evaluation; none is played."
-    )  # fmt: skip
-    discount: float | None = option(None, "discount factor per step of that estimate; 0.99 if not given.")
 
 
 @command
@@ -202,13 +175,6 @@ class Record(Again):
         "from the policy."
     )  # fmt: skip
     num_envs: int = option(16, "number of parallel environments.")
-
-
-@command
-class Replay(Command):
-    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from."""
-
-    file: tyro.conf.Positional[Path] = option(doc="the file non_finite.npz in the folder of the run.")
 
 
 @command

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from msrl_jax import _recipes, _toml
-from msrl_jax._naming import check_trust
 from msrl_jax.cli import flags
 from msrl_jax.cli.flags import UsageError
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.run import recipes
+from msrl_jax.run.disk import toml
 
 _NAMES = {"--config": "file, such as run.toml", "--recipe": "name, such as ppo-cartpole; msrl-jax list --recipes has them"}
 _POSITIONAL = tyro.conf.Positional[int].__metadata__[0]  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ class ConfigFile:
         values = {key: x for key, x in self.values.items() if key not in given}
         if trust or not any(":" in text or ".py" in text for text in map(str, values.values())):
             return
-        from msrl_jax.experiment.trust import KINDS, code_of  # which imports JAX
+        from msrl_jax.run.experiment.trust import KINDS, code_of  # which imports JAX
 
         values = {key: x for key, x in values.items() if key in KINDS or key not in options}
         check_trust(f"the file {self.name}", code_of(values), trust)
@@ -108,7 +109,7 @@ def taken(command: str, argv: Sequence[str]) -> tuple[list[str], ConfigFile, boo
             if not value or (value.startswith("--") and not equals):
                 raise UsageError(f"{flag} needs a {_NAMES[flag]}")
             given[flag] = None
-            names.append(value if flag == "--config" else str(_recipes.find(value).path))
+            names.append(value if flag == "--config" else str(recipes.find(value).path))
         elif word in ("--print-config", "--print_config"):
             prints = True
         else:
@@ -163,7 +164,7 @@ def _words(key: str, kind: Any, value: Any, where: str) -> list[str]:
     flag, hint = f"--{key.replace('_', '-')}", kind.__origin__ if typing.get_origin(kind) is Annotated else kind
     if hint is bool:
         if not isinstance(value, bool):
-            raise UsageError(f"{where}: {key} = {_toml.value(value)}; use true or false")
+            raise UsageError(f"{where}: {key} = {toml.value(value)}; use true or false")
         return [flag if value else flag.replace("--", "--no-", 1)]
     if not isinstance(value, list):
         return [f"{flag}={_scalar(key, hint, value, where)}"]
@@ -179,7 +180,7 @@ def _words(key: str, kind: Any, value: Any, where: str) -> list[str]:
     if "[," in metavar:
         return [f"{flag}={','.join(texts)}{',' * (len(texts) == 1 and 'FLOAT' in metavar)}"]
     if not metavar and typing.get_origin(hint) is not tuple:
-        raise UsageError(f"{where}: {key} takes one value; {_toml.value(value)} is an array")
+        raise UsageError(f"{where}: {key} takes one value; {toml.value(value)} is an array")
     if dashed := [x for x in value if isinstance(x, str) and x.startswith("-")]:
         raise UsageError(f"{where}: {key} has {dashed[0]!r}, which begins as a flag does; leave the dash out")
     return [flag, *texts]
@@ -195,9 +196,9 @@ def _scalar(key: str, hint: Any, value: Any, where: str) -> str:
         else:
             fact = f"is a table; keys are flat, so write {key} = value, without [{key}]"
     elif isinstance(value, bool):
-        fact = f"is {_toml.value(value)}; it takes a value, not true or false"
+        fact = f"is {toml.value(value)}; it takes a value, not true or false"
     elif isinstance(value, list):
-        fact = f"takes one value; {_toml.value(value)} is an array"
+        fact = f"takes one value; {toml.value(value)} is an array"
     elif not isinstance(value, str | int | float):
         fact = f"is a date or time ({value}); write text in double quotes, or a number"
     elif isinstance(value, float) and not math.isfinite(value):
@@ -218,13 +219,13 @@ def text(name: str, base: type, argv: Sequence[str], args: Any) -> str:
     given = {"algo", "env", *flags.given_fields(argv)}
     options, fields = flags.fields_of(base, argv)
     head = f"msrl-jax {name} --config FILE is this command line. Keys in comments have their defaults; flags win over the file."
-    parts = [_toml.comment(head)]
+    parts = [toml.comment(head)]
     for field in (*options, *fields):
         if field.name in ("recipe", "trust"):  # the settings of the one are in the file, and no file trusts itself
             continue
         value = getattr(args if field in options else args.config, field.name)
         is_given = field.name in given or _is_positional(field.type)
-        parts.append(_toml.entry(field.name, value, field.metadata["doc"], given=is_given))
+        parts.append(toml.entry(field.name, value, field.metadata["doc"], given=is_given))
     return "\n".join(parts)
 
 

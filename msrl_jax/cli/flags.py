@@ -13,8 +13,8 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from msrl_jax._checks import suggestion
-from msrl_jax._spec import split_specs
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.text_values import split_specs
 
 ABOUT_FILES = "--config FILE.toml takes options from a file; --print-config writes that file, with all options."
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from msrl_jax._naming import paths
+from msrl_jax.fragments.support.naming import paths
 
 # Environment variables that tell a process where process 0 is, how many there are, and which one it is.
 ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"

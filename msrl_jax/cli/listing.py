@@ -6,27 +6,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _recipes, _rooms, _suites
-from msrl_jax._terminal import table
+from msrl_jax import _rooms
 from msrl_jax.cli.commands import List
 from msrl_jax.cli.flags import UsageError
+from msrl_jax.envs.suites import catalog
+from msrl_jax.fragments.support.terminal import table
+from msrl_jax.run import recipes
 
 
 def _list_recipes(args: List) -> int:
-    rows, cells, folder = [], [], _recipes.records_folder(args.records)
+    rows, cells, folder = [], [], recipes.records_folder(args.records)
     if folder is None:
-        print(_recipes.NO_RECORDS, file=sys.stderr)
-    for name in _recipes.names():
+        print(recipes.NO_RECORDS, file=sys.stderr)
+    for name in recipes.names():
         try:
-            recipe = _recipes.find(name)
+            recipe = recipes.find(name)
         except ValueError as error:
             print(f"warning: {error}", file=sys.stderr)
             continue
         about = {"recipe": recipe.name, **{key: recipe.values[key] for key in ("algo", "env", "total_steps")}}
         try:
-            record = _recipes.record_of(recipe, folder)
+            record = recipes.record_of(recipe, folder)
             reached = "no record"
-        except _recipes.RecordError as error:
+        except recipes.RecordError as error:
             record, reached = None, "damaged record"
             print(f"warning: {error}", file=sys.stderr)
         wall = ""
@@ -59,10 +61,10 @@ def list_names(args: List, config: dict[str, Any]) -> int:
     if args.envs:
         known = {"environments": known["environments"]}
     if args.json:
-        suites = {x: {"version": s.version(), "install": s.install} for x, s in _suites.SUITES.items()}
+        suites = {x: {"version": s.version(), "install": s.install} for x, s in catalog.SUITES.items()}
         print(json.dumps(known | {"suites": suites}))
         return 0
-    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in _suites.SUITES.items()]}
+    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in catalog.SUITES.items()]}
     for kind, lines in (known | suites).items():
         print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
     return 0
@@ -78,12 +80,12 @@ def names_in_sources() -> dict[str, list[str]]:
     algorithms = found("algorithms", r'^(?:@config\(\s*|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"')
     return {
         "algorithms": sorted([*algorithms, *_rooms.added("algorithms")]),
-        "environments": sorted([*_suites.names(), "PointMaze", *_rooms.added("environments")]),
+        "environments": sorted([*catalog.names(), "PointMaze", *_rooms.added("environments")]),
         "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
     }
 
 
-def _state(suite: _suites.Suite) -> str:
+def _state(suite: catalog.Suite) -> str:
     """Whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from msrl_jax._terminal import significant
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.envs.check_types import show
 from msrl_jax.envs.privileged import PrivilegedObservation
+from msrl_jax.fragments.support.terminal import significant
+from msrl_jax.fragments.support.tracebacks import entry
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
@@ -41,6 +41,7 @@ class Episodes(NamedTuple):
     returns: np.ndarray
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Transitions in order. The successor of a row is the next row, unless the row ends an episode.

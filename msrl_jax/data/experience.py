@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax.data.check_spaces import check_recordable
 from msrl_jax.data.dataset import Dataset
-from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
-from msrl_jax.data.spaces import check_recordable
+from msrl_jax.data.formats import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.envs import Environment, MultiAgentTimeStep, TimeStep, VectorEnvironment, has_agents
-from msrl_jax.envs.agents import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, PyTree, is_on_host, of_env
+from msrl_jax.envs.multi_agent import vectorize_agents
 from msrl_jax.envs.spaces import struct
 from msrl_jax.envs.vector import vectorize
 from msrl_jax.envs.vector_wrappers import VectorWrapper

@@ -9,27 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import check_seed, whole
-from msrl_jax._random import key_for
-from msrl_jax._tracebacks import entry
+from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
-from msrl_jax.data.files import check_new, save
-from msrl_jax.data.spaces import agents_of, check_rows_fit
+from msrl_jax.data.formats import check_new, save
 from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.params import GivenParams, ParamSource, with_source
 from msrl_jax.envs.privileged import with_privileged
-from msrl_jax.fragments.graph.host import host_errors
+from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.runtime.executables import Fitting
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
+from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 
 _CHUNK = 1024  # approximate number of rows on the device at once
 
 
 class _Acting(Protocol):
-    """The behavior of a trained policy; `msrl_jax.experiment` has it."""
+    """The behavior of a trained policy; `msrl_jax.run` has it."""
 
     @property
     def env(self) -> Environment: ...

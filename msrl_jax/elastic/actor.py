@@ -1,7 +1,6 @@
 """The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
 
 import contextlib
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -11,15 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from msrl_jax import _compiling
-from msrl_jax._tracebacks import entry
 from msrl_jax.elastic import tls, wire
 from msrl_jax.elastic.packing import Packing, apply_changes
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.wire import Channel, WireError
-from msrl_jax.experiment.folder import versions
-from msrl_jax.experiment.hooks import seconds
-from msrl_jax.experiment.spec import Experiment
+from msrl_jax.fragments.support import compiling
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.disk.folder import versions
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.hooks import seconds
 
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one again and again
 
@@ -143,18 +142,19 @@ def act(
     for address in addresses:
         if not _is_file(address):
             wire.address_of(address, "address")
-    _, context = tls.contexts()
+    if not all(map(_is_file, addresses)):
+        tls.contexts()  # a learner that writes its address into a file makes the key before that
     outcomes: list[int | Exception] = []
 
     def act_at(address: str) -> None:
         try:
-            outcomes.append(_act(address, context, _Actor(experiment, trust), limit, say))
+            outcomes.append(_act(address, _Actor(experiment, trust), limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(addresses) > 1:  # the others may go on for days
                 say(f"acting for {address} ended with an error: {error}")
 
-    with _compiling.on_disk():
+    with compiling.on_disk():
         threads = [threading.Thread(target=act_at, args=(address,), daemon=True) for address in addresses]
         for thread in threads:
             thread.start()
@@ -179,12 +179,14 @@ def _where(address: str) -> tuple[str, int]:
         raise WireError(str(error)) from error
 
 
-def _act(address: str, context: ssl.SSLContext, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
+def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
     since, attempts = time.monotonic(), 0
     while True:
         try:
             host, port = _where(address)
-            with contextlib.closing(wire.connect((host, port), context)) as channel:
+            if not tls.key_file().exists():
+                raise WireError(f"the learner has not made the key {tls.key_file()} yet")
+            with contextlib.closing(wire.connect((host, port), tls.contexts()[1])) as channel:
                 say(f"found the learner at {host}:{port}; waiting until it is ready")
                 attempts = 0
                 acts_with = actor.enter(channel)

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown
 from msrl_jax.elastic import tls, wire
 from msrl_jax.elastic.packing import Packing, Sender
 from msrl_jax.elastic.split_program import SplitProgram
 from msrl_jax.elastic.unroll_log import UnrollLog
 from msrl_jax.elastic.wire import Peer, WireError
-from msrl_jax.experiment.folder import to_json, versions
-from msrl_jax.experiment.hooks import StopRequests
-from msrl_jax.experiment.run import Ending, Run
+from msrl_jax.fragments.support.checks import shown
 from msrl_jax.policies import SingleLearnerCoarse
+from msrl_jax.run.disk.folder import versions
+from msrl_jax.run.experiment.plain_data import to_json
+from msrl_jax.run.loop.hooks import StopRequests
+from msrl_jax.run.loop.loop import Ending, Run
 
 _QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that the host does its work
 _POLL = 0.2  # seconds between two looks whether the run has to stop

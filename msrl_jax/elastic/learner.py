@@ -12,11 +12,11 @@ import numpy as np
 
 from msrl_jax.elastic.actor_pool import ActorPool, WaitForActors, check_policy
 from msrl_jax.elastic.split_program import split_program
-from msrl_jax.experiment.choosing import is_auto
-from msrl_jax.experiment.hooks import StopRequests
-from msrl_jax.experiment.spec import Experiment
-from msrl_jax.fragments.passes.checks import check_devices
+from msrl_jax.fragments.passes.apply_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.run.auto_policy import is_auto
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.hooks import StopRequests
 
 
 class RemoteActors:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import codecs
-from msrl_jax._checks import shown
-from msrl_jax.codecs import BFLOAT16, Codec
+from msrl_jax.fragments import codecs
+from msrl_jax.fragments.codecs import BFLOAT16, Codec
+from msrl_jax.fragments.support.checks import shown
 
 
 @dataclass(frozen=True, eq=False)

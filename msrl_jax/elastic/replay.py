@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.elastic.packing import Packing
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.unroll_log import FILE, read_log
-from msrl_jax.experiment.folder import RunFolderError, read_rows
-from msrl_jax.experiment.spec import Experiment, difference
-from msrl_jax.experiment.store import read_description
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.disk.folder import read_rows
+from msrl_jax.run.disk.store import read_description
+from msrl_jax.run.experiment.plain_data import RunFolderError
+from msrl_jax.run.experiment.spec import Experiment, difference
 
 
 @entry

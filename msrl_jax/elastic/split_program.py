@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.elastic.halves import Apart, Halves, split
+from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.run.experiment.spec import Experiment
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +40,14 @@ class SplitProgram:
     def learn(self) -> Any:
         """`(leaves of the state, what was sent) -> (next leaves, metrics)`; it takes the memory of the leaves."""
         leaves, sent = self._placed(jax.tree.leaves(self.state)), self._placed(self.halves.sent_kinds)
-        return lower(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent).compile()
+        return lower(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent)()
 
     @functools.cached_property
     def act(self) -> Any:
         """`(leaves of an actor, what was published) -> (its next leaves, what it sends)`."""
         own = jax.tree.leaves(self.state)
         private = self._placed([own[i] for i in self.halves.private])
-        return lower(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds)).compile()
+        return lower(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
 
     def initial_leaves(self, ticket: int) -> list[jax.Array]:
         """The leaves with which an actor begins: those of the run itself for ticket 0, of another key for each other one."""

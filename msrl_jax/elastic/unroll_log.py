@@ -23,8 +23,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._checks import parse_json
-from msrl_jax.experiment.folder import RunFolderError, SaveWarning, check_links
+from msrl_jax.fragments.support.checks import parse_json
+from msrl_jax.run.disk.folder import SaveWarning, check_links
+from msrl_jax.run.experiment.plain_data import RunFolderError
 
 FILE = "arrivals.jsonl"
 _KEPT = 100_000  # most lines that wait in memory until they can be written

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax.envs.metrics import Reduction, metrics_of
+from msrl_jax.envs.episode_metrics import Reduction, metrics_of
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown
 
 PyTree: TypeAlias = Any  # of arrays
 
@@ -290,11 +291,13 @@ def env_name(env: Environment | VectorEnvironment) -> str:
 
 
 def check_made(env: Any) -> None:
-    """Raises TypeError if an environment is given by its name, or as a class, not as an instance of it."""
+    """Raises TypeError if something is no environment: its name, a class, or an object without spaces and methods."""
     if isinstance(env, str):
         raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
+    if missing := [name for name in ("reset", "observation_space") if not hasattr(type(env), name) and not hasattr(env, name)]:
+        raise TypeError(f"the environment is {shown(env)}, which has no {missing[0]}; give an environment, as of envs.make")
 
 
 def has_agents(env: Any) -> bool:

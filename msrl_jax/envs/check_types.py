@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from msrl_jax._checks import shown
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, emitted, env_name, strong
+from msrl_jax.envs.episode_metrics import check_declared
 from msrl_jax.envs.masks import has_masks
-from msrl_jax.envs.metrics import check_declared
+from msrl_jax.fragments.support.checks import shown
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
 _NEEDS_VALUES = (
@@ -167,11 +167,11 @@ def line_of_user(error: BaseException) -> str | None:
 
 def in_short(error: BaseException) -> str:
     """The first sentence of an error, and what to do if it is that values were asked for while a program is traced."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     if not isinstance(error, _NEEDS_VALUES):
         return text
     return (
-        f"{text} Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond in place of "
+        f"{text}. Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond in place of "
         "if, and jax.numpy in place of NumPy and Python's numbers"
     )
 

@@ -10,18 +10,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import keystr
 
-from msrl_jax._checks import whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.check_types import in_short, line_of_user
+from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
-from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 @dataclasses.dataclass(frozen=True)

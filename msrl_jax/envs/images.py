@@ -11,6 +11,7 @@ import numpy as np
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.envs.wrappers import ObservationWrapper
+from msrl_jax.fragments.support.tracebacks import entry
 
 _LARGE = 36  # from this height and width on, networks convolve images as the first DQN did, and divide uint8 by 255
 
@@ -47,6 +48,7 @@ def _parts(space: Any, path: str = "") -> Iterator[tuple[str, spaces.Space]]:
         yield from _parts(part, f"{path}[{key!r}]")
 
 
+@entry
 @dataclass(frozen=True)
 class AsImage(ObservationWrapper):
     """Makes one image `[H, W, C]` of every observation, as networks convolve them.

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
+from msrl_jax.fragments.support.checks import suggestion, whole
 
 MAZES = {
     "open": """

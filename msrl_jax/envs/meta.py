@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, env_name, has_agents, is_on_host
-from msrl_jax.envs.metrics import Reduction, metrics_of, reported
+from msrl_jax.envs.episode_metrics import Reduction, metrics_of, reported
 from msrl_jax.envs.wrappers import EnvironmentWrapper
+from msrl_jax.fragments.support.checks import whole
 
 _QUARTERS = tuple(f"return_quarter_{i}" for i in (1, 2, 3, 4))
 

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, suggestion
 from msrl_jax._compat import used_inputs
-from msrl_jax._random import key_for
-from msrl_jax.envs import distributions, spaces
+from msrl_jax.envs import param_distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 
 Params: TypeAlias = Mapping[str, Any]  # by name
 
@@ -60,6 +61,7 @@ class RandomizedState(NamedTuple):
     params: dict[str, jax.Array]
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomizeParams(EnvironmentWrapper):
     """Draws parameters of an environment from the key of each reset, and keeps them for the episode.
@@ -112,9 +114,9 @@ def describe(params: GivenParams | None) -> dict[str, str] | str | None:
     if not params:
         return None
     if isinstance(params, str):
-        params = distributions.parse_many(params)
+        params = param_distributions.parse_many(params)
     if isinstance(params, Mapping):
-        return {name: distributions.text(value) for name, value in params.items()}
+        return {name: param_distributions.text(value) for name, value in params.items()}
     sample = params.sample if isinstance(params, Curriculum) else params
     kind = "Curriculum" if isinstance(params, Curriculum) else "function"
     return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
@@ -163,14 +165,14 @@ def around(env: E, inner: Any) -> E:
 def _checked(env: Any, params: Any) -> ParamSource:
     name, types = env_name(env), default_params(env)
     if isinstance(params, str):
-        params = distributions.parse_many(params)
+        params = param_distributions.parse_many(params)
     if isinstance(params, Mapping):
         if not params:
             raise ValueError(f"env_params of {name} is empty; name parameters, or leave it out")
         values: Any = {}
         for key, value in params.items():
             _check_name(name, key, types)
-            values[key] = distributions.cast(f"{name}: {key}", value, types[key])
+            values[key] = param_distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
         given: Any = params
@@ -181,7 +183,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
         remedy = "give a mapping name -> value, a function of a key, or a Curriculum"
         raise TypeError(f"env_params={shown(params)} of {name}: {remedy}")
     _check_data(env, {key: types[key] for key in names})
-    return ParamSource(values, jax.tree.map(np.asarray, counter()) if distributions.ramps(values) else ())
+    return ParamSource(values, jax.tree.map(np.asarray, counter()) if param_distributions.ramps(values) else ())
 
 
 def _as_number(x: Any) -> np.ndarray:
@@ -202,10 +204,10 @@ def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
 
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes that a function returns, checked."""
-    taken = counter() if distributions.ramps(values) else ()
+    taken = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        drawn = values.sample(key, distributions.at(values.level, taken))
+        drawn = values.sample(key, param_distributions.at(values.level, taken))
         if not isinstance(drawn, Mapping) or not drawn:
             raise TypeError(f"the function of env_params of {env} returned {shown(drawn)}; return a mapping name -> value")
         return dict(jax.tree.map(jnp.asarray, drawn))
@@ -224,10 +226,10 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
 def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]:
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        drawn = strong(dict(values.sample(key, distributions.at(values.level, source.taken))))
+        drawn = strong(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
         return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
-    return {name: distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
+    return {name: param_distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
 
 
 def _check_data(env: Any, types: Mapping[str, Any]) -> None:
@@ -342,7 +344,7 @@ def changed(env: Any, values: Any) -> Any:
                 f"the run draws no parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
                 f"{', '.join(source.values)}. Give all that may change to env_params at the start"
             )
-        found[name] = distributions.cast(f"{env_name(env)}: {name}", value, types[name])
+        found[name] = param_distributions.cast(f"{env_name(env)}: {name}", value, types[name])
         _check_same(name, source.values[name], found[name])
     return found
 
@@ -358,6 +360,6 @@ def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
 def _check_same(what: str, old: PyTree, new: PyTree) -> None:
     shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        was, new = distributions.text(old), distributions.text(new)
+        was, new = param_distributions.text(old), param_distributions.text(new)
         remedy = "only another one of its kind: the program would be another one"
         raise ValueError(f"{what} was {was} and cannot become {new} during a run, {remedy}")

@@ -5,13 +5,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from msrl_jax import _checks, _naming, _suites
-from msrl_jax._checks import shown, suggestion
 from msrl_jax._rooms import Registry
-from msrl_jax._spec import parse_spec
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.mazes import PointMaze
+from msrl_jax.envs.suites import catalog
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.text_values import parse_spec
+from msrl_jax.fragments.support.tracebacks import entry
 
 _factories: Registry[Callable[..., Environment]] = Registry("environments", {"PointMaze": PointMaze})
 
@@ -30,7 +31,7 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
     """
     if not callable(factory):
         raise TypeError(f"register({name!r}): {shown(factory)} cannot be called; pass a class or a function")
-    _checks.add("environment", dict.fromkeys(names()), name, factory)
+    checks.add("environment", dict.fromkeys(names()), name, factory)
     _factories[name] = factory
 
 
@@ -62,11 +63,11 @@ def make(name: str, **params: Any) -> Environment:
         params = in_name | params
     if name in _factories:
         return _called(name, _factories[name], params)
-    if suite := _suites.suite_of(name):
+    if suite := catalog.suite_of(name):
         suite.check_installed()
         adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
         return adapter.make(name.partition(":")[2], **params)
-    _naming.check_no_file("environment", name)
+    naming.check_no_file("environment", name)
     if ":" in name:
         return _from_module(name, params)
     if name not in names():
@@ -83,7 +84,7 @@ def is_own(name: str) -> bool:
     if name in _factories:
         return False
     name, params = parse_spec(name, prefixes=True)
-    suite = _suites.suite_of(name)
+    suite = catalog.suite_of(name)
     return ":" in name and name not in _factories and (suite is None or any(key in suite.code for key in _keys(params)))
 
 
@@ -100,9 +101,9 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
     module, _, attribute = name.partition(":")
     if module in names():
         raise ValueError(f"cannot read {attribute!r} in {name!r}; parameters are written {module}:key=value,key=value")
-    near = suggestion(module, _suites.SUITES)
+    near = suggestion(module, catalog.SUITES)
     what = f"an environment: a class with reset and step, or a function that returns one{near and f', or name a suite{near}'}"
-    return _called(name, _naming.imported("environment", name, what, _is_made, is_made=True), params)
+    return _called(name, naming.imported("environment", name, what, _is_made, is_made=True), params)
 
 
 def _called(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
@@ -118,11 +119,11 @@ def _called(name: str, factory: Callable[..., Environment], params: dict[str, An
 
 def _is_made(value: Any) -> bool:
     """Whether a call makes an environment, which has two functions or, if the host simulates it, makes copies of itself."""
-    return _naming.makes(value, lambda kind: all(callable(getattr(kind, f, None)) for f in ("reset", "step")) or (
+    return naming.makes(value, lambda kind: all(callable(getattr(kind, f, None)) for f in ("reset", "step")) or (
         callable(getattr(kind, "vectorize", None)) and hasattr(kind, "on_host")
     ))
 
 
 def names() -> list[str]:
     """The names of all environments: the registered ones, gymnax's, and those of suites that are installed."""
-    return [*_factories, *_suites.names()]
+    return [*_factories, *catalog.names()]

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from msrl_jax._checks import whole
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
+@entry
 @dataclass(frozen=True)
 class Discrete:
     """The integers `start .. start+n-1`. Policies and one-hot vectors count them from 0.
@@ -73,6 +75,7 @@ class Discrete:
         return (x >= np.asarray(low, x.dtype)) & (x <= np.asarray(high, x.dtype))
 
 
+@entry
 @dataclass(frozen=True, eq=False)
 class Box:
     """Arrays with a lower and an upper bound for every element.
@@ -150,6 +153,7 @@ class Box:
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
+@entry
 def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
     """Makes the space of several integers, each in a range of its own: a `Box` from 0 to `nvec - 1`.
 
@@ -248,6 +252,7 @@ class _Compound:
         return jax.tree.unflatten(tree, [part.sample(k) for part, k in zip(parts, keys, strict=True)])
 
 
+@entry
 @dataclass(frozen=True)
 class Tuple(_Compound):
     """Tuples with one value of each space; named tuples if the spaces are in one."""
@@ -267,6 +272,7 @@ class Tuple(_Compound):
         return jnp.all(jnp.stack([space.contains(v) for space, v in zip(self.spaces, x, strict=True)]))
 
 
+@entry
 @dataclass(frozen=True)
 class Dict(_Compound):
     """Dicts with one value of each named space, sorted by name as in JAX."""

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
 from msrl_jax.envs.masks import index_at
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
+@entry
 @dataclass(frozen=True, eq=False)
 class TabularMDP:
     """An MDP of tables. An episode begins in state 0 and does not end by itself.
@@ -71,6 +73,7 @@ class TabularMDP:
         return after, after, reward, jnp.asarray(False), jnp.asarray(False)
 
 
+@entry
 @dataclass(frozen=True, eq=False)
 class BernoulliBandit:
     """A bandit whose arms pay 1 or 0. An episode does not end by itself.
@@ -116,6 +119,7 @@ def _with(env: Any, params: Mapping[str, Any]) -> Any:
     return changed
 
 
+@entry
 def random_mdps(
     num_states: int, num_actions: int, *, concentration: float = 1.0, uniform_rewards: bool = False
 ) -> Callable[[jax.Array], dict[str, jax.Array]]:

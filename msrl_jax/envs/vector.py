@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._tracebacks import entry
-from msrl_jax.envs.agents import vectorize_agents
 from msrl_jax.envs.base import (
     Environment,
     PyTree,
@@ -24,11 +22,13 @@ from msrl_jax.envs.base import (
     strong,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
+from msrl_jax.envs.episode_metrics import reported
 from msrl_jax.envs.masks import with_masks
-from msrl_jax.envs.metrics import reported
+from msrl_jax.envs.multi_agent import vectorize_agents
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 _SPARE = 0x73706172  # makes the key of a spare state from the key that a copy splits
 

@@ -13,14 +13,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax.envs import metrics, running, spaces
+from msrl_jax.envs import episode_metrics, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
+from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import unmasked, with_mask_of
-from msrl_jax.envs.metrics import EpisodeMetrics
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
 
 REPLICATED = PartitionSpec()
 
@@ -85,7 +86,7 @@ class EpisodeStatistics(VectorWrapper):
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
         sums = [jnp.zeros(self.num_envs, jnp.float32)] * 5
-        return EpisodeStatisticsState(env_state, *sums, metrics=metrics.begin(self, self.num_envs)), obs
+        return EpisodeStatisticsState(env_state, *sums, metrics=episode_metrics.begin(self, self.num_envs)), obs
 
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""
@@ -93,7 +94,7 @@ class EpisodeStatistics(VectorWrapper):
         ended, present = time_step.ended, time_step.present
         # An episode that is lost, truncated without an answer, is none.
         done = ended if present is None else ended & (present | time_step.terminated)
-        reduced = metrics.add(self, state.metrics, time_step.metrics, metrics.answered(time_step))
+        reduced = episode_metrics.add(self, state.metrics, time_step.metrics, episode_metrics.answered(time_step))
         episode_return = state.episode_return + time_step.reward
         episode_length = state.episode_length + (1 if present is None else present.astype(jnp.float32))
         state = EpisodeStatisticsState(
@@ -103,7 +104,7 @@ class EpisodeStatistics(VectorWrapper):
             return_sum=state.return_sum + jnp.where(done, episode_return, 0),
             length_sum=state.length_sum + jnp.where(done, episode_length, 0),
             num_episodes=state.num_episodes + done.astype(jnp.float32),
-            metrics=metrics.end(self, reduced, ended, done),
+            metrics=episode_metrics.end(self, reduced, ended, done),
         )
         return state, time_step._replace(metrics=None)
 
@@ -114,7 +115,7 @@ class EpisodeStatistics(VectorWrapper):
         """
         env_state, found = self.env.pop_episodes(state.env_state)
         count = jnp.sum(state.num_episodes)
-        kept, means = metrics.pop(self, state.metrics, count)
+        kept, means = episode_metrics.pop(self, state.metrics, count)
         found = found | {
             "episode_return": Mean(jnp.sum(state.return_sum), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
@@ -144,6 +145,7 @@ class NormalizeObservationState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeObservation(NormalizingWrapper):
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
@@ -211,6 +213,7 @@ class NormalizeRewardState(NamedTuple):
     running: RunningStatistics
 
 
+@entry
 @dataclass(frozen=True)
 class NormalizeReward(NormalizingWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import (
     Environment,
@@ -27,6 +26,8 @@ from msrl_jax.envs.base import (
     of_env,
 )
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 
 class EnvironmentWrapper(Wrapper):
@@ -147,6 +148,7 @@ class TimeLimitState(NamedTuple):
     steps: jax.Array
 
 
+@entry
 @dataclass(frozen=True)
 class TimeLimit(EnvironmentWrapper):
     """Truncates an episode at its `max_steps`-th step.
@@ -164,8 +166,7 @@ class TimeLimit(EnvironmentWrapper):
     _inner = attrgetter("env_state")
 
     def __post_init__(self):
-        if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
-            raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1 and below 2**31")
+        object.__setattr__(self, "max_steps", whole("TimeLimit: max_steps", self.max_steps, most=2**31 - 1))
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
@@ -187,6 +188,7 @@ class FrameStackState(NamedTuple):
     frames: jax.Array
 
 
+@entry
 @dataclass(frozen=True)
 class FrameStack(EnvironmentWrapper):
     """Stacks the last `num_frames` observations along the last axis, oldest first.
@@ -207,8 +209,7 @@ class FrameStack(EnvironmentWrapper):
         space = self.env.observation_space
         if not isinstance(space, spaces.Box) or space.shape == ():
             raise ValueError(f"FrameStack cannot stack observations of {space}; apply FlattenObservation first")
-        if not isinstance(self.num_frames, int) or self.num_frames < 1:
-            raise ValueError(f"FrameStack: num_frames={self.num_frames!r} must be an int of at least 1")
+        object.__setattr__(self, "num_frames", whole("FrameStack: num_frames", self.num_frames))
 
     @property
     def observation_space(self) -> spaces.Box:
@@ -237,6 +238,7 @@ class FrameStack(EnvironmentWrapper):
         return FrameStackState(env_state, frames), frames, reward, terminated, truncated
 
 
+@entry
 @dataclass(frozen=True)
 class ResetPool(EnvironmentWrapper):
     """An environment whose copies compute a new first state only every `ratio` steps, for resets that cost more than steps.

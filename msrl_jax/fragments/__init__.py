@@ -16,19 +16,13 @@ passes in this order:
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/checks.py applies the policy to devices and sizes before them, and refuses bad input between them.
+passes/apply_policy.py applies the policy to devices and sizes before them, and refuses bad input between them.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+
+Each name is imported at its first use.
 """
 
-from msrl_jax.fragments import counters as counters
-from msrl_jax.fragments.compiler import compile as compile
-from msrl_jax.fragments.graph.host import host_fragment as host_fragment
-from msrl_jax.fragments.graph.marker import fragment as fragment
-from msrl_jax.fragments.graph.marker import fragment_scope as fragment_scope
-from msrl_jax.fragments.metrics import Mean as Mean
-from msrl_jax.fragments.plan.plan import Plan as Plan
-from msrl_jax.fragments.plan.topologies import plan_devices as plan_devices
-from msrl_jax.fragments.program import Delayed as Delayed
-from msrl_jax.fragments.program import Program as Program
-from msrl_jax.fragments.progress import Progress as Progress
+from msrl_jax.fragments.support.lazy import names_of as _names_of
+
+__getattr__, __dir__, __all__ = _names_of(__name__, __file__)

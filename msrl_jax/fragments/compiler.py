@@ -6,10 +6,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
-from msrl_jax.fragments.passes.checks import (
+from msrl_jax.fragments.passes.apply_policy import (
     Fit,
     check_codecs,
     check_devices,
@@ -29,6 +28,7 @@ from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.lower import suited
+from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from msrl_jax.codecs import Codec
+from msrl_jax.fragments.codecs import Codec
 
 
 class Device(Protocol):

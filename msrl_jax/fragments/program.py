@@ -10,24 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from msrl_jax._checks import shown
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
-from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
-from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
+from msrl_jax.fragments.passes.apply_policy import Fit, check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
-from msrl_jax.fragments.runtime.changes import Sent, label_of
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
+from msrl_jax.fragments.runtime.send_changed import Sent, label_of
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay, measure_costs, predict, time_chunks
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
+from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
 

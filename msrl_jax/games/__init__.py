@@ -1,5 +1,5 @@
 """Games of two players, an optional room: search, self-play, matches and ratings. Each name is imported at its first use."""
 
-from msrl_jax._lazy import names_of as _names_of
+from msrl_jax.fragments.support.lazy import names_of as _names_of
 
 __getattr__, __dir__, __all__ = _names_of(__name__, __file__)

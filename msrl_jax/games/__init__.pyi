@@ -1,4 +1,4 @@
-"""The names of the room, for type checkers and for `_lazy`, which imports each at its first use."""
+"""The names of the room, for type checkers and for `lazy`, which imports each at its first use."""
 
 from msrl_jax.games.alphazero import AlphaZero as AlphaZero
 from msrl_jax.games.matches import Match as Match

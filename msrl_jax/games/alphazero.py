@@ -49,7 +49,7 @@ from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
-from msrl_jax.games.turns import check_turns, of_player, player_observation, turn_actions, vectorize_turns
+from msrl_jax.games.turn_based import check_turns, of_player, player_observation, turn_actions, vectorize_turns
 
 
 class Example(NamedTuple):

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import envs
-from msrl_jax._checks import check_seed, shown, whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.experiment.evaluate import MAX_STEPS
-from msrl_jax.experiment.result import Result
 from msrl_jax.fragments.runtime.executables import Fitting
-from msrl_jax.games.turns import draws, turn_actions
+from msrl_jax.fragments.support.checks import check_seed, shown, whole
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.games.turn_based import draws, turn_actions
+from msrl_jax.run.evaluation.evaluate import MAX_STEPS
+from msrl_jax.run.result import Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
-from msrl_jax.games.turns import OneMover, player_observation, vectorize_turns
+from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
 from msrl_jax.replay import Replay, Transition
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from msrl_jax._checks import check_seed
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs import MultiAgentEnvironment, make
-from msrl_jax.experiment.evaluate import MAX_STEPS
-from msrl_jax.experiment.result import Result
+from msrl_jax.fragments.support.checks import check_seed
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.games.matches import Player, match
+from msrl_jax.run.evaluation.evaluate import MAX_STEPS
+from msrl_jax.run.result import Result
 
 ELO = 400 / math.log(10)  # of a difference of 1 between the logarithms of two strengths
 

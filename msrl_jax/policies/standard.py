@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from msrl_jax import _checks, _naming
-from msrl_jax._checks import shown, suggestion
-from msrl_jax._spec import parse_spec
-from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import check_staleness
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.text_values import parse_spec
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import (
     ACTING,
     BUFFERING,
@@ -68,6 +68,7 @@ class MultiLearner:
         return Layout(roles, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class SingleLearnerCoarse:
     """Actors with their environments on one sub-mesh, the learner on another.
@@ -119,6 +120,7 @@ class SingleLearnerCoarse:
         return Layout(roles, self.staleness, codecs, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class SingleLearnerFine:
     """Environments on one sub-mesh; inference and learning on another.
@@ -189,6 +191,7 @@ class Environments:
         return Layout(roles, policy=described(self))
 
 
+@entry
 @dataclass(frozen=True)
 class Central:
     """Workers act and compute gradients; a server keeps the parameters and applies the gradients.
@@ -243,6 +246,7 @@ _ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environme
 POLICIES: dict[str, type] = {policy.__name__: policy for policy in _ALL}
 
 
+@entry
 def register(policy: type) -> type:
     """Adds a distribution policy to the registry, so that `get` finds it by the name of its class.
 
@@ -257,7 +261,7 @@ def register(policy: type) -> type:
     """
     if policy.__name__.lower() == "auto":
         raise ValueError("a policy cannot be named 'auto', which has train choose one; choose another name")
-    return _checks.add("policy", POLICIES, policy.__name__, policy)
+    return checks.add("policy", POLICIES, policy.__name__, policy)
 
 
 def is_own(policy: str) -> bool:
@@ -307,13 +311,13 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     name, given = parse_spec(policy, prefixes=True)
     parameters = given | parameters
     first, colon, rest = name.partition(":")
-    _naming.check_no_file("policy", name)
+    naming.check_no_file("policy", name)
     if colon and not is_own(name):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
-        cls: Any = _naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
+        cls: Any = naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
     else:
-        cls = _checks.find("policy", POLICIES, name)
+        cls = checks.find("policy", POLICIES, name)
     fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:

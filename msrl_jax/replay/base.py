@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import shown
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
+from msrl_jax.fragments.support.checks import shown
 
 SHARD_AXIS = "shard"  # the logical axis of the shards `G`
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._compat import Tracer
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import sum_tree
 from msrl_jax.replay.base import (
     SHARD_AXIS,
@@ -32,6 +33,7 @@ class Priorities(NamedTuple):
     largest: jax.Array  # the largest priority so far, which new windows get. `[G]`
 
 
+@entry
 def uniform(
     example: Any,
     *,
@@ -90,6 +92,7 @@ def uniform(
     return _replay(ring, discount, relabelling, draw)
 
 
+@entry
 def prioritized(
     example: Any,
     *,

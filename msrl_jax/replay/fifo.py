@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._checks import whole
 from msrl_jax.fragments.runtime.memory import own_devices
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay.base import add_saturating, bytes_on_devices
 
 
@@ -57,6 +58,7 @@ class Fifo:
     nbytes: int
 
 
+@entry
 def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
     """Makes a queue of whole batches, first in, first out.
 

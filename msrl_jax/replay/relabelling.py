@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._random import key_for
 from msrl_jax.envs.goals import Goals
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay.base import Indices
 from msrl_jax.replay.ring import Ring
 
@@ -24,6 +25,7 @@ step; "episode", that of any step; "geometric", that of a step as far away as th
 2206.07568): the step `k` steps later with a probability in proportion to `discount ** k`."""
 
 
+@entry
 @dataclasses.dataclass(frozen=True)
 class Relabelling:
     """How sampled steps get other goals.

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import codecs
-from msrl_jax._checks import suggestion, whole
 from msrl_jax._compat import ShapedArray
-from msrl_jax.codecs import Codec
+from msrl_jax.fragments import codecs
+from msrl_jax.fragments.codecs import Codec
+from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.replay.base import Indices, Transition, check_numbers
 
 Storage = Mapping[str, str | Codec | None]

@@ -11,17 +11,17 @@ from typing import Any, Literal
 import jax
 
 from msrl_jax import algorithms
-from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.folder import describe_devices
-from msrl_jax.experiment.history import first_non_finite
-from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
 from msrl_jax.policies.base import spec
+from msrl_jax.run.disk.folder import describe_devices
+from msrl_jax.run.evaluation.history import first_non_finite
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.prepare import make_experiment
 
 _CHUNK_SECONDS = 0.25  # hides the host's work between chunks, and is short enough for slow settings
 
@@ -130,7 +130,7 @@ def plain_program(experiment: Experiment, program: Program, iterations: int) -> 
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
     state = program.unwrap(experiment.start(program))
     # With the same random generator: what is measured is what running it as fragments costs.
-    return lower(scan, state).compile(), state
+    return lower(scan, state)(), state
 
 
 def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import replacing
-from msrl_jax._random import key_for
-from msrl_jax._recipes import RecordError
 from msrl_jax.envs.base import release
-from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.run import Run
-from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.runtime.crossing import key_impl
+from msrl_jax.fragments.support.checks import replacing
+from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.report.provenance import origin_of, write_origin
+from msrl_jax.run.evaluation.evaluate import make_evaluator
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.loop import Run
+from msrl_jax.run.recipes import RecordError
+from msrl_jax.run.result import Result
 
 _BEST = "best.npz"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._compiling import MOST_CPU_DEVICES, use_cpu_devices
-from msrl_jax.experiment.history import last_known
+from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES, use_cpu_devices
 from msrl_jax.report.statistics import Estimate, estimate, mean
+from msrl_jax.run.evaluation.history import last_known
 
 _POINTS = 50  # of a curve in a figure
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from msrl_jax import _recipes, _suites
-from msrl_jax._recipes import Recipe, Record
-from msrl_jax.experiment.folder import write_text
+from msrl_jax.envs.suites import catalog
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
+from msrl_jax.run import recipes
+from msrl_jax.run.disk.folder import write_text
+from msrl_jax.run.recipes import Recipe, Record
 
 _PUBLISHED = "published.toml"  # what others have published, in the folder of the records
 _INDEX = "index.md"
@@ -105,14 +106,14 @@ def rows(records: Path | None = None) -> list[Row]:
     Raises:
       ValueError: if there is no clone, or no such folder.
     """
-    place = _recipes.records_folder(records)
+    place = recipes.records_folder(records)
     if place is None:
-        raise ValueError(_recipes.NO_RECORDS)
+        raise ValueError(recipes.NO_RECORDS)
     others = place / _PUBLISHED
     published = tomllib.loads(others.read_text("utf-8"))["row"] if others.exists() else []
     found = []
-    for recipe in map(_recipes.find, _recipes.names()):
-        if (record := _recipes.record_of(recipe, place)) is not None:
+    for recipe in map(recipes.find, recipes.names()):
+        if (record := recipes.record_of(recipe, place)) is not None:
             row = Row(recipe, record, ())
             found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
     return found
@@ -175,8 +176,8 @@ def check_pages(folder: Path) -> None:
     except OSError as error:
         raise ValueError(f"--pages cannot make {folder} ({error.strerror}); name another folder") from None
     _check_ours(folder / _INDEX)
-    for name in _recipes.names():
-        for file in _files(_recipes.find(name)):
+    for name in recipes.names():
+        for file in _files(recipes.find(name)):
             _check_ours(folder / file)
 
 
@@ -188,7 +189,7 @@ def _files(recipe: Recipe) -> Files:
 
 def _title(env: str) -> str:
     """The title of the suite of an environment."""
-    suite, name = _suites.suite_of(env), env.partition(":")[0]
+    suite, name = catalog.suite_of(env), env.partition(":")[0]
     if suite is not None:
         return suite.title
     return next((title for title in ("MinAtar", "bsuite") if name.endswith(f"-{title}")), "Classic control")
@@ -270,7 +271,7 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
     parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(row.cells() for row in found)]
     for row in found:
         record, name = row.record, row.recipe.name
-        packages = ["jax", *(_suites.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
+        packages = ["jax", *(catalog.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
         versions = ", ".join(f"{package} {record.versions[package]}" for package in packages if package in record.versions)
         hardware = f"{record.hardware['processor']}, {record.place}"
         parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl_jax._checks import as_path, parse_json, replacing
-from msrl_jax._terminal import table
-from msrl_jax.experiment.folder import check_target, write_json, write_text
+from msrl_jax.fragments.support.checks import as_path, parse_json, replacing
+from msrl_jax.fragments.support.terminal import table
 from msrl_jax.report.curves import figure_of, inline, styled, svg_of
-from msrl_jax.report.trace import Key, Span, in_perfetto
+from msrl_jax.report.timeline import Key, Span, in_perfetto
+from msrl_jax.run.disk.folder import check_target, write_json, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

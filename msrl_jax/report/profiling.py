@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
-from msrl_jax._checks import whole
-from msrl_jax._tracebacks import entry
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.experiment.folder import describe_devices
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import COLLECTIVES, fragment_plans
-from msrl_jax.fragments.plan.owners import Operation, module_of, operations
+from msrl_jax.fragments.plan.operation_owners import Operation, module_of, operations
 from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec
 from msrl_jax.report.profiles import PHASES, Part, Profile
 from msrl_jax.report.provenance import place_of
-from msrl_jax.report.trace import EXCHANGING, WORKING, Key, Span, activities, divided, record, without_overhead
+from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record, without_overhead
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import describe_devices
+from msrl_jax.run.prepare import make_experiment
 
 _OF_ROLE = {"env": "simulation", HOST: "simulation", "actor": "inference", "learner": "learning", "server": "learning"}
 _OF_ROLE |= {"buffer": "replay"}

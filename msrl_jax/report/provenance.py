@@ -11,15 +11,15 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
-from msrl_jax._checks import parse_json
-from msrl_jax._naming import check_trust
-from msrl_jax._recipes import RecordError
-from msrl_jax._suites import packages_of
-from msrl_jax.envs.host import processors
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import versions, write_json
-from msrl_jax.experiment.trust import code_of
+from msrl_jax.envs.host_simulators import processors
+from msrl_jax.envs.suites.catalog import packages_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import parse_json
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import versions, write_json
+from msrl_jax.run.experiment.trust import code_of
+from msrl_jax.run.recipes import RecordError
 
 PACKAGE = Path(__file__).parents[1]
 _ORIGIN = "origin.json"  # in the folder of a run

@@ -14,23 +14,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax import _recipes, policies
-from msrl_jax._checks import as_path, check_seed, whole
-from msrl_jax._recipes import Recipe, Record, RecordError
-from msrl_jax._tracebacks import entry
+from msrl_jax import policies
 from msrl_jax.envs.base import is_on_host, release
-from msrl_jax.experiment.arguments import experiment_of
-from msrl_jax.experiment.callbacks import Progress
-from msrl_jax.experiment.hooks import seconds as read_seconds
-from msrl_jax.experiment.memory import memory_of
-from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.store import check_saved
-from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import as_path, check_seed, whole
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.best_agents import BestAgents
 from msrl_jax.report.provenance import origin_of, sources
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
+from msrl_jax.run import recipes
+from msrl_jax.run.capacity import memory_of
+from msrl_jax.run.disk.store import check_saved
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.callbacks import Progress
+from msrl_jax.run.loop.hooks import seconds as read_seconds
+from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.recipes import Recipe, Record, RecordError
+from msrl_jax.run.result import Result
+from msrl_jax.run.training import train
 
 SEEDS, _MOST_SEEDS = 10, 10_000
 EPISODES = 256  # of the score of the best agent
@@ -50,7 +51,7 @@ def recipe(name: str) -> Experiment:
     Raises:
       ValueError: on an unknown name; the message suggests the nearest one.
     """
-    return _experiment(_recipes.find(name))
+    return _experiment(recipes.find(name))
 
 
 def _experiment(found: Recipe) -> Experiment:
@@ -66,9 +67,9 @@ def _experiment(found: Recipe) -> Experiment:
 def comparable(found: Recipe, folder: Path | None) -> Record | None:
     """The record of a recipe in a folder of records, None if there is none; raises RecordError if it is damaged, or if its
     settings, or defaults that it left out, are others now."""
-    record = _recipes.record_of(found, folder)
+    record = recipes.record_of(found, folder)
     if record is not None:
-        _recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
+        recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
     return record
 
 
@@ -198,10 +199,10 @@ def reproduce(
     """
     if jax.process_count() > 1:
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
-    found = _recipes.find(name)
-    folder = _recipes.records_folder(records)
+    found = recipes.find(name)
+    folder = recipes.records_folder(records)
     if compare and folder is None and progress is not False:
-        print(_recipes.NO_RECORDS, file=sys.stderr)
+        print(recipes.NO_RECORDS, file=sys.stderr)
     recorded = comparable(found, folder) if compare else None
     limit = None if time_limit is None else read_seconds("time_limit", time_limit)
     base = _experiment(found)
@@ -263,7 +264,7 @@ def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | Non
         raise RecordError(f"{fact}; move it, or name another folder (--out)") from None
     if there is not None:
         now = {**base.to_json()["config"], **found.settings}
-        if changed := _recipes.difference({**there.config, **there.settings}, now):
+        if changed := recipes.difference({**there.config, **there.settings}, now):
             raise RecordError(f"{target} is {changed}; move the folder {target.parent}, or name another one (--out)")
     return there
 

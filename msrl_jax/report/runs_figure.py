@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from msrl_jax._checks import as_path
-from msrl_jax._tracebacks import entry
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import check_target
-from msrl_jax.experiment.history import in_words
-from msrl_jax.experiment.outcome import Outcome
+from msrl_jax.fragments.support.checks import as_path
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import check_target
+from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.outcome import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,20 +126,11 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
     with styled():
         figure, panels = figure_of(len(wanted))
         for panel, (metric, env, runs) in zip(panels, wanted, strict=True):
-            groups = [(name, run, group) for name, run in runs.items() for group in groups_of(run, _MOST_CURVES)]
-            for number, (name, run, group) in enumerate(groups):
-                column = run.history.get(metric)
-                if column is None or not is_known(column):
-                    continue
-                if column.ndim == 1 and run.members > 1:  # of the whole run, such as its steps per second
-                    if 0 not in group.members:
-                        continue
-                    group = Group("", [0], False)
-                values = np.reshape(column, (len(column), -1))[:, group.members]
-                known = ~np.isnan(values).all(1)  # evaluations are few
-                curve = mean_curve(run.history[_X[x]][known], values[known], spread=group.mixed)
-                words = [name, group.label, "lowest to highest" * group.mixed]
-                draw(panel, ", ".join(filter(None, words)), number, *curve)
+            for number, group in enumerate(groups_of(runs, _MOST_CURVES)):
+                if (points := _points(group, metric, _X[x])) is not None:
+                    of_members = any(run.history[metric].ndim > 1 or run.members == 1 for run, _ in group.parts)
+                    words = [group.names, group.label * of_members, "lowest to highest" * (group.mixed and of_members)]
+                    draw(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
             units = dict.fromkeys(run.unit for run in runs.values())
             panel.set(ylabel=metric.replace("_", " "), xlabel=" or ".join(units) if x == "steps" else "seconds")
             panel.set_title(env if len(environments) > 1 else "")
@@ -147,20 +138,84 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
 
 
 class Group(NamedTuple):
-    """Members of a run that are shown as one."""
+    """Members that are shown as one: the seeds of one setting, of one run or of several, or all members of a population."""
 
-    label: str  # their setting; empty if the run has one
-    members: list[int]
+    names: str  # of the runs
+    label: str  # their setting; empty if no run has several
+    parts: list[tuple[Outcome, list[int]]]  # each run, and its members
     mixed: bool  # whether they are not only seeds of one setting, so that no interval over them tells the luck of seeds
 
 
-def groups_of(run: Outcome, most: int) -> list[Group]:
-    """The members of each setting of a run; all members as one if they have more than `most` settings, or are a population."""
+def groups_of(found: Mapping[str, Outcome], most: int) -> list[Group]:
+    """Groups the members of runs by setting. All members of a run are one group if it is a population, or has more than `most`
+    settings. Runs of the same seed are not pooled, such as those of two policies.
+    """
+    parts = [(name, run, *part) for name, run in found.items() for part in _settings_of(run, most)]
+    several = [run for _, run, members, mixed in parts if not mixed and len(members) < run.members]
+    varied = {field for run in several for field in run.settings[0]}
+    groups: list[tuple[list[str], dict[str, Any], Group]] = []
+    for name, run, members, mixed in parts:
+        setting, seeds = _setting(run, members[0]), {run.settings[member]["seed"] for member in members}
+        for names, known, group in groups:
+            others = {part.settings[member]["seed"] for part, own in group.parts for member in own}
+            if known == setting and not (mixed or group.mixed or seeds & others):
+                names.append(name)
+                group.parts.append((run, members))
+                break
+        else:
+            label = mixed or in_words({field: x for field, x in setting.items() if field in varied})
+            groups.append(([name], setting, Group(name, label, [(run, members)], bool(mixed))))
+    return [group._replace(names=_listed(names)) for names, _, group in groups]
+
+
+def _settings_of(run: Outcome, most: int) -> list[tuple[list[int], str]]:
+    """The members of each setting of a run, and what they are in words if they are not only seeds of one setting."""
     each: dict[str, list[int]] = {}
-    for member, setting in enumerate(run.settings):
-        each.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
+    for member in range(run.members):
+        each.setdefault(in_words(_setting(run, member)), []).append(member)
     if run.description["pbt"] is not None:
-        return [Group(f"population of {run.members}", list(range(run.members)), True)]
+        return [(list(range(run.members)), f"population of {run.members}")]
     if len(each) > most:
-        return [Group(f"{len(each)} settings", list(range(run.members)), True)]
-    return [Group(label if len(each) > 1 else "", members, False) for label, members in each.items()]
+        return [(list(range(run.members)), f"{len(each)} settings")]
+    return [(members, "") for members in each.values()]
+
+
+def _setting(run: Outcome, member: int) -> dict[str, Any]:
+    """All that a member of a run computes, but for its seed."""
+    about, own = run.description, {name: x for name, x in run.settings[member].items() if name != "seed"}
+    whole = {name: about.get(name) for name in ("algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data")}
+    return whole | about["config"] | own
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 5 else [*names[:3], f"{len(names) - 3} more"])
+
+
+def _points(group: Group, metric: str, x: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The values `[C, S]` of a metric for the members of a group, and where they are, `[C]`; None if nothing is known.
+
+    Runs read their metrics at different steps, so several runs are interpolated at those of the one with the fewest.
+    """
+    parts = []
+    for run, members in group.parts:
+        column = run.history.get(metric)
+        if column is None or not is_known(column):
+            continue
+        if column.ndim == 1 and run.members > 1:  # of the whole run, such as its steps per second
+            if 0 not in members:
+                continue
+            members = [0]
+        values = np.reshape(column, (len(column), -1))[:, members]
+        known = ~np.isnan(values).all(1)  # evaluations are few
+        parts.append((run.history[x][known], values[known]))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    where = min((at for at, _ in parts), key=len)
+    where = where[where <= min(at[-1] for at, _ in parts)]
+    return where, np.stack([_interpolated(where, at, column) for at, values in parts for column in values.T], axis=1)
+
+
+def _interpolated(where: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The values of a member at other points; nan before the first that is known."""
+    known = ~np.isnan(values)
+    return np.interp(where, at[known], values[known], left=np.nan)

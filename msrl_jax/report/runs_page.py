@@ -2,25 +2,25 @@
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import as_path
-from msrl_jax._tracebacks import entry
-from msrl_jax.experiment import Result
-from msrl_jax.experiment.folder import REPEAT, check_links, check_target, write_text
-from msrl_jax.experiment.history import decimals, value_in_words
-from msrl_jax.experiment.outcome import Outcome
-from msrl_jax.experiment.video import FILMS
+from msrl_jax.fragments.support.checks import as_path
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of
 from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, named, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
+from msrl_jax.run import Result
+from msrl_jax.run.disk.folder import REPEAT, check_links, check_target, write_text
+from msrl_jax.run.evaluation.history import decimals, final, value_in_words
+from msrl_jax.run.outcome import Outcome
+from msrl_jax.run.outputs.video import FILMS
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886 }
@@ -94,20 +94,19 @@ def runs_page(
 
 
 def _overview(found: Mapping[str, Outcome]) -> str:
-    """A row for each setting of each run."""
+    """A row for each setting."""
     head = ["run", "setting", "training return", "greedy return", "seeds"]
     head += ["environment", "algorithm", "policy", "steps", "status"]
     rows = []
-    for name, run in found.items():
-        s = run.summary()
-        whole = [s["env"], s["algorithm"], s["policy"], f"{s['total_steps']:,}", s["status"]]
-        greedy = np.nan if run.evaluation is None else run.evaluation.mean_return
-        for group in groups_of(run, _MOST_ROWS):
-            seeds = list(dict.fromkeys(run.settings[member]["seed"] for member in group.members))
-            rows.append([
-                name, group.label, _mean(run.final("episode_return"), group), _mean(greedy, group),
-                f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else seeds[0], *whole,
-            ])  # fmt: skip
+    for group in groups_of(found, _MOST_ROWS):
+        seeds = [run.settings[member]["seed"] for run, members in group.parts for member in members]
+        summaries = [run.summary() for run, _ in group.parts]
+        columns = ([s[name] for s in summaries] for name in ("env", "algorithm", "policy", "total_steps", "status"))
+        rows.append([
+            group.names, group.label, _mean(lambda run: final(run.history, "episode_return"), group),
+            _mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group), _seeds(seeds),
+            *(", ".join(dict.fromkeys(f"{x:,}" if isinstance(x, int) else x for x in column)) for column in columns),
+        ])  # fmt: skip
     if not any(row[1] for row in rows):
         rows = [row[:1] + row[2:] for row in rows]
         head.remove("setting")
@@ -117,10 +116,17 @@ def _overview(found: Mapping[str, Outcome]) -> str:
     return _table(head, rows) + (f"<p>{told}</p>" if told else "")
 
 
-def _mean(returns: Any, group: Group) -> str:
+def _seeds(seeds: Sequence[int]) -> str:
+    """Seeds in words: `0 to 4`, or a list if some between are missing."""
+    each = sorted(set(seeds))
+    together = len(each) > 2 and each[-1] - each[0] == len(each) - 1
+    return f"{each[0]} to {each[-1]}" if together or len(each) > 8 else ", ".join(map(str, each))
+
+
+def _mean(returns: Callable[[Outcome], Any], group: Group) -> str:
     """The mean of the members' returns, with its interval over seeds, or from the lowest to the highest."""
-    values = np.reshape(returns, -1)
-    values = values[group.members] if values.size > 1 else values
+    parts = [(np.reshape(returns(run), -1), members) for run, members in group.parts]
+    values = np.concatenate([own[members] if own.size > 1 else own for own, members in parts])
     known = values[np.isfinite(values)]
     if not len(known):
         return ""

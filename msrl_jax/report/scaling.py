@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax import policies
-from msrl_jax._checks import whole
-from msrl_jax._terminal import table
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.plan.topologies import plan_devices
 from msrl_jax.fragments.runtime.memory import planning_for
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.terminal import table
 from msrl_jax.policies.base import spec
+from msrl_jax.run.prepare import make_experiment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from msrl_jax._checks import check_seed, shown
-from msrl_jax.experiment.history import decimals
+from msrl_jax.fragments.support.checks import check_seed, shown
+from msrl_jax.run.evaluation.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
 

@@ -1,7 +1,4 @@
-"""Searches over runs: sweeps and tournaments."""
+"""Searches over runs: sweeps."""
 
-from msrl_jax.search.result import SweepResult as SweepResult
 from msrl_jax.search.sweep import sweep as sweep
-from msrl_jax.search.tournament import Entry as Entry
-from msrl_jax.search.tournament import Leaderboard as Leaderboard
-from msrl_jax.search.tournament import compete as compete
+from msrl_jax.search.sweep_result import SweepResult as SweepResult

@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, ge
 import jax
 import numpy as np
 
-from msrl_jax import _naming, algorithms
-from msrl_jax._checks import is_several, suggestion, whole
-from msrl_jax._spec import split_specs
+from msrl_jax import algorithms
 from msrl_jax.algorithms.schedules import is_adaptive, is_ramp
-from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
-from msrl_jax.experiment.history import in_words
+from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
+from msrl_jax.fragments.support import naming
+from msrl_jax.fragments.support.checks import is_several, suggestion, whole
+from msrl_jax.fragments.support.text_values import split_specs
+from msrl_jax.run.evaluation.history import in_words
 
 _MOST_TRIALS = 2**20  # all are known at once
 
@@ -94,7 +95,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     is_number = bool({int, float} & set(_parts(hint)))
     if isinstance(value, str) and is_number:
         parts = split_specs(value)
-        named = [is_ramp(x) or is_adaptive(x) or _naming.is_path(x) for x in parts]  # schedules
+        named = [is_ramp(x) or is_adaptive(x) or naming.is_path(x) for x in parts]  # schedules
         value = [x if is_named else parse(where, x) for x, is_named in zip(parts, named, strict=True)] if any(named) else value
         value = parse(where, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
     if isinstance(value, np.ndarray | jax.Array):

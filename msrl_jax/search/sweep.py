@@ -14,24 +14,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _compiling, algorithms, policies
-from msrl_jax._checks import as_path, check_seed, whole
-from msrl_jax._tracebacks import entry
+from msrl_jax import algorithms, policies
 from msrl_jax.algorithms.config import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.experiment import folder, hooks, processes
-from msrl_jax.experiment.callbacks import Progress, choose_display
-from msrl_jax.experiment.facts import plain_fields
-from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support import compiling
+from msrl_jax.fragments.support.checks import as_path, check_seed, whole
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.run import processes
+from msrl_jax.run.disk import folder
+from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop import hooks
+from msrl_jax.run.loop.callbacks import Progress, choose_display
 from msrl_jax.search import space
-from msrl_jax.search.course import SWEEP, Course
-from msrl_jax.search.result import SweepResult, write_table
 from msrl_jax.search.space import Method
+from msrl_jax.search.sweep_result import SweepResult, write_table
+from msrl_jax.search.trial_scheduler import SWEEP, Course
 
 
 @entry
@@ -142,7 +144,7 @@ def sweep(
     course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
     trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compiling.on_disk())
+        stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(hooks.stop_requests(limit))
         with processes.together("setting up the sweep"):
             if path is not None:

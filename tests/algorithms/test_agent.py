@@ -16,6 +16,7 @@ from msrl_jax.algorithms.agent import annealed
 from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.slow import mostly_slow
 from tests.support.transitions import noise
 
 
@@ -72,7 +73,7 @@ def shapes_and_axes(name, size):
     return [(jax.tree_util.keystr(path), x.shape, tuple(spec)) for (path, x), spec in zip(leaves, specs, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["dqn", "r2d2", "muzero", "sac", "td3", "iql"])
+@pytest.mark.parametrize("name", mostly_slow(["dqn", "r2d2", "muzero", "sac", "td3", "iql"], "dqn", "r2d2", "iql"))
 def test_logical_axes_are_of_the_dimensions_that_grow(name):
     """A dimension that grows with environments and shards has a logical axis, and no other has one."""
     few, many = (shapes_and_axes(name, size) for size in (4, 8))
@@ -84,7 +85,7 @@ def test_logical_axes_are_of_the_dimensions_that_grow(name):
     assert kinds == ({"shard"} if name == "iql" else {"env", "shard"})
 
 
-@pytest.mark.parametrize("iteration", [0, 1, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 6 * 10**9, 10**10])
+@pytest.mark.parametrize("iteration", [0, 2**24 + 1, 2**31, 2**32 + 7, 10**10])
 def test_the_learning_rate_falls_linearly_over_a_run_of_many_iterations(iteration):
     iterations = 5 * 10**9
     want = float(Fraction(3, 10**4) * max(Fraction(iterations - iteration, iterations), 0))

@@ -61,6 +61,7 @@ def moved(old, new, share=0.01):
     return jax.tree.map(lambda old, new: (1 - share) * old + share * new, wide(old), new)
 
 
+@pytest.mark.long
 def test_updates_of_sac_equal_an_independent_implementation():
     env = RandomWalk(True)
     options = {"max_grad_norm": 0.7, "n_step": 2, "initial_temperature": 0.3, "learn_temperature": False, "tau": 0.01}

@@ -4,7 +4,6 @@ import dataclasses
 import fractions
 import inspect
 import json
-import math
 import re
 import runpy
 import subprocess
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, envs, policies
+from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import PPO, config, field, make, tunable
 from msrl_jax.algorithms.config import ALGORITHMS, OF_RUNS, tunable_fields, variant
 
@@ -78,31 +77,18 @@ def ball():
     ("name", "value", "remedy"),
     [
         ("num_envs", 0, "an integer of at least 1"),
-        ("num_envs", 4.0, "an integer of at least 1"),
-        ("num_envs", None, "an integer of at least 1"),
         ("num_epochs", True, "an integer of at least 1"),
         ("learning_rate", 0.0, "a finite number above 0"),
-        ("learning_rate", math.nan, "a finite number above 0"),
         ("learning_rate", "fast", "a finite number above 0"),
-        ("learning_rate", 10**400, "a finite number above 0"),
         ("learning_rate", 1e-60, "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"),
-        ("max_grad_norm", 1e40, "a number that float32 holds"),
-        ("max_grad_norm", math.inf, "a finite number above 0"),
         ("clip_value", -1.0, "a finite number above 0"),
-        ("target_kl", 0.0, "a finite number above 0"),
         ("discount", 1.01, "a finite number at least 0 and at most 1"),
-        ("gae_lambda", -0.1, "a finite number at least 0 and at most 1"),
         ("entropy_coef", -0.01, "a finite number at least 0"),
         ("normalize_advantage", True, r"one of \['batch', 'minibatch', 'none'\]"),
-        ("normalize_advantage", "minibatches", "'minibatch'"),
         ("normalize_rewards", 1, "True or False"),
         ("hidden_sizes", 64, r"a tuple of positive integers, such as \(64, 64\)"),
-        ("hidden_sizes", [64, -1], "a tuple of positive integers"),
-        ("hidden_sizes", (64, 0), "a tuple of positive integers"),
-        ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
         ("network", "transformer", r"one of \['auto', 'cnn', 'impala_cnn', 'mlp', 'simba'\], your own object, or MODULE:NAME"),
-        ("network", 3, r"one of \['auto', 'cnn', .*'simba'\], your own object"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):
@@ -277,12 +263,9 @@ LARGE = np.ones((50, 50))
     [
         lambda: PPO(learning_rate=LARGE),
         lambda: algorithms.get(LARGE),
-        lambda: algorithms.build(LARGE, None),
-        lambda: policies.get(LARGE),
         lambda: envs.make(LARGE),
         lambda: envs.RandomizeParams(envs.make("CartPole-v1"), LARGE),
         lambda: msrl.train(callbacks=LARGE.tolist()),
-        lambda: msrl.train(total_steps=LARGE, progress=False),
     ],
 )
 def test_a_message_holds_the_start_of_a_large_value_only(call):
@@ -291,19 +274,9 @@ def test_a_message_holds_the_start_of_a_large_value_only(call):
     assert len(str(caught.value)) < 350 and "\n" not in str(caught.value)
 
 
-def test_a_config_is_not_subclassed():
-    with pytest.raises(TypeError, match=r"Own inherits from the config PPO, .*; list its fields, and pass those of PPO"):
-        config("own")(type("Own", (PPO,), {}))
-
-
 def test_minibatches_must_divide_the_unroll():
     with pytest.raises(ValueError, match=r"unroll_length=10 .* num_minibatches=4 .* unroll_length=12"):
         PPO(unroll_length=10, num_minibatches=4)
-
-
-def test_fields_are_given_by_keyword():
-    with pytest.raises(TypeError, match="positional"):
-        PPO(1)
 
 
 def test_no_field_has_the_name_of_an_argument_of_train():

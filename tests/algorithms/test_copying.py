@@ -12,8 +12,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import ENV, RUNS, assert_same_state
+from tests.support.slow import mostly_slow
 from tests.support.transitions import noise
 
 STOCK = algorithms.names()
@@ -38,7 +39,7 @@ def initial(algorithm, name):
     return [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", mostly_slow(STOCK, "apex_dqn", "cql", "mappo", "recurrent_ppo", "teams"))
 def test_every_algorithm_can_be_copied_and_builds(folder, name):
     algorithms.copy(name, "mine.py")
     copy, original = algorithms.get("mine.py"), algorithms.get(name)
@@ -132,10 +133,3 @@ def test_what_cannot_be_copied(folder, capsys, algorithm, file, message):
     assert cli.main(["copy", algorithm, file]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert {path.name for path in folder.glob("*.py")} == set(files)
-
-
-def test_a_config_of_a_notebook_is_in_no_file(folder):
-    cell = {"__name__": "__main__", "msrl_jax": msrl}
-    exec(CONFIG.format("noted", "Noted"), cell)
-    with pytest.raises(ValueError, match="the config Noted is no class of a file, as in a notebook; write it to a file"):
-        algorithms.copy(cell["Noted"], "x.py")

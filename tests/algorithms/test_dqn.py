@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
-from msrl_jax.algorithms import DQN, ApexDQN, counted
+from msrl_jax.algorithms import DQN, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
@@ -183,6 +183,7 @@ def plain_distribution_loss(params, batch, weight, best, next_target, distributi
     return (weight * losses.mean(2).sum(1)).mean(), target.mean(-1) - taken.mean(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distribution", ["c51", pytest.param("qr", marks=pytest.mark.slow)])
 def test_an_update_of_distributions_equals_an_independent_implementation(distribution):
     """The online network's means choose the action; its distribution is the target network's."""
@@ -213,45 +214,10 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     np.testing.assert_allclose(after.pending.td_error[0], error, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"distribution": "c51", "double": True}, {"distribution": "qr", "prioritised": True}])
-def test_distributions_learn_the_values_of_one_step(options):
-    """With discount 0 the value of an action is its mean reward, here the position after the step."""
-    fixed = {"discount": 0.0, "num_atoms": 21, "v_min": -3.0, "v_max": 3.0, "final_epsilon": 1.0, "capacity": 6400}
-    agent = counted(DQN(**SMALL | fixed | options).build(RandomWalk()))
-    state = jax.jit(agent.init)(jax.random.key(0))
-    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(state)
-    loss = np.asarray(metrics["loss"].total) / np.maximum(metrics["loss"].count, 1)
-    assert np.isfinite(loss).all()
-    # Pushes are -0.3, 0 and 0.3: the best action moves to the right, and so does the policy.
-    obs = jnp.array([[-0.5, 0.25, 0.2], [0.0, 0.0, 0.2], [0.5, 0.25, 0.2]])
-    np.testing.assert_array_equal(agent.act(after, obs, None, ())[0], 2)
-
-
 def test_what_a_codec_cannot_hold_is_counted():
     agent = counted(DQN(**SMALL | {"storage": "uint8", "num_updates": 1}).build(RandomWalk()))
     lost = jax.jit(lambda key: agent.iteration(agent.init(key))[1]["replay_lost"])  # XLA drops all the rest
     assert lost(jax.random.key(0)) == T * E  # positions are no whole numbers
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("distribution", "c52", "use 'c51'"),
-        ("storage", "uint9", "use 'uint8'"),
-        ("exploration", "annealing", "use 'annealed'"),
-        ("alpha", -0.1, "a finite number at least 0"),
-        ("beta", 1.5, "at most 1"),
-        ("tau", 0.0, "above 0 and at most 1"),
-        ("num_atoms", 1, "an integer of at least 2"),
-        ("learning_starts", 0, "an integer of at least 1"),
-        ("prioritised", "yes", "True or False"),
-    ],
-)
-def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
-    for config in (DQN, ApexDQN):
-        with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=.*{remedy}"):
-            config(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -270,13 +236,6 @@ def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options,
     assert "\n" not in str(error.value)
 
 
-def test_atoms_need_limits():
-    with pytest.raises(ValueError, match=r"discount=1\.0 bounds no return; give v_min and v_max"):
-        DQN(distribution="c51", discount=1.0)
-    with pytest.raises(ValueError, match="v_min=3 is not below v_max=1"):
-        DQN(distribution="c51", v_min=3, v_max=1)
-
-
 def test_continuous_actions_are_refused_with_a_remedy():
     with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.* use .*ppo") as error:
         DQN().build(envs.make("Pendulum-v1"))
@@ -292,7 +251,7 @@ def periodic():
     return iterate, reference.start(agent, 3, iterate)
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
+@pytest.mark.parametrize("done", [0, 2, 2**24, 2**31, 2**32 - 1, 10**13])
 def test_periods_are_kept_where_counters_would_wrap(periodic, done):
     iterate, state = periodic
     taken_at = counters.counter(max(done - 2, 0))

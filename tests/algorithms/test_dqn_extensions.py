@@ -50,6 +50,7 @@ def plain_loss(taken, target, fraction):
     return total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("implicit", "munchausen"),
     [

@@ -1,6 +1,5 @@
 """Evolution strategies: one iteration against an independent float64 implementation, what crosses, and what is learned."""
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import counters, envs
 from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
-from msrl_jax.experiment.evaluate import Behavior, make_evaluator
+from msrl_jax.run.evaluation.evaluate import Behavior, make_evaluator
 from tests.support.agents import make_counted, make_still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk
@@ -124,26 +123,7 @@ def test_devices_exchange_one_gradient_and_the_returns():
     assert name == "all-reduce" and num_params(agent) <= gradient <= num_params(agent) + 5
 
 
-def crossings(agent, policy):
-    """How many elements go from one placement to another in an iteration, value by value."""
-    state = start(agent, 0)
-    plan = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes).explain()
-    found = {}
-    for c in plan.crossings:
-        found.setdefault((c.source, c.destination), []).append(int(np.prod(c.shape)) * c.times)
-    return found
-
-
-@pytest.mark.slow
-def test_acting_and_learning_exchange_seeds_returns_and_one_copy_of_the_parameters():
-    agent = build(RandomWalk())
-    found = crossings(agent, msrl.policies.SingleLearnerCoarse(actors=4, learners=2))
-    assert sorted(found["actors", "learners"]) == [E // 2, E]
-    assert sum(found["learners", "actors"]) == num_params(agent)
-    found = crossings(agent, msrl.policies.Central(workers=4))
-    assert sum(found["workers", "server"]) == num_params(agent) == sum(found["server", "workers"])
-
-
+@pytest.mark.long
 def test_noise_belongs_to_the_parameters_that_it_was_added_to():
     """Stale actors' returns belong to their own seeds and center; the step that follows is taken from the newest center."""
     agent = build(RandomWalk(), weight_decay=0.0)
@@ -167,33 +147,6 @@ def test_statistics_of_observations_outlive_the_episodes():
     after, metrics = jax.jit(agent.iteration)(state)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after.params, metrics)))
     assert 1 <= metrics["episode_length"].mean() <= 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Quadratic:
-    """One step, whose reward is highest at one action."""
-
-    observation_space = envs.Box(-1, 1, (2,))
-    action_space = envs.Box(-1, 1, (2,))
-    best = (0.6, -0.3)
-
-    def reset(self, key):
-        del key
-        return jnp.int32(0), jnp.ones(2)
-
-    def step(self, key, state, action):
-        del key
-        return state, jnp.ones(2), -jnp.sum(jnp.square(action - jnp.array(self.best))), jnp.bool(True), jnp.bool(False)
-
-
-@pytest.mark.slow
-def test_the_centre_moves_to_the_optimum():
-    agent = build(Quadratic(), num_envs=64, unroll_length=1, learning_rate=0.02)
-    state, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(start(agent, 0))
-    action = agent.act(state, jnp.ones((3, 2)), None, ())[0]
-    np.testing.assert_allclose(action, np.tile(Quadratic.best, (3, 1)), atol=0.03)
-    np.testing.assert_array_equal(agent.act(state, jnp.ones((3, 2)), jax.random.key(0), ())[0], action)
-    assert metrics["fitness"][-20:].mean() > -0.05 > -0.3 > metrics["fitness"][0]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
 OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, "dqn"))
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
-    env = Bits() if "dqn" in name else envs.make(MAZE)
+    env = Bits(8) if "dqn" in name else envs.make(MAZE)
     agent, config = build(name, env, num_updates=1, relabel=1.0, **OPTIONS[name])
     iterate = counting(agent)
     state = start(agent, 9, iterate)

@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless
@@ -136,6 +136,7 @@ MATRIX = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "devices", "policy"), MATRIX)
 def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, devices, policy):
     agent = build(name, OnHost)

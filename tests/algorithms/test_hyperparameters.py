@@ -10,7 +10,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import build, counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.config import tunable_fields
-from msrl_jax.experiment.agents import members, with_numbers
+from msrl_jax.run.experiment.agent_transforms import members, with_numbers
 from tests.support.many_agents import Homes
 from tests.support.small_runs import ENVS, OPTIMIZED, PARTICULAR, SMALL, relative_difference
 from tests.support.transitions import noise
@@ -59,6 +59,8 @@ def env_of(name, algorithm):
         return msrl.envs.make("pgx:tic_tac_toe")
     if name == "self_play":
         return msrl.envs.make("RockPaperScissors")
+    if name.endswith("+goals"):
+        return msrl.envs.make("PointMaze")
     if algorithm.name in TEAMS:
         return Homes(2)
     env = "CartPole-v1" if algorithm.name in DISCRETE and name != "cql+lagrange" else "Pendulum-v1"

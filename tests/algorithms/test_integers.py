@@ -118,11 +118,12 @@ PLANNING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "config"),
     [
         ("dqn", REPLAYING),
-        pytest.param("muzero", REPLAYING | PLANNING, marks=pytest.mark.long),
+        ("muzero", REPLAYING | PLANNING),
         *(pytest.param(algo, config, marks=pytest.mark.slow) for algo, config in
           {"ppo": PROXIMAL, "pqn": PROXIMAL, "es": CONFIGS["es"], "sac": REPLAYING}.items()),
     ],
@@ -158,10 +159,10 @@ class Typed(RandomWalk):
     ("algo", "config"),
     [
         ("ppo", PROXIMAL),
-        ("pqn", PROXIMAL),
-        ("es", CONFIGS["es"]),
         ("dqn", REPLAYING),
-        ("muzero", REPLAYING | PLANNING | {"act_simulations": 0}),
+        pytest.param("pqn", PROXIMAL, marks=pytest.mark.slow),
+        pytest.param("es", CONFIGS["es"], marks=pytest.mark.slow),
+        pytest.param("muzero", REPLAYING | PLANNING | {"act_simulations": 0}, marks=pytest.mark.slow),
     ],
 )
 def test_every_choice_reaches_the_environment_in_its_space(algo, config):
@@ -212,6 +213,7 @@ def test_the_command_line_refuses_values_of_several_integers(capsys):
     assert "for integers use a2c, a3c, bc, es, impala, ppo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_integers_of_any_shape_and_type_reach_the_environment_as_they_are():
     class Grid(Lock):
         action_space = Box(np.array([[250, 0], [3, 7]]), np.array([[255, 1], [3, 9]]), (2, 2), jnp.uint8)

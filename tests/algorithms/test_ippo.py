@@ -32,8 +32,9 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "case", ["ippo-gru", "mappo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ippo", "ippo-own-gru", "mappo-own"))]
+    "case", ["mappo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ippo", "ippo-gru", "ippo-own-gru", "mappo-own"))]
 )
 def test_one_iteration_equals_an_independent_implementation(case):
     name, options = CASES[case]

@@ -26,7 +26,11 @@ PARTICULAR = {
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
-SEARCHES = ("alphazero", "muzero")  # trees take long to compile
+# Trees, and what others have alike.
+LONG = (
+    "alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo", "td3", "es",
+    "bc", "a2c", "impala",
+)  # fmt: skip
 
 
 def environment(name):
@@ -60,7 +64,7 @@ def without(uses, *places):
 
 
 def marked(name):
-    marks = [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long] if name in SEARCHES else []
+    marks = [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long] if name in LONG else []
     return pytest.param(name, marks=marks)
 
 

@@ -34,6 +34,7 @@ def build(algo, env, **options):
     return make_counted(algo, env, **fields)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", mostly_slow(["none", "gru"], "none"))
 def test_one_agent_trains_as_alone(core):
     """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""
@@ -109,14 +110,20 @@ def reference(case):
     return jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [
-    ("mappo-own-gru", "Central"), ("maddpg", "Environments"),
-    ("self_play-payoff", "SingleLearnerCoarse"), ("alphazero", "SingleLearnerCoarse"),
-]  # of MAPPO and QMIX  # fmt: skip
+OFTEN = [("mappo-own-gru", 8, "Central")]
+SELDOM = [
+    ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"), ("self_play-payoff", 8, "SingleLearnerCoarse"),
+    ("alphazero", 8, "SingleLearnerCoarse"),
+]  # fmt: skip
+
+
+def kind(*run):
+    """A run of the matrix: long if it runs seldom, and else slow unless it runs often."""
+    return pytest.param(*run, marks=pytest.mark.long) if run in SELDOM else slow_unless(run in OFTEN, *run)
 
 
 MATRIX = [
-    slow_unless(devices == 8 and (case, policy) in OFTEN, case, devices, policy)
+    kind(case, devices, policy)
     for case in CASES for policy in sorted(msrl.policies.POLICIES) for devices in (1, 2, 4, 8)
 ]  # fmt: skip
 
@@ -137,6 +144,7 @@ def test_equal_under_every_policy(case, devices, policy):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_networks_of_agents_stay_on_their_devices(devices):
     """With three agents on one device or three, only observations, actions, rewards and states cross; no network does."""

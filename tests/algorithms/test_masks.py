@@ -10,14 +10,13 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.algorithms.networks import distributions
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.algorithms.sac import expected_soft_value
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.experiment import DivergedError
-from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.nonfinite import Failure
-from msrl_jax.fragments.plan.origin import find_origin
+from msrl_jax.nonfinite.failure import Failure
+from msrl_jax.nonfinite.origin import find_origin
+from msrl_jax.run import DivergedError
+from msrl_jax.run.evaluation.evaluate import make_evaluator
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
 from tests.support.slow import mostly_slow
@@ -122,18 +121,6 @@ def test_data_sets_keep_the_legal_actions(name, run_of_ppo, tmp_path):
         msrl.train("bc", Maze(), data=wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ["ppo", "dqn"])
-def test_the_same_run_under_another_policy_on_four_devices(algo, run_of_ppo):
-    together = (run_of_ppo[0] if algo == "ppo" else trained(algo)).state
-    apart = trained(algo, APART).state
-    for x, y in zip(maze_of(together), maze_of(apart), strict=True):
-        np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(together.obs.action_mask, apart.obs.action_mask)
-    for x, y in zip(*(jax.tree.leaves(s.params) for s in (together, apart)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
 def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo):
     result = run_of_ppo[0]
     obs, masks = np.float32([[0, 0], [3, 0], [2, 0]]), np.array([[0, 0, 1], [1, 0, 0], [0, 1, 0]], bool)
@@ -159,13 +146,7 @@ def halted(algo, env):
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
     error = halted(algo, Maze(stuck=2))
     assert re.search(r"environment \d gave an observation without a legal action", str(error))
-    assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
-
-
-@pytest.mark.slow
-def test_an_algorithm_that_takes_illegal_actions_is_halted(monkeypatch):
-    monkeypatch.setattr(distributions, "only_legal", lambda logits, obs: logits)
-    assert re.search(r"environment \d was given an illegal action", str(halted("a2c", Maze())))
+    assert "without a legal action" in str(msrl.nonfinite.replay_step(error.replay, env=Maze(stuck=2)))
 
 
 @pytest.mark.parametrize(

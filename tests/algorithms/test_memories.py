@@ -151,6 +151,7 @@ def test_one_update_equals_a_loop_over_the_steps_of_windows(name):
         assert min(jax.tree.leaves(changed)) > 1e-5
 
 
+@pytest.mark.long
 def test_actions_and_stored_carries_are_those_of_the_whole_history():
     agent, _ = build("td3", exploration_noise=0.0, learning_rate=1e-30)
     iterate, rounds = counting(agent), 8
@@ -200,25 +201,6 @@ def test_critics_join_what_they_remember_the_action_and_what_they_alone_see(name
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
     inputs = lambda part: params[part]["heads"]["params"]["torso"]["Dense_0"]["kernel"].shape[-2]  # noqa: E731
     assert (inputs("actor"), inputs("critic")) == (H, H + 3 + 1)
-
-
-@pytest.mark.slow
-def test_members_evaluate_and_act_with_a_carry():
-    config = SMALL | {"normalize_observations": True, "distribution": "qr", "num_atoms": 4}
-    run = msrl.train(
-        "sac", RandomWalk(True), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
-        total_steps=8 * T * E, **config,
-    )  # fmt: skip
-    assert run.evaluation is not None and run.evaluation.returns.shape == (2, 3)
-    obs, carry, alone = np.random.default_rng(0).normal(size=(3, 5, 3)).astype(np.float32), None, (np.zeros((5, H)),)
-    params, seen = jax.device_get(run.member_state(1).params)
-    for x in obs:
-        actions, carry = run.act_with_carry(x, carry, member=1)
-        scaled = np.asarray(np.clip((x - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10), np.float64)[None]
-        outputs, carries = remembered(wide(params["actor"]), scaled, np.zeros((1, 5), bool), alone)
-        alone = tuple(m[-1] for m in carries)
-        want = np.tanh(plain_head(params["actor"]["heads"], outputs)[0, :, :2]) * 0.5 + np.array([0, 0.5])
-        np.testing.assert_allclose(actions, want, rtol=1e-4, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused_in_one_sentence():

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import A3C, counted
+from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.fragments.counters import counter, to_int
@@ -247,6 +247,7 @@ def test_a_key_samples_and_no_key_is_greedy():
     np.testing.assert_array_equal(drawn, (total <= uniform[:, None] * total[:, -1:]).sum(-1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", [pytest.param({}, id="none"), pytest.param(GRU, id="gru", marks=pytest.mark.slow)])
 def test_impala_learns_from_the_batches_that_are_kept(core):
     """Every update draws one of the newest batches, which keeps log-probabilities, values and memory of its actors."""
@@ -380,17 +381,7 @@ def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
     assert numbers == [("all-reduce", 1)]  # how many values of truncated episodes CPUs compute
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a2c", "impala"])
-def test_a_memory_stays_on_its_device(name):
-    """Nothing is summed step by step; one of the numbers is how many values of truncated episodes CPUs compute."""
-    agent, _ = build(name, **GRU)
-    *numbers, (kind, size) = collectives(agent)
-    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
-    assert numbers == [("all-reduce", 1)]
-    assert collectives(build(name, **LARGE, **GRU)[0]) == [*numbers, (kind, size)]
-
-
+@pytest.mark.long
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
     agent, _ = build("a3c", num_workers=8, **LARGE)
     found = collectives(agent)
@@ -413,17 +404,3 @@ def test_the_learning_rate_falls_over_the_run(name):
     _, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(start(agent, 0))
     np.testing.assert_allclose(metrics["learning_rate"], 0.02 * np.array([1, 2 / 3, 1 / 3, 0, 0]), rtol=1e-6, atol=1e-9)
     assert agent.steps_per_iteration == T * E
-
-
-@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
-def test_bad_fields_are_refused(name):
-    config = algorithms.get(name)
-    with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use 'rmsprop'"):
-        config(optimizer="rmspop")
-    with pytest.raises(ValueError, match=rf"{config.__name__}\.discount=1\.5: use a finite number at least 0 and at most 1"):
-        config(discount=1.5)
-
-
-def test_workers_must_divide_the_environments():
-    with pytest.raises(ValueError, match=r"num_envs=10 .* num_workers=4; use num_envs=12"):
-        A3C(num_envs=10, num_workers=4)

@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import counted
-from msrl_jax.experiment.agents import members
+from msrl_jax.run.experiment.agent_transforms import members
 
 pytestmark = pytest.mark.slow
 

@@ -87,19 +87,14 @@ Own = optax.GradientTransformation
 LINESEARCH = optax.scale_by_backtracking_linesearch(3)
 WRONG = {
     "misspelt": ("addam", "PPO.optimizer='addam': use 'adam'"),
-    "a misspelt name with parameters": ("adamm:b1=0.1", r"did you mean 'adam'"),
     "parameter": ("adamw:weigth_decay=0.1", r"use parameters that adamw of optax has \(did you mean 'weight_decay'\?\): b1, "),
     "value": ("adamw:b1=1", "use a finite number of at least 0 and below 1 for b1"),
     "word": ("sgd:nesterov=1", "use True or False for nesterov"),
     "text": ("adamw:0.1", "use adamw:parameter=value"),
     "number": (3, r"PPO.optimizer=3: use one of \['adam', .*, your own object, or MODULE:NAME of one"),
-    "a function of arguments": (optax.sgd, "use an optax.GradientTransformation, or a function without arguments"),
-    "module": ("tests.support.transformations:nothing", "has no attribute 'nothing'"),
-    "a function that returns none": (lambda: 5, "is a int; give an optax.GradientTransformation"),
     "a function behind a name": ("optax:sgd", "optimizer 'optax:sgd' is not an optax.GradientTransformation, or a function"),
     "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, .* nothing else"),
     "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
-    "updates": (Own(lambda p: (), lambda g, s, p=None: (0, s)), "returns updates of another structure"),
     "states": (Own(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
     "several": (["adam", "sgd"], "members of a run cannot differ in it"),
 }  # fmt: skip

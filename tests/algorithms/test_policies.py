@@ -10,7 +10,6 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
-from tests.support.slow import slow_unless
 from tests.support.small_runs import ENVS, MODULES, OPTIMIZED, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 
@@ -23,11 +22,9 @@ ITERATIONS = 5
 LOCK = "tests.support.lock:Lock"
 CART, PENDULUM = "tests.support.privileged:cartpole", "tests.support.privileged:pendulum"  # critics see more than actors
 EXACT = ("CartPole-v1", LOCK, CART)
-# Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
-INTEGERS = {
-    "ppo": (), "recurrent_ppo": (), "a2c": (), "impala": (), "a3c": (), "es": (),
-    "bc": (),
-}  # fmt: skip
+# With actions of several integers.
+INTEGERS = ("ppo", "recurrent_ppo", "a2c", "impala", "a3c", "es", "bc")
+
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
@@ -83,79 +80,45 @@ CASES = [
 ]
 
 
-SLOW = [
-    ("es", "CartPole-v1"), ("impala+replay", "CartPole-v1"), ("dqn", "CartPole-v1"), ("dqn+c51", "CartPole-v1"),
-    ("dqn+qr", "CartPole-v1"), ("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("cql+lagrange", "Pendulum-v1"),
-    ("iql", "CartPole-v1"), ("ppo", "Pendulum-v1"), ("a3c", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
-    ("sac+gru", "CartPole-v1"),
-]  # fmt: skip
-
-
-# PPO runs under every policy each time, the others under one, which keeps what they do apart in another way.
-FEW_POLICIES = {
-    "ppo_rnd": (),
-    "ppo_rnd+memory": (),
-    "a2c_rnd": (),
-    "impala_rnd": (),
-    "impala": ("Central",),
-    "pqn": ("SingleLearnerCoarse",),
-    "dqn+munchausen": (),
-    "dqn+iqn": (),
-    "apex_dqn": (),
-    "recurrent_ppo": ("SingleLearnerCoarse",),
-    "recurrent_ppo+min_gru": (),
-    "recurrent_ppo+lru": (),
-    "recurrent_ppo+gtrxl": (),
-    "recurrent_ppo+own": (),
-    "r2d2+lru": (),
-    "a2c": ("SingleLearnerFine",),
-    "a3c": ("SingleLearnerCoarse",),
-    "a2c+memory": (),
-    "a3c+memory": (),
-    "impala+memory": (),
-    "es": ("Central",),
-    "r2d2": ("Central",),
-    "muzero": ("SingleLearnerCoarse",),
-    "sac": ("Environments",),
-    "sac+qr": (),
-    "td3": ("SingleLearnerCoarse",),
-    "td3+c51": (),
-    "sac+batch_norm": (),
-    "sac+gru": (),
-    "sac+goals": (),
-    "td3+lru": (),
-    "bc": ("MultiLearner",),
-    "cql": ("SingleLearnerCoarse",),
-    "iql": ("Environments",),
-    "ppo+privileged": (),
-    "recurrent_ppo+privileged": (),
-    "a2c+privileged": (),
-    "sac+privileged": (),
-    "iql+awac": (),
-    "iql+crr": (),
-    "ppo+linen": (),
-    "dqn+equinox": (),
-    "sac+nnx": (),
-    "r2d2+equinox": (),
-    "a2c+pair": (),
-    "ppo+whole": (),
-    "sac+whole": (),
-    "ppo+muon": (),
-    "dqn+own": (),
-    "ppo+kl": (),
-    "sac+cosine": (),
-    "dqn+scheduled": (),
+# What runs each time: every policy meets several algorithms, on two, four and eight devices.
+OFTEN = {
+    ("ppo", "CartPole-v1"): [(8, "Central"), (8, "Environments"), (2, "SingleLearnerFine")],
+    ("recurrent_ppo", "CartPole-v1"): [(8, "SingleLearnerCoarse")],
+    ("a2c", "Pendulum-v1"): [(4, "SingleLearnerFine")],
+    ("impala", "CartPole-v1"): [(8, "Central")],
+    ("es", "Pendulum-v1"): [(2, "Central")],
+    ("pqn", "CartPole-v1"): [(8, "MultiLearner")],
+    ("dqn", "CartPole-v1"): [(4, "GPUOnly")],
+    ("sac", "Pendulum-v1"): [(4, "Environments")],
+    ("bc", "CartPole-v1"): [(8, "MultiLearner")],
+}
+# What the long tests add: every algorithm has met one policy at least, and most of them two.
+SELDOM = {
+    ("ppo", "CartPole-v1"): [(8, "MultiLearner"), (4, "SingleLearnerCoarse")],
+    ("recurrent_ppo", "CartPole-v1"): [(4, "Environments")],
+    ("a2c", "Pendulum-v1"): [(8, "GPUOnly")],
+    ("impala", "CartPole-v1"): [(2, "SingleLearnerCoarse")],
+    ("a3c", "CartPole-v1"): [(4, "SingleLearnerCoarse"), (8, "MultiLearner")],
+    ("es", "Pendulum-v1"): [(8, "GPUOnly")],
+    ("pqn", "CartPole-v1"): [(4, "SingleLearnerFine")],
+    ("dqn", "CartPole-v1"): [(8, "Central")],
+    ("r2d2", "CartPole-v1"): [(8, "Central")],
+    ("muzero", "CartPole-v1"): [(8, "SingleLearnerCoarse")],
+    ("sac", "Pendulum-v1"): [(8, "SingleLearnerCoarse")],
+    ("td3", "Pendulum-v1"): [(8, "SingleLearnerCoarse")],
+    ("cql", "Pendulum-v1"): [(8, "SingleLearnerCoarse")],
+    ("bc", "CartPole-v1"): [(4, "GPUOnly")],
+    ("iql", "Pendulum-v1"): [(2, "Environments"), (8, "SingleLearnerCoarse")],
 }
 
 
-def is_fast(algorithm, env, num_devices, policy):
-    """What runs each time runs on eight devices, PPO on CartPole-v1 under all policies.
-
-    Of two variants of one algorithm, the one that does more runs each time; A2C learns with continuous actions for all
-    on-policy algorithms. The tests of the compiler run small loops on one, two, four and eight devices.
-    """
-    policies = INTEGERS[algorithm] if env == LOCK else FEW_POLICIES.get(algorithm, (policy,))
-    return num_devices == 8 and policy in policies and (algorithm, env) not in SLOW
+def case(algorithm, env, num_devices, policy):
+    """A run of the matrix, slow unless it is one of those above."""
+    runs = {"often": OFTEN, "long": SELDOM}
+    kind = next((kind for kind, table in runs.items() if (num_devices, policy) in table.get((algorithm, env), ())), "slow")
+    marks = [] if kind == "often" else [getattr(pytest.mark, kind)]
+    id = f"{algorithm}-{env.rpartition(':')[2]}-{num_devices}-{policy}"
+    return pytest.param(algorithm, env, num_devices, policy, marks=marks, id=id)
 
 
 def places(index, algorithm, env):
@@ -170,16 +133,13 @@ def places(index, algorithm, env):
     turned = policies[index % len(policies) :] + policies[: index % len(policies)]
     if "+" in algorithm:
         return [(8, policy) for policy in turned[:3]]
-    return [*zip((1, 2, 4), turned, strict=False), *((8, policy) for policy in policies)]
+    chosen = [*OFTEN.get((algorithm, env), ()), *SELDOM.get((algorithm, env), ())]
+    return dict.fromkeys([*zip((1, 2, 4), turned, strict=False), *((8, policy) for policy in policies), *chosen])
 
 
 MATRIX = [
-    slow_unless(
-        is_fast(*case, num_devices, policy), *case, num_devices, policy,
-        id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
-    )
-    for index, case in enumerate(CASES) for num_devices, policy in places(index, *case)
-]  # fmt: skip
+    case(*kind, num_devices, policy) for index, kind in enumerate(CASES) for num_devices, policy in places(index, *kind)
+]
 
 
 def build(name, env, **overrides):

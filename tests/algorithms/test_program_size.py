@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from msrl_jax import policies
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 
 STEPS, UPDATES = 128, 16
 PPO = {"num_envs": 4, "unroll_length": STEPS, "num_epochs": 4, "num_minibatches": UPDATES // 4, "hidden_sizes": (64, 64)}
@@ -39,6 +39,7 @@ def module():
     return computations(compiled.as_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("turns", "most"), [(STEPS, 60), (UPDATES, 180)], ids=["step", "update"])
 def test_one_turn_of_a_loop_executes_few_instructions(module, turns, most):
     loops = [line for lines in module.values() for line in lines if " while(" in line]
@@ -48,5 +49,6 @@ def test_one_turn_of_a_loop_executes_few_instructions(module, turns, most):
     assert 20 <= max(counts) <= most, counts
 
 
+@pytest.mark.long
 def test_an_iteration_is_few_computations(module):
     assert len(module) <= 400

@@ -17,8 +17,7 @@ from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.words import objects
 from msrl_jax.envs.masks import observation_type
-from tests.support.compiled import collectives
-from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide
+from tests.support.off_policy import adam, assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
 
@@ -143,6 +142,7 @@ def sampled(buffer, state, key):
     return jax.tree.map(np.asarray, batch)
 
 
+@pytest.mark.long
 def test_replayed_values_equal_the_values_while_acting(walk):
     """Values replayed from a window's stored carry equal the values of the whole history.
 
@@ -243,16 +243,6 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
     assert min(jax.tree.leaves(changed)) > 1e-5
 
 
-@pytest.mark.slow
-def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
-    build = lambda **options: counted(objects(R2D2(**SMALL | OPTIONS["gru"] | options)).build(RandomWalk()))  # noqa: E731
-    agent = build()
-    found = collectives(agent)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
-    assert collectives(build(capacity=960, trace_length=8, learning_starts=192)) == found
-
-
 @pytest.mark.long
 def test_stale_actors_keep_their_own_carry():
     agent = counted(objects(R2D2(**SMALL)).build(RandomWalk()))
@@ -298,32 +288,3 @@ def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message
     assert cli.main(["train", "--algo", "r2d2", "--env", "CartPole-v1", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("burn_in", -1, "an integer of at least 0"),
-        ("trace_length", 0, "an integer of at least 1"),
-        ("eta", 1.1, "at most 1"),
-        ("rescale_epsilon", 0.0, "a finite number above 0"),
-        ("core", "gruu", "use 'gru'"),
-    ],
-)
-def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
-    with pytest.raises(ValueError, match=rf"R2D2\.{field}=.*{remedy}"):
-        R2D2(**{field: value})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("algo", "env"), [("r2d2", "CartPole-v1"), ("vdn", "RockPaperScissors")])
-def test_sequences_may_be_of_one_step(algo, env):
-    config = {"burn_in": 0, "trace_length": 1, "n_step": 1, "num_envs": 4, "unroll_length": 4, "batch_size": 8, "capacity": 64}
-    config |= {"hidden_sizes": (4,), "memory_size": 4, "learning_starts": None, "num_updates": 1}
-    results = [
-        msrl.train(algo, env, policy=policy, total_steps=96, eval_episodes=0, progress=False, **config)
-        for policy in ("GPUOnly:num_devices=1", "MultiLearner:num_devices=2")
-    ]
-    one, other = (result.history["loss"] for result in results)
-    assert np.isfinite(one[-1]) and one[-1] > 0
-    np.testing.assert_allclose(other[-1], one[-1], rtol=1e-4)

@@ -29,7 +29,7 @@ from tests.support.off_policy import (
 from tests.support.random_walk import RandomWalk
 
 
-@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "discrete"])
+@pytest.mark.parametrize("continuous", [True, pytest.param(False, marks=pytest.mark.long)], ids=["continuous", "discrete"])
 def test_one_update_equals_an_independent_implementation(continuous):
     options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
     env = RandomWalk(continuous)
@@ -101,6 +101,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
         assert_close(after.params.params[name], adam(params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.long
 def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardized():
     env = RandomWalk(True)
     agent, config = build("sac", env, num_updates=1, normalize_observations=True)
@@ -145,6 +146,7 @@ def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
     np.testing.assert_allclose(action, plain_policy(after.params, obs, noise, True)[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     agent, _ = build("sac", RandomWalk(True))
     found = collectives(counted(agent))
@@ -171,12 +173,6 @@ def test_acting_is_greedy_without_a_key():
     np.testing.assert_allclose(agent.act(state, obs, None, ())[0], squashed * 0.5 + np.array([0, 0.5]), rtol=1e-5, atol=1e-6)
     one, other = (np.asarray(agent.act(state, obs, jax.random.key(k), ())[0]) for k in (1, 2))
     assert (one != other).all() and (np.abs(one - np.array([0, 0.5])) <= 0.5).all()
-
-
-@pytest.mark.parametrize("field", ["num_updates", "tau", "initial_temperature", "learn_temperature", "network"])
-def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"SAC\.{field}=-1"):
-        SAC(**{field: -1})
 
 
 @dataclasses.dataclass(frozen=True)

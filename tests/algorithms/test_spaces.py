@@ -87,7 +87,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name in ALGORITHMS for kind in (OTHERS if name == "ppo" else ["truth values"])]
+    ("name", "kind"), [*(("ppo", kind) for kind in OTHERS), ("dqn", "truth values"), ("sac", "truth values")]
 )
 def test_other_spaces_are_refused_before_anything_compiles(name, kind, compiled, monkeypatch, tmp_path, capsys):
     env, remedy = Still(VECTOR, OTHERS[kind]), "wrap the environment to take"
@@ -121,6 +121,7 @@ class Wandering(Still):
 
 
 # One of each kind of loop and network: `-m slow` runs the rest.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

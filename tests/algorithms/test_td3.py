@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import TD3, counted
-from tests.support.compiled import collectives
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
-from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
+from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, one, plain_mlp, start, wide
 from tests.support.random_walk import RandomWalk
 
 
@@ -72,6 +69,7 @@ def compare_update(name, config, state, after, metrics, left, moves):
     assert_close(after.target_params, moved)
 
 
+@pytest.mark.slow
 def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementation():
     """As FastTD3: the target is that of the critic with the lower mean; the actor climbs the first critic's mean."""
     env, atoms = RandomWalk(True), np.linspace(V_MIN, V_MAX, N)
@@ -118,36 +116,6 @@ def test_exploration_adds_noise_of_the_declared_deviation():
     np.testing.assert_allclose(action, want, rtol=1e-4, atol=1e-5)
     greedy = agent.act(after, obs[0], None, ())[0]
     np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0), ())[0], greedy)
-
-
-@pytest.mark.slow
-def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
-    agent, _ = build("td3", RandomWalk(True), hidden_sizes=(32, 32))
-    found = collectives(counted(agent))
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
-
-
-@pytest.mark.slow
-def test_actors_receive_the_actor_alone():
-    agent = counted(build("td3", RandomWalk(True))[0])
-    state = jax.jit(agent.init)(jax.random.key(0))
-    program = msrl.compile(agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=2), axes=agent.axes)
-    down = sorted(c.value for c in program.explain().crossings if c.destination == "actors")
-    assert down[-1] == "state.version" and len(down) == 1 + len(jax.tree.leaves(state.inner.params["actor"]))
-    assert all(value.startswith("state.inner.params['actor']") for value in down[:-1])
-
-
-@pytest.mark.parametrize("field", ["num_updates", "tau", "policy_period", "policy_noise", "exploration_noise", "num_critics"])
-def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"TD3\.{field}=-1"):
-        TD3(**{field: -1})
-
-
-@pytest.mark.parametrize("name", ["td3", "ddpg"])
-def test_discrete_actions_are_refused_with_a_remedy(name):
-    with pytest.raises(TypeError, match=rf"{name} acts in a bounded Box, not in Discrete\(3\); use sac, ppo or a DQN"):
-        algorithms.get(name)().build(RandomWalk())
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])

@@ -165,7 +165,9 @@ def joint_value(params, values, obs, mixer):
     return plain_monotonic(params["mixer"], values.reshape(-1, A), obs.state.reshape(-1, STATE), 2).reshape(values.shape[:-1])
 
 
-@pytest.mark.parametrize(("name", "mixer", "shared"), [("qmix", "monotonic", True), ("vdn", "sum", False)])
+@pytest.mark.parametrize(
+    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.long)]
+)
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
     config = algorithms.get(name)(**SMALL | VALUES | {"share_parameters": shared})
@@ -218,7 +220,8 @@ def agents_mean(x, present, shared):
     return sum(x[:, i][present[:, i]].mean() for i in range(A))
 
 
-@pytest.mark.parametrize(("env", "shared"), [(Leaving(), True), (Continuous(), False)])
+@pytest.mark.long
+@pytest.mark.parametrize(("env", "shared"), [pytest.param(Leaving(), True, marks=pytest.mark.long), (Continuous(), False)])
 def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     """The critics' targets and loss (arXiv 1706.02275, eq. 6), and the policy gradient at the replayed actions (eq. 5)."""
     discrete, rows, penalty, temperature = isinstance(env, Leaving) and env.action_mask is not None, 6, 0.02, 0.7
@@ -295,6 +298,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
 # Advantages with a central critic.
 
 
+@pytest.mark.long
 def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     """Generalized advantages (arXiv 1506.02438, eq. 16) of agents that end at different times, from the critic's values."""
     length, num_envs, gae_lambda = 6, 2, 0.8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import IPPO, MAPPO, PPO, QMIX, Teams
+from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.support.agents import make_still
@@ -37,6 +37,7 @@ class Wishes:
         return jnp.eye(4, dtype=bool).at[:, 0].set(True)
 
 
+@pytest.mark.slow
 def test_a_team_of_all_agents_is_the_algorithm_alone():
     alone = make_still("ippo", Homes(), **SMALL, hidden_sizes=(8,), num_epochs=2, num_minibatches=2)
     team = make_still("teams", Homes(), **SMALL, teams={"walker": TEXT})
@@ -105,18 +106,12 @@ def test_a_run_is_long_enough_for_every_team():
         ({"red": TEXT, "a=b": "ippo"}, r"a team cannot have the name 'a=b'"),
         ({"red": "random", "blue": "random"}, r"no team of .* learns"),
         ({}, r"Teams.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
-        ({"red": PPO(), "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
-        ({"red": MAPPO(num_envs=3), "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
-        ({"red": MAPPO, "blue": "random"}, r"Teams.teams\['red'\] is <class .*; give a config such as IPPO\(\)"),
         ({"red": "ppo", "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
-        ({"red": "ippo:learning_rat=1", "blue": "random"}, r"team 'red': IPPO has no field 'learning_rat'"),
         ({"red": "ippo:num_envs=3", "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
         ({"red": "ippo:num_minibatches=3", "blue": "random"}, r"team 'red': IPPO.unroll_length=8 cannot be split"),
         ({"red": "random:epsilon=1", "blue": TEXT}, r"team 'red' sets epsilon, but random actions need no settings"),
-        ({"red": {"algorithm": "ippo"}}, r"Teams.teams\['red'\] is {'algorithm': 'ippo'}; give a config such as"),
         (("red", "blue=random"), r"Teams.teams has 'red'; write TEAM=ALGORITHM"),
         (("red=random", "red=ippo"), r"names a team twice"),
-        ({"red": "qmix:capacity=10", "blue": "random"}, r"team 'red': QMIX.* capacity=10"),
     ],
 )
 def test_bad_teams_are_refused(teams, message):
@@ -164,7 +159,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}
     run = {"out": tmp_path / "run", "eval_episodes": 0, **SMALL}
     msrl.train("teams", Wishes(), total_steps=256, teams=teams, **run)
-    with pytest.warns(msrl.experiment.ResumeWarning, match="total_steps changes from 256 to 512, over which the"):
+    with pytest.warns(msrl.run.ResumeWarning, match="total_steps changes from 256 to 512, over which the"):
         result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
     assert result.history["iteration"][-1] == 4
     drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}

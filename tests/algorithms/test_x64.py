@@ -11,7 +11,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
 from msrl_jax.algorithms.losses import critics
 from msrl_jax.envs.base import narrow
-from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.many_agents import Homes
 from tests.support.slow import mostly_slow
 from tests.support.transitions import noise
@@ -66,7 +66,7 @@ def types(name):
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "apex_dqn", "sac", "recurrent_ppo", "es", "qmix"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "recurrent_ppo", "qmix"))
 def test_states_and_metrics_have_the_types_of_32_bits(name):
     expected = types(name)
     with jax.enable_x64(True):
@@ -87,6 +87,7 @@ def test_returns_losses_and_errors_of_critics_have_32_bits(prediction):
         assert {x.dtype.name for x in jax.eval_shape(every, outputs)} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn"))
 def test_a_run_trains_and_is_evaluated(name, tmp_path):
     env, fields = options(name)

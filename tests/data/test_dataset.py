@@ -75,18 +75,6 @@ def test_files_that_are_no_data_set_say_so(write, message, tmp_path):
         data.load(tmp_path / "walk.npz")
 
 
-def test_half_a_file_is_no_file(walk, tmp_path):
-    path = data.save(walk, tmp_path / "walk.npz")
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match="damaged"):
-        data.load(path)
-
-
-def test_another_suffix_is_refused(walk, tmp_path):
-    with pytest.raises(ValueError, match=r"suffix '.csv'; name a file that ends in .npz"):
-        data.save(walk, tmp_path / "walk.csv")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -125,11 +113,8 @@ def test_spaces_that_fit_give_their_dtypes(walk):
         ({"observation_space": envs.Box(0, 50, (2,))}, {}, r"next_obs .* leaves the .*: it has 100 in row 2 and in 4 more"),
         ({"observation_space": envs.Box(0, 200, (2,), np.int32)}, {}, "obs of the data set is float32, but .* of int32"),
         ({"action_space": envs.Discrete(1)}, {}, "action .* leaves the action_space of Plane.* has 1 in row 1 and in 5 more"),
-        ({"action_space": envs.Discrete(2, start=1)}, {}, "action .* leaves the action_space .* has 0 in row 0 and in 5 more"),
         ({"action_space": envs.Box(-1, 1, (1,))}, {}, r"action of the data set has shape \[\] .* shape \[1\]"),
-        ({"action_space": envs.Box(-1, 1, ())}, {"action": np.full(12, 1.01)}, "action .* has 1.01 in row 0"),
         ({}, {"action": np.full(12, 0.5)}, "action of the data set is float64, but the action_space of Plane is Discrete"),
-        ({}, {"reward": np.append(np.ones(11), np.nan)}, "reward of the data set is nan in row 11"),
         ({}, {"obs": np.full((12, 2), np.inf, np.float32)}, "obs of the data set is not finite in float32 in row 0 and in 11 "),
         (
             {"observation_space": envs.Box(-np.inf, np.inf, (2,))},
@@ -152,12 +137,6 @@ def test_observations_may_leave_the_space_that_their_own_environment_declares(wa
         data.check_spaces(dataclasses.replace(walk, about={"observation_space": "Box(0, 60, (2,))"}), env)
     with pytest.raises(ValueError, match=r"action .* has 7 in row 0"):
         data.check_spaces(dataclasses.replace(walk, about=about, action=np.full(12, 7)), env)
-
-
-def test_actions_of_several_parts_are_refused(walk):
-    env = type("Other", (Plane,), {"action_space": envs.Tuple((envs.Discrete(2),))})()
-    with pytest.raises(TypeError, match=r"hold actions that are arrays, but the action_space of Plane is Tuple.* wrap the env"):
-        data.check_spaces(walk, env)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -189,13 +168,6 @@ def test_a_batch_comes_in_equal_parts_from_every_lane(walk):
     buffer, state = data.buffer(walk, batch_size=8, shards=4)
     env = buffer.sample(state, jax.random.key(1)).indices.env
     assert np.asarray(env).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_a_buffer_needs_enough_rows(walk):
-    with pytest.raises(ValueError, match=r"12 rows, 6 in each of shards=2: fewer than batch_size=16 windows of 1 steps"):
-        data.buffer(walk, batch_size=16, shards=2)
-    with pytest.raises(ValueError, match="windows of 13 steps"):
-        data.buffer(walk, batch_size=1, length=13)
 
 
 def test_one_row_is_a_data_set():

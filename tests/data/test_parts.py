@@ -16,7 +16,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.data.dataset import FIELDS, columns, named, nested
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.data.files import write_part
+from msrl_jax.data.formats import write_part
 from msrl_jax.envs import spaces
 from msrl_jax.replay import Transition
 
@@ -88,13 +88,6 @@ def test_every_part_of_every_step_of_a_run_is_recorded(recorded):
     assert dataset.episodes.length.max() == 4 and "160 rows" in repr(dataset)
 
 
-@pytest.mark.slow
-def test_another_policy_records_the_same(recorded, tmp_path):
-    dataset = recorded[1]
-    train("SingleLearnerCoarse", record=tmp_path / "apart.npz")
-    same(dataclasses.replace(data.load(tmp_path / "apart.npz"), about=dataset.about), dataset)
-
-
 @pytest.mark.parametrize("name", ["rows.npz", "rows.parquet"])
 def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_path):
     played = data.record(recorded[0], 70, tmp_path / name, epsilon=0.5, num_envs=4)
@@ -107,19 +100,6 @@ def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_p
             assert set(file.files) == {*NAMES, "cut", "about"}
     checked = data.check_spaces(played, Scenes())
     np.testing.assert_array_equal(checked.obs["more"][0], played.obs["more"][0])
-
-
-@pytest.mark.slow
-def test_a_recorded_run_goes_on(recorded, tmp_path):
-    """Stopped after two of five iterations."""
-
-    def interrupt(tick):
-        if tick.iteration == 2:
-            raise KeyboardInterrupt
-
-    assert train(record=tmp_path / "run.npz", out=tmp_path / "run", callbacks=[interrupt]).interrupted
-    msrl.train(env=Scenes(), resume=tmp_path / "run", progress=False)
-    assert data.load(tmp_path / "run.npz").fingerprint() == recorded[1].fingerprint()
 
 
 def test_parts_of_a_killed_run_are_read(recorded, tmp_path):
@@ -168,38 +148,6 @@ def test_names_lead_back_to_the_value():
 def test_parts_that_do_not_fit_are_refused(change, message, recorded):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(recorded[1], **change)
-
-
-def test_parts_of_other_shapes_are_refused_by_name(recorded):
-    dataset = recorded[1]
-    short = {**dataset.obs, "place": dataset.obs["place"][:9]}
-    with pytest.raises(ValueError, match=r"obs/place of a data set is float32\[9, 3\], but obs/choice is int32\[160\]"):
-        dataclasses.replace(dataset, obs=short)
-    other = {**dataset.next_obs, "place": dataset.next_obs["place"].astype(np.float64)}
-    with pytest.raises(ValueError, match=r"next_obs/place of a data set is float64, but obs/place is float32"):
-        dataclasses.replace(dataset, next_obs=other)
-
-
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (envs.Box(-1, 1, (3,)), r"has obs/choice, .*, but the observation_space of Scenes is Box\(.*, with obs; use the"),
-        (envs.Dict({**SPACE.spaces, "new": envs.Discrete(2)}), "with obs/choice, obs/more/0, obs/more/1, obs/new, obs/place;"),
-        (envs.Dict({**SPACE.spaces, "choice": CHOICE}), r"obs/choice .* leaves the observation_space/choice of Scenes"),
-        (envs.Dict({**SPACE.spaces, "place": envs.Box(-1, 1, (4,))}), r"obs/place .* shape \[3\] .* observation_space/place"),
-    ],
-    ids=["vector", "part missing", "bounds", "shape"],
-)  # fmt: skip
-def test_spaces_that_differ_say_how(space, message, recorded):
-    with pytest.raises(ValueError, match=message):
-        data.check_spaces(recorded[1], Scenes(space))
-
-
-def test_a_file_that_lacks_a_part_says_which(recorded, tmp_path):
-    arrays = {name.replace("obs/more/0", "obs/more/2"): x for name, x in recorded[1].columns.items()}
-    np.savez(tmp_path / "odd.npz", **arrays)
-    with pytest.raises(ValueError, match=r"odd.npz: obs/more has the parts 1, 2 of a tuple, but not obs/more/0; add it"):
-        data.load(tmp_path / "odd.npz")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Recordings of several agents: a row is a step of one environment, and the run is the same as without."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.cli import main
 from msrl_jax.data.dataset import OPTIONAL
 from tests.support.leaving import Leaving
 from tests.support.runs import assert_same_state
@@ -92,26 +90,6 @@ def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
         by_hand(data.load(tmp_path / "run.npz"))
 
 
-@pytest.mark.slow
-def test_another_policy_records_the_same(recorded, rows, tmp_path):
-    train("mappo", policy="SingleLearnerFine", devices=3, record=tmp_path / "run.npz")
-    for name in rows.columns:
-        np.testing.assert_array_equal(getattr(data.load(tmp_path / "run.npz"), name), getattr(rows, name), err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_recorded_run_goes_on(rows, tmp_path):
-    def interrupt(tick):
-        if tick.iteration == 2:
-            raise KeyboardInterrupt
-
-    assert train("mappo", record=tmp_path / "run.npz", out=tmp_path / "run", callbacks=[interrupt]).interrupted
-    assert len(data.load(tmp_path / "run.npz")) == 2 * 24
-    msrl.train(env=ENV, resume=tmp_path / "run", progress=False)
-    for name in rows.columns:
-        np.testing.assert_array_equal(getattr(data.load(tmp_path / "run.npz"), name), getattr(rows, name), err_msg=name)
-
-
 def test_a_trained_team_is_recorded(recorded, tmp_path):
     result = msrl.Result.load(recorded[1].parent / "run", env=ENV)  # type: ignore[arg-type]
     greedy = data.record(result, 41, tmp_path / "greedy.npz", epsilon=0, num_envs=4)
@@ -129,21 +107,6 @@ def test_a_trained_team_is_recorded(recorded, tmp_path):
     assert abs(differs.sum() - odds[half.present].sum()) < 4 * spread
     both = half.present[:, 1] & half.present[:, 2]
     assert abs(np.corrcoef(differs[both, 1], differs[both, 2])[0, 1]) < 4 / np.sqrt(both.sum())
-
-
-@pytest.mark.slow
-def test_the_command_line_records_a_game(tmp_path, capsys):
-    config = [f"--{name.replace('_', '-')}" + f"={x if name != 'hidden_sizes' else 4}" for name, x in ON_POLICY.items()]
-    run = ["--algo", "ippo", "--env", "KuhnPoker", "--total-steps", "48", "--eval-episodes", "0", "--progress", "none"]
-    where = ["--policy", "GPUOnly:num_devices=1", "--out", str(tmp_path / "run"), "--record", str(tmp_path / "run.parquet")]
-    assert main(["train", *run, *where, *config]) == 0
-    played = tmp_path / "played.npz"
-    assert main(["record", str(tmp_path / "run"), "--steps", "50", "--out", str(played), "--epsilon", "0.5", "--json"]) == 0
-    described = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert described["rows"] == 50 and described["mean_return"] == 0 and described["agents"] == ["player_0", "player_1"]
-    for dataset in (data.load(tmp_path / "run.parquet"), data.load(played)):
-        assert (dataset.reward.sum(1) == 0).all() and dataset.reward.any() and dataset.present.all()
-        assert set(np.abs(dataset.episodes.returns).ravel()) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet"])

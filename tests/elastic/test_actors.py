@@ -1,12 +1,9 @@
 """Elastic actors: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
-import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import os
-import queue
 import re
 import resource
 import signal
@@ -16,19 +13,17 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.cli.program import main
+from msrl_jax.cli.command_line import main
 from msrl_jax.elastic import actor_pool, replay_arrivals, tls, unroll_log, wire
 from msrl_jax.elastic.split_program import split_program
 from msrl_jax.elastic.unroll_log import FILE, UnrollLog, read_log
-from msrl_jax.experiment.folder import versions
+from msrl_jax.run.disk.folder import versions
 from tests.support import processes
 from tests.support.runs import assert_same_state, plain
 from tests.support.slow import slow_unless
@@ -326,6 +321,7 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     assert len(said_of) == 10 + len(faults) + 1
 
 
+@pytest.mark.long
 def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_path, monkeypatch):
     """Meanwhile an actor with another key is refused, and one with the right key acts to the end."""
     monkeypatch.setattr(actor_pool, "_UNPROVED", 8)
@@ -349,7 +345,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
     assert found[0].status == "finished"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
     """A learner that may open 160 files, and 300 connections without the key that come again when they are ended."""
     live = Live(tmp_path, address)
@@ -415,6 +411,7 @@ def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_lear
     assert ended == [0]
 
 
+@pytest.mark.long
 def test_several_learners_share_an_actor(address):
     """Each has a run and a policy of its own; the one that ends first does not end the other."""
     runs = {address: ("impala", 2), free_address(): ("ppo", 3)}
@@ -430,13 +427,10 @@ def test_several_learners_share_an_actor(address):
     ("given", "error"),
     [
         ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
-        ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
-        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
         ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
-        ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
         ({"env": "gymnasium:CartPole-v1"}, r"host simulates .*\. Leave out actors_at, or use an environment .* in JAX$"),
         ({"seeds": 2}, r"2 members.*\. Leave out actors_at, or train one seed with one value of each setting$"),
         ({"normalize_rewards": True}, r"\. Leave out actors_at, or normalize_observations and normalize_rewards$"),
@@ -447,6 +441,7 @@ def test_bad_settings_are_refused_before_anything_compiles(given, error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
 
 
+@pytest.mark.long
 def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     folder = tmp_path / "run"
     thread, found = learner_in_a_thread(address, folder)
@@ -483,15 +478,17 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     assert_same_state(replay_arrivals(folder), found[0].state)
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
         msrl.elastic.act(address, wait=300)
     thread.join(300)
-    assert isinstance(found[0], msrl.experiment.DivergedError)
+    assert isinstance(found[0], msrl.run.DivergedError)
     assert "Actors made its data, so the iteration was not run again" in str(found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
@@ -510,6 +507,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
     assert found[0] is raised or found[0].interrupted
 
 
+@pytest.mark.long
 def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
     other, said, raised = free_address(), [], []
     listener = wire.listen(wire.address_of(other))
@@ -533,6 +531,7 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
     assert found[0].status == "finished" and raised
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [None, OSError("no space is left")])
 def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, error, monkeypatch):
     """For longer than the proof of the key may take."""
@@ -573,6 +572,7 @@ def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, er
         assert lines[1] == f"acting for {address}" and found[0].status == "finished" and ends[0] >= 2
 
 
+@pytest.mark.long
 def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     thread, found = learner_in_a_thread(address)
     channel = wait_for(lambda: reached(address), "no learner")
@@ -594,56 +594,6 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
         channel.send({"over": True})
     acting.join(300)
     assert acted == [0]
-
-
-def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_it():
-    """Nine unrolls with nan, a good one, and nine again; then parameters that are not finite make another one nan."""
-    kinds = [jax.ShapeDtypeStruct((1,), np.float32)]
-    rewards = [*[np.nan] * 9, 1.0, *[np.nan] * 9, np.nan]
-    newest = actor_pool.Published(0, [np.zeros(1, np.float32)])
-
-    class Peer:
-        sent = 0
-
-        async def send(self, header, arrays=()):
-            if self.sent == len(rewards) - 1:
-                learner._newest = actor_pool.Published(0, [np.float32([np.inf])])
-
-        async def receive(self, payload=0):
-            if self.sent == len(rewards):
-                raise wire.WireError("it is gone")
-            self.sent += 1
-            token = {"run": "a", "unroll": self.sent - 1, "life": 0, "version": 0}
-            return token, memoryview(np.float32([rewards[self.sent - 1]]).tobytes())
-
-    record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
-    learner: Any = SimpleNamespace(
-        program=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _log=record, _learned={0: "reward"}, _newest=newest,
-        _arrived=queue.SimpleQueue(), _say=lambda line: None,
-    )  # fmt: skip
-    learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
-
-    async def exchange():
-        sender = SimpleNamespace(message=lambda packed: (None, packed))
-        actor = actor_pool.ConnectedActor(0, Peer(), sender)  # type: ignore[arg-type]
-        for _ in range(len(rewards) + 1):
-            actor.answers.put_nowait(newest)
-        await actor_pool.ActorPool._exchange(learner, actor)
-
-    with pytest.raises(wire.WireError, match="it is gone"):
-        asyncio.run(exchange())
-    flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
-    assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
-
-
-def test_nobody_there():
-    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
-        msrl.elastic.act()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
-            msrl.elastic.act(where, wait=0.3)
 
 
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
@@ -689,7 +639,7 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*Too many open files"):
+        with pytest.warns(msrl.run.SaveWarning, match="until they can be written: .*Too many open files"):
             record.take(0, 0, 0, 0, 0, 1)
         record.take(0, 1, 0, 1, 1, 1)
     finally:
@@ -702,34 +652,12 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
     try:
-        with pytest.warns(msrl.experiment.SaveWarning, match="until they can be written: .*No space left"):
+        with pytest.warns(msrl.run.SaveWarning, match="until they can be written: .*No space left"):
             record.take(0, 3, 0, 3, 3, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     record.close()
     assert [line["used"] for line in read_log(file) if "used" in line] == [0, 1, 2, 3]
-
-
-def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
-    """The learner notes what it takes while the thread that talks to actors lets some in."""
-    record, fstat, inside, together = UnrollLog(tmp_path), os.fstat, threading.Lock(), list[int]()
-
-    def slow(file):
-        together.append(not inside.acquire(blocking=False))
-        time.sleep(0.02)
-        if not together[-1]:
-            inside.release()
-        return fstat(file)
-
-    record.begin(0)
-    monkeypatch.setattr(unroll_log.os, "fstat", slow)
-    threads = [threading.Thread(target=record.refuse, args=(i, "bad")) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not any(together) and sorted(line["refuses"] for line in read_log(tmp_path / FILE)[1:]) == list(range(8))
-    assert record.refused == 8
 
 
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
@@ -738,10 +666,10 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
     record.begin(0)
     (tmp_path / FILE).rename(tmp_path / "moved")
     (tmp_path / FILE).mkdir()  # nothing can be written there
-    with pytest.warns(msrl.experiment.SaveWarning, match="arrivals wait in memory until they can be written"):
+    with pytest.warns(msrl.run.SaveWarning, match="arrivals wait in memory until they can be written"):
         record.join()
     record._again = 0.0  # a second later
-    with pytest.warns(msrl.experiment.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
+    with pytest.warns(msrl.run.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
         record.join()
     record.join()
     (tmp_path / FILE).rmdir()
@@ -760,7 +688,7 @@ def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
         for room in (5, 250):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
             record._again = 0.0  # a second later
-            with pytest.warns(msrl.experiment.SaveWarning, match="No space left"):
+            with pytest.warns(msrl.run.SaveWarning, match="No space left"):
                 record.refuse(0, 150 * "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

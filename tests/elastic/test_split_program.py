@@ -17,6 +17,7 @@ def experiment(algo, env="CartPole-v1", **config):
     return msrl.Experiment(algorithm=msrl.algorithms.get(algo)(**(SMALL | config)), env=env, total_steps=1000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algo", ["impala", "ppo"])
 def test_the_halves_are_the_iteration(algo):
     """Two iterations of both halves are two of plain `jax.jit`."""
@@ -96,8 +97,3 @@ def test_only_what_changed_in_bfloat16_crosses_with_the_delta_codec():
             np.testing.assert_array_equal(got, expected)
         sizes.append(changed)
     assert sizes == [None, 2, None, 2, None, None]  # the first; every third; the fifth, in which most words changed
-
-
-def test_other_codecs_are_refused():
-    with pytest.raises(ValueError, match="parameter_codec='uint8': actors in other processes take 'bfloat16', 'delta' or none"):
-        Packing.of("uint8", KINDS)

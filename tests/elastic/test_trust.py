@@ -8,12 +8,12 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax._naming import TrustError
 from msrl_jax.cli import main
 from msrl_jax.elastic import actor, replay_arrivals
 from msrl_jax.elastic.unroll_log import FILE
-from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.fragments.support.naming import TrustError
+from msrl_jax.run import Experiment
+from msrl_jax.run.experiment.plain_data import RunFolderError
 
 EVIL = "import pathlib\npathlib.Path('MARK').touch()"
 TOUCH = "os:system:command='touch MARK'"

@@ -114,7 +114,11 @@ def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, 
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
         msrl.elastic.act("127.0.0.1:7000", wait=0.1)
-    assert not path.exists()
+    (tmp_path / "learner").write_text("127.0.0.1:7000")
+    with pytest.raises(ConnectionError, match=f"the learner has not made the key {path} yet"):  # it may still start
+        msrl.elastic.act(str(tmp_path / "learner"), wait=0.1, say=lines.append)
+    assert not path.exists() and len(lines) == 1
+    lines.clear()
     tls.contexts(lines.append)
     tls.contexts(lines.append)
     assert lines == [f"made a key for learner and actors, {path}; copy it to the machines of actors"]
@@ -355,40 +359,3 @@ def test_an_actor_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
 
     with learner(end) as (address, ends), contextlib.closing(wire.connect(address, tls.contexts()[1])):
         assert 0.1 < wait_for(ends)[0] < 10
-
-
-@pytest.mark.parametrize("to_actor", [False, True])
-def test_who_changes_a_byte_on_the_way_cuts_the_connection(to_actor):
-    """Somebody between both passes the proof on, and a message, and then changes a byte of the next one."""
-    changes = threading.Event()
-
-    def passes_on(source, target, is_changed):
-        with contextlib.suppress(OSError):
-            while data := bytearray(source.recv(2**16)):
-                data[-1] ^= is_changed and changes.is_set()
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    async def echo(peer):
-        while True:
-            await peer.send((await peer.receive())[0])
-
-    with learner(echo) as (address, ends), wire.listen(("127.0.0.1", 0)) as between, socket.create_connection(address) as far:
-        found = []
-        connecting = threading.Thread(target=lambda: found.append(wire.connect(between.getsockname(), tls.contexts()[1])))
-        connecting.start()
-        near, _ = between.accept()
-        pairs = [(near, far, not to_actor), (far, near, to_actor)]
-        for pair in pairs:
-            threading.Thread(target=passes_on, args=pair, daemon=True).start()
-        connecting.join(20)
-        with contextlib.closing(found[0]) as channel:
-            channel.send({"a": 1})
-            assert channel.receive()[0] == {"a": 1}
-            changes.set()
-            channel.send({"a": 2})
-            with pytest.raises(wire.WireError):
-                channel.receive()
-        assert wait_for(ends) == [wire.WireError]
-        near.close()

@@ -145,6 +145,7 @@ def test_the_turns_and_the_rewards_of_games_are_checked():
     )
 
 
+@pytest.mark.long
 def test_pooled_resets_hide_nothing():
     report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
     message = "the reward of Rounding.step under jax.vmap differs from that without it"
@@ -172,6 +173,7 @@ def test_an_environment_that_conforms_has_no_problems(kind):
     assert str(report).splitlines()[0] == f"{report.name} conforms; 160 random steps, {report.episodes} episodes ended"
 
 
+@pytest.mark.long
 def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_check import TooFar, Walk\n")
     monkeypatch.chdir(tmp_path)
@@ -197,16 +199,6 @@ def test_a_line_that_cannot_be_traced_is_named_with_a_remedy():
     assert f"Branching.step fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
 
 
-def test_what_is_no_array_is_named():
-    class Words(Walk):
-        def step(self, key, state, action):
-            state, obs, _, *ends = super().step(key, state, action)
-            return state, obs, "1", *ends
-
-    with pytest.raises(TypeError, match=r"reward of Words\.step is '1'; return numbers or arrays of them"):
-        envs.vectorize(Words(), 2)
-
-
 def wrapped(kind, env):
     """A wrapper of an environment, with whatever other arguments it needs."""
     missing = dataclasses.MISSING
@@ -229,11 +221,6 @@ def test_a_text_or_a_class_in_place_of_an_environment_is_refused(use):
         use("CartPole-v1")
     with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
         use(Walk)
-
-
-def test_training_in_a_class_is_refused():
-    with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
-        msrl.train("ppo", Walk, total_steps=100)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("dtype", "strict"), ("rank", "raise")])

@@ -19,29 +19,6 @@ class Legal(Bits):
         return jnp.ones(self.size, bool)
 
 
-class Within(Bits):
-    """Half of the bits are enough, or another share, which is a parameter as data; so is one that goals do not depend on."""
-
-    share, noise = 0.5, 0.0
-
-    @property
-    def default_params(self):
-        return {"share": 0.5, "noise": 0.0}
-
-    def with_params(self, params):
-        other = Within(self.size)
-        for name, value in params.items():
-            object.__setattr__(other, name, value)
-        return other
-
-    def step(self, key, state, action):
-        return super().step(key, state._replace(bits=state.bits + 0 * self.noise), action)
-
-    def goal_reward(self, achieved, desired):
-        reached = (achieved == desired).mean() >= self.share
-        return jnp.where(reached, 0.0, -1.0), reached
-
-
 def test_goals_are_read_and_replaced_with_masks_and_through_wrappers():
     env = envs.ResetPool(envs.TimeLimit(Legal(), 3), 2)
     goals = goals_of(env)
@@ -92,7 +69,6 @@ class Seen(Bits):
     ("env", "message"),
     [
         (Plain(), r"Plain has no method goal_reward\(achieved, desired\) -> \(reward, terminated\); give it one"),
-        (envs.TimeLimit(Plain(), 3), r"Plain has no method goal_reward"),
         (envs.make("CartPole-v1"), r"observations of CartPole-v1 are Box.*Dict with observation, achieved_goal, desired_goal"),
         (envs.FlattenObservation(Bits()), r"observations of Bits are Box.*leave the wrapper out that flattens them"),
         (Short(), r"achieved_goal of Short has a value of float32\[4\], but desired_goal has float32\[2\]"),
@@ -106,13 +82,6 @@ class Seen(Bits):
 def test_what_is_no_goal_conditioned_environment_is_named(env, message):
     with pytest.raises(TypeError, match=message):
         goals_of(env)
-
-
-def test_parameters_that_are_drawn_may_not_change_the_reward_of_a_goal():
-    goals_of(envs.RandomizeParams(Within(), {"noise": 0.3}))
-    for params in ("share=uniform:0.2:1", {"share": 0.3}, envs.Curriculum(lambda key, level: {"share": level}, 0.5)):
-        with pytest.raises(ValueError, match="goal_reward of Within depends on share, which env_params draw"):
-            goals_of(envs.TimeLimit(envs.RandomizeParams(Within(), params), 3))
 
 
 @dataclasses.dataclass(frozen=True)

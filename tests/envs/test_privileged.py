@@ -136,14 +136,3 @@ def test_what_is_no_privileged_state(given, message):
 
     with pytest.raises(TypeError, match=message):
         with_privileged(Odd())
-
-
-def test_environments_that_copy_themselves_have_none():
-    class Own(Seen):
-        name = "Own"
-
-        def vectorize(self, num_envs):
-            return envs.vectorize(Seen(), num_envs)
-
-    with pytest.raises(TypeError, match="Own makes its parallel copies itself, so no critic can see its privileged_state"):
-        with_privileged(Own())

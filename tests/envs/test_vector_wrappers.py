@@ -244,11 +244,3 @@ def test_only_normalization_communicates_and_only_by_all_reduce():
     assert collectives(envs.NormalizeObservation(venv)) == {"all-reduce"}
     assert collectives(envs.NormalizeReward(venv, 0.99)) == {"all-reduce"}
     assert collectives(envs.NormalizeReward(envs.NormalizeObservation(venv, frozen=True), 0.99, frozen=True)) == set()
-
-
-def test_wrong_arguments_are_refused():
-    venv = envs.vectorize(envs.make("FrozenLake-misc"), 2)
-    with pytest.raises(ValueError, match=r"Discrete\(16\) cannot be normalized; wrap the env in FlattenObservation"):
-        envs.NormalizeObservation(venv)
-    with pytest.raises(ValueError, match=r"discount=1.5 must be in \[0, 1\]"):
-        envs.NormalizeReward(venv, discount=1.5)

@@ -130,9 +130,12 @@ def test_flatten_observation_of_a_discrete_space_is_one_hot():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="max_steps=0 must be an int of at least 1"):
+    with pytest.raises(ValueError, match="TimeLimit: max_steps=0: use an integer of at least 1"):
         envs.TimeLimit(Corridor(), 0)
-    with pytest.raises(ValueError, match=r"num_frames=1.5 must be"):
+    assert envs.TimeLimit(Corridor(), np.int64(10)).max_steps == 10  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the environment is None, which has no reset; give an environment, as of envs\.make"):
+        envs.TimeLimit(None, 10)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"num_frames=1.5: use an integer"):
         envs.FrameStack(Corridor(), 1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot stack observations of Dict.*apply FlattenObservation first"):
         envs.FrameStack(Mixed(), 2)

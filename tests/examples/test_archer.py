@@ -213,7 +213,8 @@ def assert_first_step(after, name, before, gradient, rate):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param("archer", marks=pytest.mark.long), pytest.param("cloning", marks=pytest.mark.slow), "ppo"]
+    "method",
+    [pytest.param("archer", marks=pytest.mark.long), *(pytest.param(x, marks=pytest.mark.slow) for x in ("cloning", "ppo"))],
 )
 def test_the_first_updates_are_the_plain_ones(method):
     given = {"critic_updates": 0} if method == "cloning" else {}
@@ -305,6 +306,7 @@ def on_one_device():
     return compiled("GPUOnly", 1).run(agent_and_state()[2], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [APART, *(pytest.param(policy, marks=pytest.mark.slow) for policy in OTHERS)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[2], 3)
@@ -317,6 +319,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
     np.testing.assert_array_equal(metrics["episode_return"].mean(()), on_one_device[1]["episode_return"].mean(()))
 
 
+@pytest.mark.long
 def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     plan = compiled(APART, 8).explain().to_dict()
     placed = {each["name"]: each["placement"] for each in plan["fragments"]}

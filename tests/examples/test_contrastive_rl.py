@@ -74,6 +74,7 @@ def before_an_update():
     return agent, config, start(agent, 9, counting(agent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "devices"), [pytest.param("GPUOnly", 1, marks=pytest.mark.slow), ("MultiLearner", 8)])
 def test_an_update_is_the_plain_one_of_the_whole_batch_wherever_its_parts_lie(policy, devices):
     agent, config, state = before_an_update()

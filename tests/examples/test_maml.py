@@ -212,6 +212,7 @@ def on_one_device():
     return compiled("GPUOnly", 1).run(agent_and_state()[1], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [APART, *(pytest.param(policy, marks=pytest.mark.slow) for policy in OTHERS)])
 def test_eight_devices_compute_what_one_does(policy, on_one_device):
     state, metrics = compiled(policy, 8).run(agent_and_state()[1], 3)
@@ -222,6 +223,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
         np.testing.assert_allclose(metrics[name].mean(()), on_one_device[1][name].mean(()), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "placement"), [(APART, "adapters"), pytest.param("SingleLearnerCoarse", "actors", marks=pytest.mark.slow)]
 )
@@ -242,17 +244,6 @@ def test_bad_input_is_refused_at_once():
         example.MAML(num_rollouts=1)
     with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors, adapters and a learner, and there are 2"):
         compiled(APART, 2)
-
-
-def test_what_needs_environments_that_go_on_is_refused_at_once(tmp_path):
-    train = functools.partial(msrl.train, example.MAML(**SMALL), example.Navigation(), total_steps=10_000, progress=False)
-    with pytest.raises(ValueError, match=r"x.npz': maml keeps no environments between iterations; leave it out"):
-        train(record=tmp_path / "x.npz")
-    with pytest.raises(ValueError, match=r"env_params has a ramp, and maml keeps no environments .* stay at its start"):
-        train(env_params={"goal": envs.ramp([0.0, 0.0], [0.5, 0.5], 100)})
-    pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-4, 1e-2)}, members=2, every=1)
-    with pytest.raises(ValueError, match="compares members by episode_return, which is not among meta_loss, return_after"):
-        train(pbt=pbt)
 
 
 @pytest.mark.slow

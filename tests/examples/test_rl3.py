@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from examples import rl3 as example
-from msrl_jax import envs
 
 STEPS, SEEDS, EPISODES = 500_000, 5, 512
 
@@ -55,8 +54,3 @@ def test_a_bandit_of_rl2_is_learned_about_as_well_as_one_of_rl3():
     tasks = example.bandits()
     rl2, rl3 = (example.rewards(tasks, is_rl3, SEEDS, STEPS, EPISODES)["as in training"] for is_rl3 in (False, True))
     assert abs(rl3.mean() - rl2.mean()) < 0.05 and rl3[:, 3].mean() > 0.65  # random: 0.5
-
-
-def test_a_length_that_does_not_divide_the_horizon_is_refused_at_once():
-    with pytest.raises(ValueError, match="horizon=64 is no multiple of episode_length=10"):
-        envs.RL2(example.mdps().env, 64, 10)

@@ -65,7 +65,7 @@ def planner_in_a_scan():
 
 
 WHERE = mostly_slow(
-    EVERYWHERE, "GPUOnly-4", "MultiLearner-4", "SingleLearnerCoarse-4", "SingleLearnerFine-4", "SingleLearnerCoarse-1"
+    EVERYWHERE, "MultiLearner-4", "SingleLearnerFine-4", "SingleLearnerCoarse-1"
 )
 
 
@@ -74,7 +74,7 @@ def test_callbacks_are_the_same_run(where):
     assert_same_run(kinds_of_callbacks, where)
 
 
-@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4", "SingleLearnerFine-4"), ids=str)
+@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4"), ids=str)
 def test_a_planner_in_a_scan_is_the_same_run(where):
     assert_same_run(planner_in_a_scan, where)
 
@@ -85,7 +85,7 @@ def only_a_callback():
     return Case(lambda s: ({"x": learn(plan(s["x"]))}, {}), lambda: {"x": jnp.ones(ENVS)}, {"x": P("env")}, 1)
 
 
-@pytest.mark.parametrize("devices", mostly_slow([2, 3, 4], "3", "4"))
+@pytest.mark.parametrize("devices", mostly_slow([2, 3, 4], "3"))
 @pytest.mark.parametrize(
     "policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(), slow_unless(False, policies.Environments())], ids=str
 )

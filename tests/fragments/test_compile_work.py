@@ -36,7 +36,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-EACH_TIME = ("GPUOnly", "SingleLearnerFine:learners={half}", "Central:workers={half},shards={half}")
+EACH_TIME = ("Central:workers={half},shards={half}",)
 
 
 @pytest.mark.parametrize("policy", mostly_slow(POLICIES, *EACH_TIME))

@@ -35,7 +35,7 @@ AXES = {"w": P(), "x": P("env"), "again": P("env"), "kept": P("env"), "a": P(), 
 STALE = policies.SingleLearnerCoarse(staleness=1)
 
 
-EACH_TIME = ("GPUOnly-1", "GPUOnly-4", "MultiLearner-4", "SingleLearnerCoarse-2", "SingleLearnerCoarse-4")
+EACH_TIME = ("GPUOnly-1", "MultiLearner-4", "SingleLearnerCoarse-4")
 
 
 @pytest.fixture(scope="module", params=mostly_slow([*EVERYWHERE[:2], *EVERYWHERE[6:]], *EACH_TIME), ids=str)

@@ -17,7 +17,7 @@ from tests.support.compare import as_numpy
 from tests.support.same_run import ENVS, SEVERAL, Case, assert_same_run
 from tests.support.slow import mostly_slow
 
-apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "GPUOnly-4", "SingleLearnerCoarse-4"), ids=str)
+apart_or_not = pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4"), ids=str)
 
 act = msrl.fragment(role="actor")(lambda tree: jax.tree.map(lambda x: x[::-1], tree))
 learn = msrl.fragment(role="learner")(lambda tree: jax.tree.map(lambda x: x + x[:1], tree))

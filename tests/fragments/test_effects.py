@@ -149,9 +149,9 @@ def assert_same_log(log, reference):
 
 
 def is_fast(case, name, num_devices):
-    """Two policies that divide loops in different ways; more of them where most depends on the way."""
-    others = ("GPUOnly", "MultiLearner", "Central") if case in (placements_take_turns, in_a_loop_that_spans_placements) else ()
-    return num_devices == 4 and name in ("SingleLearnerCoarse", "Environments", *others)
+    """Policies that divide loops in different ways take turns; more of them where most depends on the way."""
+    others = ("SingleLearnerCoarse", "Environments") if case in (placements_take_turns, in_a_loop_that_spans_placements) else ()
+    return num_devices == 4 and name in (POLICIES[CASES.index(case) % len(POLICIES)], *others)
 
 
 RUNS = [slow_unless(is_fast(*run), *run) for run in itertools.product(CASES, POLICIES, (1, 4))]

@@ -17,11 +17,14 @@ def toy_reference():
     return run_plain(toy.iteration, toy.initial_state(), 4)
 
 
-FEW_DEVICES = {("SingleLearnerCoarse", 2), ("Central", 2), ("Environments", 1)}
+OFTEN = {
+    ("GPUOnly", 2), ("MultiLearner", 8), ("SingleLearnerCoarse", 4), ("SingleLearnerFine", 8), ("Environments", 1),
+    ("Central", 2),
+}  # fmt: skip
 RUNS = [(name, n) for n in (1, 2, 4, 8) for name in POLICIES]
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [slow_unless(r[1] == 8 or r in FEW_DEVICES, *r) for r in RUNS])
+@pytest.mark.parametrize(("name", "num_devices"), [slow_unless(r in OFTEN, *r) for r in RUNS])
 def test_actor_critic_is_the_same_run(name, num_devices, toy_reference):
     assert_close(toy.program(name, num_devices).run(toy.initial_state(), 4, chunk=2), toy_reference)
 
@@ -83,7 +86,7 @@ def hierarchy_reference():
 
 
 @pytest.mark.parametrize("num_devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
-@pytest.mark.parametrize("name", mostly_slow(POLICIES, "SingleLearnerCoarse", "Environments", "Central"))
+@pytest.mark.parametrize("name", mostly_slow(POLICIES, "Environments", "Central"))
 def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devices):
     state = hierarchy_state()
     axes = {"goal": P(), "x": P("env"), "total": P(), "untouched": P(), "clock": P()}

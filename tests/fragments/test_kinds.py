@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from tests.support.same_run import ENVS, EVERYWHERE, Case, Where, assert_same_run
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, slow_unless
 
 act = msrl.fragment(role="actor", name="act")(lambda w, x: jnp.tanh(x * w))
 env_step = msrl.fragment(role="env", name="env_step")(lambda x, a: 0.9 * x + 0.1 * a)
@@ -119,11 +119,16 @@ def across_environments():
     return Case(iteration, lambda: {"x": init()["x"], "key": jax.random.key(1)}, {"x": P("env"), "key": P()})
 
 
-WHERE = mostly_slow(EVERYWHERE, "GPUOnly-4", "SingleLearnerCoarse-4", "SingleLearnerFine-4")
+EACH_TIME = {
+    control_flow: ("SingleLearnerCoarse-4", "SingleLearnerFine-2"), scans: ("GPUOnly-4", "SingleLearnerFine-4"),
+    transformations: ("SingleLearnerCoarse-4",), across_environments: ("GPUOnly-4", "Environments-4"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("where", WHERE, ids=str)
-@pytest.mark.parametrize("case", [control_flow, scans, transformations, across_environments])
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [slow_unless(str(w) in often, case, w, id=f"{case.__name__}-{w}") for case, often in EACH_TIME.items() for w in EVERYWHERE],
+)
 def test_the_same_run(case, where):
     assert_same_run(case, where)
 
@@ -152,6 +157,6 @@ def a_server():
     return Case(iteration, init, {"w": P(), "m": P(), "x": P("env")})
 
 
-@pytest.mark.parametrize("shards", mostly_slow([2, 3, 4], "2", "4"))
+@pytest.mark.parametrize("shards", mostly_slow([2, 3, 4], "4"))
 def test_servers_of_any_size_are_the_same_run(shards):
     assert_same_run(a_server, Where(policies.Central(workers=2, shards=shards), 2 + shards))

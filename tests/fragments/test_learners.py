@@ -127,7 +127,7 @@ def reference(iteration):
 
 
 def is_fast(iteration, name):
-    return name in ("Apart", "SingleLearnerCoarse") or (name == "GPUOnly" and iteration is two_in_a_loop)
+    return name == "Apart" or (name, iteration) in (("SingleLearnerCoarse", two_time_scales), ("GPUOnly", two_in_a_loop))
 
 
 RUNS = [slow_unless(is_fast(*run), *run) for run in itertools.product(LOOPS, ["Apart", *POLICIES])]

@@ -65,8 +65,7 @@ def test_programs_are_no_traced_functions(transform):
         transform(lambda s: program.run(s, 1)[0].sum())(jnp.ones((2, 8)) if transform is jax.vmap else jnp.ones(8))
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("policy", [msrl.policies.GPUOnly(), COARSE], ids=str)
+@pytest.mark.parametrize(("policy", "chunk"), [(msrl.policies.GPUOnly(), 3), (COARSE, 1)], ids=str)
 def test_metrics_may_be_written_to(policy, chunk):
     program = compile_(lambda s: (fit(act(s)), {"m": s.sum(), "key": jax.random.key(0)}), jnp.ones(8), policy, axes=P("env"))
     _, metrics = program.run(jnp.ones(8), 3, chunk=chunk)

@@ -29,6 +29,7 @@ def test_paper_beats_rock_in_both_seats():
     assert (lost.wins, lost.losses, lost.score) == (0, 4, 0.0)
 
 
+@pytest.mark.long
 def test_perfect_play_draws_with_itself_and_never_loses():
     assert solved(frozenset(), frozenset())[0] == 0
     with_itself = match(GAME, perfect(), perfect(), games=100)
@@ -47,6 +48,7 @@ def test_first_moves_may_be_random():
     assert not cut.finished.any() and (cut.lengths == 3).all() and "4 cut off at max_steps" in repr(cut)
 
 
+@pytest.mark.slow
 def test_looking_ahead_finds_what_is_there():
     """With three moves: every win in two moves of one's own; the rest is worth 0 to it."""
     game = msrl.envs.make(GAME)
@@ -96,7 +98,7 @@ def test_who_cannot_play_is_refused():
         minimax(game, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trained_agent_plays_with_and_without_search():
     small = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16,), "network": "mlp", "eval_episodes": 0}
     result = msrl.train(

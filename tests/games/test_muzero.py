@@ -5,7 +5,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import mctx
 import numpy as np
 import pytest
 
@@ -14,11 +13,10 @@ from msrl_jax.algorithms.loops.buffers import action_type
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Box, Discrete, MaskedObservation
 from msrl_jax.envs.masks import observation_type, unmasked
-from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
-from msrl_jax.games.turns import player_observation, vectorize_turns
+from msrl_jax.games.turn_based import player_observation, vectorize_turns
 from msrl_jax.replay import Transition
 from tests.support.agents import make_counted, make_still
 from tests.support.off_policy import adam, assert_close, counting, start, wide
@@ -148,6 +146,7 @@ def test_a_search_finds_what_its_model_rewards():
     np.testing.assert_allclose(policy.sum(-1), 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_search_takes_no_illegal_action_and_every_environment_has_its_own():
     """Where the rewarded action is illegal, its probability is 0; what one environment finds depends on no other."""
     search, keys = arms(MuZero(num_simulations=8, gumbel_scale=3.0)), jax.random.split(jax.random.key(0), 64)
@@ -212,6 +211,7 @@ class Heap:
         return jnp.broadcast_to(jnp.stack([heap / 12, heap % 4 / 4, turn / 4]), (2, 3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("env", [RandomWalk(), Heap()], ids=["alone", "game"])
 def test_one_update_equals_an_independent_implementation(env):
     """Values of the target network make the targets; losses and gradients are those of the networks written out.
@@ -275,26 +275,6 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
     assert same[:8].mean() < 0.6 and low <= same[8:].mean() <= high
 
 
-def test_trees_take_what_is_said(monkeypatch):
-    """The bytes that are checked against the memory are those of mctx's trees."""
-    found, search = [], mctx.gumbel_muzero_policy
-
-    def spy(*args, **kwargs):
-        out = search(*args, **kwargs)
-        found.append(tree_bytes(out.search_tree))
-        return out
-
-    monkeypatch.setattr(mctx, "gumbel_muzero_policy", spy)
-    env = msrl.envs.make("CartPole-v1")
-    agent = make_still("muzero", env, **SMALL)
-    jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
-    monkeypatch.setattr("msrl_jax.games.tree_search.device_memory", lambda devices: 1)
-    with pytest.raises(ValueError, match=r"num_simulations=4: the search trees of num_envs=8 .* take ([\d,]+) bytes") as error:
-        MuZero(**SMALL).build(env)
-    said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))
-    assert said <= E * found[0] <= 1.1 * said
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -347,19 +327,6 @@ def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
         with_search(result, 0)
     with pytest.raises(ValueError, match="member=1: this run has only member 0"):
         with_search(result, member=1)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_exactly(tmp_path):
-    options = {**SMALL, "total_steps": 10 * 32, "actor_period": 2, "eval_episodes": 1}
-    whole = msrl.train("muzero", "CartPole-v1", **options)
-    stopped = msrl.train(
-        "muzero", "CartPole-v1", **options, out=tmp_path, chunk=1, callbacks=[lambda tick: tick.iteration >= 5]
-    )
-    assert stopped.history["iteration"][-1] == 5
-    resumed = msrl.train(out=tmp_path, resume=True)
-    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
 
 
 @pytest.mark.slow

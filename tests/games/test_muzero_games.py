@@ -7,13 +7,13 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.experiment import DivergedError
 from msrl_jax.games import MuZero, match, minimax, with_search
 from msrl_jax.games.latent_model import LatentModel
 from msrl_jax.games.matches import _of_result
 from msrl_jax.games.muzero import searcher
 from msrl_jax.games.small_games import KuhnPoker
-from msrl_jax.games.turns import OneMover, draws, vectorize_turns
+from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
+from msrl_jax.run import DivergedError
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.searches import apart
@@ -101,18 +101,6 @@ def test_the_turns_of_both_players_have_to_alternate(game):
     assert np.isnan(t.reward).all()
 
 
-class Constant(Twice):
-    """A game whose `to_move` is no array."""
-
-    def to_move(self, state):
-        return 0
-
-
-def test_who_is_to_move_is_an_array():
-    with pytest.raises(ValueError, match=r"Constant\.to_move returned .*; return an array int32\[\], 0 or 1"):
-        vectorize_turns("muzero", Constant(), 2)
-
-
 def test_the_steps_of_games_are_recorded(game):
     """What both players see, and both actions, as of other algorithms for several agents."""
     venv = OneMover(vectorize_turns("muzero", RecordedEnvironment(game, 4), 2), game)
@@ -126,19 +114,12 @@ def test_the_steps_of_games_are_recorded(game):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algo", ["muzero", "alphazero"])
-def test_a_run_of_a_game_is_recorded(algo, tmp_path):
-    options = SMALL if algo == "muzero" else {k: SMALL[k] for k in ("num_envs", "unroll_length", "batch_size", "capacity")}
-    msrl.train(algo, GAME, total_steps=128, eval_episodes=0, record=tmp_path / "r.npz", **options)
-    assert len(msrl.data.load(tmp_path / "r.npz").reward) == 128
-
-
-@pytest.mark.slow
 def test_a_run_of_a_game_whose_turns_do_not_alternate_halts_and_says_so():
     with pytest.raises(DivergedError, match=r"environment \d let a player move twice in a row \(turns alternate in games"):
         msrl.train("muzero", Twice(), total_steps=128, eval_episodes=0, devices=jax.devices()[:1], **SMALL)
 
 
+@pytest.mark.long
 def test_what_a_move_lets_the_other_player_win_counts_against_it():
     """In a model of which a network knows all: a move pays, and whatever the other player replies pays that one."""
     rng = np.random.default_rng(0)
@@ -168,6 +149,7 @@ def test_what_a_move_lets_the_other_player_win_counts_against_it():
         np.testing.assert_array_equal(found, worth.max(1))
 
 
+@pytest.mark.long
 def test_search_and_learning_are_apart_with_one_word(game):
     """With search where the games are and learning elsewhere, steps of who is to move go to the learner, and no game does."""
     _, up = apart(make_still("muzero", game, **SMALL))

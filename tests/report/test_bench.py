@@ -64,11 +64,6 @@ def test_a_measurement_is_the_median_of_its_runs(measurements):
     assert m.compile_seconds > 0 and m.num_envs == 8 and m.unroll_length == 8
 
 
-def test_the_fused_program_costs_what_plain_jax_costs(measurements):
-    (m,) = measurements
-    assert m.flops == pytest.approx(m.jit_flops, rel=1e-3) and m.bytes == pytest.approx(m.jit_bytes, rel=1e-2)
-
-
 def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shared, header, line = format_table(measurements).splitlines()
@@ -77,15 +72,6 @@ def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
     steps, updates = (float(x.replace(",", "")) for x in line[header.index("steps/s") :].split()[:2])
     assert (steps, updates) == (pytest.approx(m.steps_per_second, abs=0.5), pytest.approx(m.updates_per_second, rel=0.01))
     assert f"{m.ratio:.3f}" in line
-
-
-def test_the_table_fits_the_terminal(measurements, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "90")
-    text = format_table(measurements)
-    assert max(map(len, text.splitlines())) <= 90
-    assert text.splitlines()[-1].startswith("a2c  "), "a table, no paragraph"
-    for cell in ("CartPole-v1", f"{measurements[0].ratio:.3f}", f"{measurements[0].steps_per_second:,.0f}"):
-        assert cell in text
 
 
 DISPATCH = ["instructions", "instruction_microseconds", "python_microseconds", "call_microseconds"]
@@ -98,6 +84,7 @@ def driven(measurements):
     return [*measurements, *bench(**SMALL, policies=policies, repeats=1, devices=jax.devices()[:3])]
 
 
+@pytest.mark.long
 def test_dispatch_is_measured_where_the_host_drives_the_loop(driven):
     fused, loop = ({name: getattr(m, name) for name in DISPATCH} for m in driven)
     assert set(fused.values()) == {None}
@@ -106,6 +93,7 @@ def test_dispatch_is_measured_where_the_host_drives_the_loop(driven):
     assert loop["python_microseconds"] < loop["instruction_microseconds"]
 
 
+@pytest.mark.long
 def test_the_line_and_the_table_show_what_the_host_dispatches(driven, monkeypatch):
     fused, loop = driven
     assert "dispatch" not in str(fused)

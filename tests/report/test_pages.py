@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from msrl_jax import _recipes, cli
-from msrl_jax._recipes import Recipe, Record
+from msrl_jax import cli
 from msrl_jax.report import pages
 from msrl_jax.report.pages import Row, curve, rows, write_pages
+from msrl_jax.run import recipes
+from msrl_jax.run.recipes import Recipe, Record
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
@@ -30,7 +31,7 @@ def records(tmp_path, monkeypatch):
     """A folder of records, in place of that of the clone."""
     folder = tmp_path / "records"
     folder.mkdir()
-    monkeypatch.setattr(_recipes, "RECORDS", (folder,))
+    monkeypatch.setattr(recipes, "RECORDS", (folder,))
     return folder
 
 
@@ -42,7 +43,7 @@ def mine(tmp_path, records, monkeypatch):
     (records / "published.toml").write_text((RECORDS / "published.toml").read_text())
     (folder / "mine.toml").write_text("# Made up.\n" + "".join(f"{k} = {v!r}\n" for k, v in VALUES.items()))
     RECORD.write(records / "mine.json")
-    monkeypatch.setattr(_recipes, "FOLDER", folder)
+    monkeypatch.setattr(recipes, "FOLDER", folder)
     return folder
 
 

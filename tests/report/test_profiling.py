@@ -16,7 +16,6 @@ from msrl_jax.fragments import host_fragment
 from msrl_jax.report.profiles import OF_RUN, PHASES, Profile
 
 TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
-FLAGS = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 ONCE = {"iterations": 2, "repeats": 1}
 
 
@@ -160,12 +159,3 @@ def test_the_command_line_refuses_in_a_sentence(folder, arguments, words, capsys
     assert main(["profile", *(word.format(run=folder) for word in arguments)]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert words in errors[-1] and len(errors) == 1
-
-
-def test_a_run_on_more_devices_is_refused(folder):
-    result = msrl.Result.load(folder)
-    result.description["devices"]["count"] = 64
-    with pytest.raises(ValueError, match="the run had 64 devices, and here are 8; --cpu-devices 64"):
-        msrl.profile(result)
-    with pytest.raises(ValueError, match="leave out the policy"):
-        msrl.profile(result, policy="GPUOnly")

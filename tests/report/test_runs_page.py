@@ -128,6 +128,34 @@ def test_each_setting_has_a_row_and_a_curve_with_the_interval_of_its_own_seeds(r
     assert line.get_label() == "rates" and line.get_ydata().tolist() == sweep.history["seconds"].tolist()
 
 
+def with_seed(run, seed, rate, score, chunks, env=None):
+    """One seed of the run, as if it had been trained by itself, with another return and number of chunks."""
+    about = run.description | {"seed": seed, "seeds": 1, "config": run.description["config"] | {"learning_rate": rate}}
+    about |= {"env": env or about["env"]}
+    step = np.linspace(64, 384, chunks)
+    history = {"step": step, "seconds": step / 64, "iteration": step // 64, "episode_return": step * score}
+    return dataclasses.replace(run, description=about, history=history, evaluation=None, folder=None)
+
+
+def test_seeds_that_were_trained_one_by_one_are_one_row_and_one_curve(run, tmp_path):
+    seeds = {f"s{seed}": with_seed(run, seed, 0.1, seed, chunks) for seed, chunks in ((5, 6), (6, 4), (7, 11))}
+    again = with_seed(run, 5, 0.1, 5, 6)  # the same seed again, as under another policy
+    page = msrl.runs_page(seeds | {"again": again, "rates": with_settings(run, 2)}, tmp_path / "page.html").read_text()
+    head, *rows = Reader(page).rows[:4]
+    assert [(row[0], row[head.index("setting")], row[head.index("seeds")]) for row in rows] == [
+        ("s5, s6, s7, rates", "learning_rate=0.1", "0, 1, 2, 5, 6, 7"),
+        ("again", "learning_rate=0.1", "5"),
+        ("rates", "learning_rate=1", "0 to 2"),
+    ]
+    returns = [*(run.final("episode_return") for run in seeds.values()), 100.0, 101.0, 102.0]
+    assert rows[0][head.index("training return")] == str(estimate([returns], mean))
+    (panel,) = msrl.plot_runs(seeds).axes
+    (line,), (band,) = panel.get_lines(), panel.collections
+    np.testing.assert_allclose(line.get_xdata(), np.linspace(64, 384, 4))  # the steps of the run with the fewest
+    np.testing.assert_allclose(line.get_ydata(), 6 * line.get_xdata())  # the returns are linear, and interpolated
+    assert line.get_label() == "s5, s6, s7" and np.ptp(band.get_paths()[0].vertices[:, 1]) > 64
+
+
 PBT = {"members": 4, "every": 2}
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import scaling as script
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
-from msrl_jax.cli import actions, program
+from msrl_jax.cli import command_line, handlers
 from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.report.scaling import format_table, plans
 
@@ -45,6 +45,7 @@ def test_together_each_device_reduces_one_gradient_however_many_there_are():
     assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
 
 
+@pytest.mark.long
 def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments(apart):
     rows = [row.to_dict() for row in apart]
     assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]
@@ -81,11 +82,6 @@ def test_launches_are_a_column_if_all_plans_count_them(apart):
     assert "launches" not in format_table([counted, row])
 
 
-def test_two_numbers_of_environments_are_refused():
-    with pytest.raises(ValueError, match="num_envs and envs_per_device both choose"):
-        plans("a2c", "CartPole-v1", "GPUOnly", ["cpu:1"], 4, num_envs=8)
-
-
 def explain(capsys, *flags):
     """The code, what is printed, and the message of `msrl-jax explain`, which finds JAX started with eight devices."""
     code = cli.main(["explain", "--algo", "a2c", "--unroll-length", "4", "--hidden-sizes", "16", *flags])
@@ -95,7 +91,7 @@ def explain(capsys, *flags):
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does
-    for module in (actions, program):
+    for module in (handlers, command_line):
         monkeypatch.setattr(module, "use_cpu_devices", asked.append)
     code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
     assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
@@ -114,10 +110,10 @@ def test_explain_plans_for_named_devices(capsys, monkeypatch):
     ],
 )
 def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
-    for module in (actions, program):
+    for module in (handlers, command_line):
         monkeypatch.setattr(module, "use_cpu_devices", lambda count: None)
     code, _, error = explain(capsys, *flags)
-    assert code == program.BAD_INPUT and message in error and error.count("\n") == 1
+    assert code == command_line.BAD_INPUT and message in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

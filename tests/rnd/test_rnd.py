@@ -123,20 +123,6 @@ def test_impala_replays_no_novelty():
 
 
 @pytest.mark.slow
-def test_members_have_their_own_coefficients(tmp_path):
-    """Two members of one program equal two runs, one of which was stopped in between."""
-    options = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "num_minibatches": 2, "progress": False, "chunk": 2}
-    train = lambda **given: msrl.train("ppo_rnd", RandomWalk(), eval_episodes=8, **options | given)  # noqa: E731
-    both = train(intrinsic_coef=[0.2, 2.0], total_steps=512)
-    train(intrinsic_coef=2.0, total_steps=256, out=tmp_path / "run")
-    alone = msrl.train(resume=tmp_path / "run", env=RandomWalk(), total_steps=512, progress=False)
-    for name in ("intrinsic_reward", "rnd_loss", "value_loss"):
-        np.testing.assert_allclose(both.history[name][:, 1], alone.history[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(both.history["intrinsic_reward"][0, 0], alone.history["intrinsic_reward"][0], rtol=1e-4)
-    assert (both.history["intrinsic_reward"][-1, 0] != both.history["intrinsic_reward"][-1, 1]).all()
-
-
-@pytest.mark.slow
 def test_ppo_explores_a_deep_sea_with_it_and_not_without():
     """One sequence of 20 actions in 2**20 is rewarded, by 0.99; the others cost up to 0.01."""
     env, options = msrl.envs.make("DeepSea-bsuite", size=20), {"learning_rate": 1e-3, "seeds": 3, "progress": False}

@@ -17,32 +17,17 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Train
-from msrl_jax.experiment import Experiment, RunFolderError, memory
-from msrl_jax.experiment.arguments import experiment_of
-from msrl_jax.search import course
+from msrl_jax.run import Experiment, RunFolderError, capacity
+from msrl_jax.run.prepare import experiment_of
+from msrl_jax.search import trial_scheduler
 from msrl_jax.search.space import Trial, choose
 from tests.support import processes
-from tests.support.random_walk import RandomWalk
 
 from .test_space import axes_of
 
 ROOT = Path(__file__).parents[2]
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
-APART = "SingleLearnerCoarse:learners=1,actors=1"
-
-
-def assert_member(members, member, alone):
-    """That a member has the history, the parameters and the keys of a run of its own."""
-    for name, column in alone.history.items():
-        if name not in ("step", "iteration", "seconds", "steps_per_second"):
-            mine = members.history[name]
-            np.testing.assert_allclose(mine[:, member] if mine.ndim > 1 else mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
-    of_member = innermost(members.member_state(member))
-    for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
-    np.testing.assert_array_equal(*keys)
 
 
 def returns(result):
@@ -66,28 +51,18 @@ def swept(folder, tiny, one_device):
 MISTAKES = [
     ({"num": 4}, "no field has several values"),
     ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
-    ({"learning_rate": "log:0:1", "num": 2}, "PPO.learning_rate=log_uniform.*low <= high above 0"),
-    ({"learning_rate": "lg:1:2"}, "PPO.learning_rate: there is no 'lg'"),
     ({"learning_rate": "1,x"}, "PPO.learning_rate=.*is no number"),
     ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
     ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
-    ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
-    ({"learning_rate": "log:1e-4:1e-2", "method": "sobol"}, "needs num="),
     ({"learning_rate": "log:1e-4:1e-2", "num": 10**9}, "num=1000000000: use an integer of at most"),
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
-    ({"learning_rate": []}, "there are no values"),
     ({"activation": envs.uniform(0, 1)}, "it is no number"),
-    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPO.activation='tan'"),
-    ({"rate": [1e-3, 1e-2]}, "PPO has no field 'rate'"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least"),
-    ({"learning_rate": [1e-3], "halving": 3, "rungs": 2, "min_steps": 64}, "leave one out"),
     ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= chooses among trials that are known"),
-    ({"learning_rate": [1e-3], "env": "CartPole-v2"}, "CartPole"),
     ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True goes on with the sweep in out="),
-    ({"learning_rate": [1e-3], "policy": "GPUOnlyy"}, "GPUOnly"),
 ]  # fmt: skip
 
 
@@ -122,29 +97,6 @@ def test_the_table_has_a_row_for_each_trial(swept):
     assert [row["rank"] for row in table] == [1 + sum(other > mean for other in means) for mean in means]
     assert swept.best.rank == 1 and swept.best.mean == max(means)
     assert all(str(trial.number) in repr(swept) for trial in swept.trials)
-
-
-@pytest.mark.slow
-def test_members_are_the_runs_that_their_settings_give(swept, tiny, one_device):
-    for number, seed in ((1, 3), (2, 4)):
-        trial = swept.trials[number]
-        alone = msrl.train("ppo", ENV, seed=seed, chunk=1, devices=one_device, **COMMON, **(tiny | trial.values))
-        together = swept.run(trial)
-        assert_member(together, trial.member + seed - 3, alone)
-        assert alone.evaluation.mean_return == trial.returns[seed - 3]
-
-
-@pytest.mark.slow
-def test_a_sweep_is_the_same_under_another_policy(swept, tiny):
-    apart = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8], seeds=2, seed=3, policy=APART,
-        devices=jax.devices()[:2], **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
-    )  # fmt: skip
-    np.testing.assert_allclose(returns(apart), returns(swept)[[0, 2]], rtol=1e-4)
-    for one, other in zip(
-        jax.tree.leaves(apart.run(0).state.params), jax.tree.leaves(swept.run(0).state.params), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_trains_the_best_setting(swept, tiny):
@@ -199,7 +151,7 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         seen.append(experiment)
         raise InterruptedError
 
-    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", interrupt)
     with pytest.raises(InterruptedError):
         msrl.sweep(PPO(**tiny), ENV, method="grid", learning_rate=[1e-3, 2e-3], seed=4, devices=one_device, **COMMON)
     first, both = PPO(learning_rate=1e-3, **tiny), {"learning_rate": (1e-3, 2e-3)}
@@ -234,7 +186,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 
 
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.course.train", None)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", None)
     again = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
         **COMMON, **(tiny | {"num_envs": [8, 16]}),
@@ -295,10 +247,10 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
         raise InterruptedError
 
     trained = []
-    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
-    monkeypatch.setattr(memory, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / memory.HEADROOM))
+    monkeypatch.setattr(capacity, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / capacity.HEADROOM))
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"
@@ -369,11 +321,6 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
 
 
-def test_teams_that_oppose_each_other_are_not_ranked():
-    with pytest.raises(ValueError, match="does not tell which member is better; give rank_by= a metric"):
-        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
-
-
 @pytest.mark.slow
 def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     result = msrl.sweep(
@@ -382,16 +329,6 @@ def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     )  # fmt: skip
     assert [trial.run for trial in result.trials] == [0, 1] and not result.run(1).has_members
     assert sorted(trial.rank for trial in result.trials) == [1, 2]
-
-
-@pytest.mark.slow
-def test_an_environment_object_has_no_command(tiny, one_device):
-    result = msrl.sweep(
-        "ppo", RandomWalk(), method="grid", learning_rate=[1e-3, 1e-2], devices=one_device,
-        **(COMMON | {"eval_episodes": 0, "total_steps": 64}), **tiny,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="env was given as an object"):
-        result.command()
 
 
 @pytest.mark.slow
@@ -409,7 +346,7 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
     assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
     assert sweep("sweep").trials == found.trials
 
-    calls, train = [], course.train
+    calls, train = [], trial_scheduler.train
 
     def train_once(*args, **kwargs):
         calls.append(kwargs)
@@ -418,15 +355,9 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
         return train(*args, **kwargs)
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
-        patched.setattr(course, "train", train_once)
+        patched.setattr(trial_scheduler, "train", train_once)
         sweep("half")
     assert sweep("half").trials == found.trials
-
-
-def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match="pip install optuna"):
-        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
 
 
 def test_what_a_run_says_of_its_trials():
@@ -438,7 +369,7 @@ def test_what_a_run_says_of_its_trials():
         evaluation=SimpleNamespace(means=means), members=6, state=SimpleNamespace(params=params), history={"step": [64, 128]},
         behavior=SimpleNamespace(env=SimpleNamespace(metrics={"success": "last"})),
     )  # fmt: skip
-    first, second, third = course.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
+    first, second, third = trial_scheduler.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
     assert (first.number, first.member, first.returns, first.metrics) == (4, 0, (0.0, 1.0), {"success": (0.0, 0.1)})
     assert second.member == 2 and second.returns[0] == 2.0 and math.isnan(second.returns[1]) and math.isnan(second.mean)
     assert math.isnan(second.metrics["success"][1])
@@ -448,7 +379,8 @@ def test_what_a_run_says_of_its_trials():
 
 def test_a_sweep_whose_run_could_not_be_saved_ends(tmp_path, monkeypatch, capsys):
     """It reads its runs again, so it cannot say that it has finished."""
-    monkeypatch.setattr(course, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
+    full = SimpleNamespace(save_error="No space left on device")
+    monkeypatch.setattr(trial_scheduler, "train", lambda *args, **options: full)
     words = ["sweep", "--env", ENV, "--learning-rate", "1e-3,1e-4", "--total-steps", "256", "--num-envs", "8"]
     words += ["--unroll-length", "8", "--num-minibatches", "2", "--method", "grid", "--progress", "none"]
     words += ["--out", str(tmp_path / "sweep")]

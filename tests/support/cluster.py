@@ -57,7 +57,7 @@ def file_of(case, index):
 
 
 def main(address, count, index, devices, folder, *cases):
-    from msrl_jax.experiment import processes
+    from msrl_jax.run import processes
 
     jax.config.update("jax_num_cpu_devices", int(devices))
     processes.start(address, int(count), int(index))

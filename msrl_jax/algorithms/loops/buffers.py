@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import data, replay
-from msrl_jax._checks import shown
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
@@ -25,6 +24,7 @@ from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.envs.spaces import is_integers
+from msrl_jax.fragments.support.checks import shown
 from msrl_jax.replay import Indices, Relabelling, Replay, ReplayState, Sample, Transition
 
 

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax import _checks, _naming
-from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms.networks.cells import CELLS, stepwise
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
 from msrl_jax.algorithms.networks.modules import check_gradients, is_name
 from msrl_jax.algorithms.networks.transformer import gtrxl
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.text_values import parse_spec
 
 _NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
 _NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
@@ -41,7 +41,7 @@ def named_core(name: str, size: int) -> Core:
     """
     text, (name, params) = name, parse_spec(name)
     try:
-        return _checks.find("core", _NAMED, name)(size, **params)
+        return checks.find("core", _NAMED, name)(size, **params)
     except TypeError:
         raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
 
@@ -71,7 +71,7 @@ def as_core(given: Any) -> Callable[[int], Core]:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
-    what = _naming.imported("core", given, "a core", _is_core) if isinstance(given, str) else given
+    what = naming.imported("core", given, "a core", _is_core) if isinstance(given, str) else given
     name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
     if isinstance(what, type):
         raise TypeError(f"{name} is a class; {_FORMS}")

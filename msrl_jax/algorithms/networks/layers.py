@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax._checks import shown
 from msrl_jax.algorithms.kernels import convolve, matmul
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
+from msrl_jax.fragments.support.checks import shown
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax import _naming
 from msrl_jax._compat import used_inputs
 from msrl_jax.algorithms.config import MADE, has_arrays
 from msrl_jax.algorithms.networks.layers import Network, Whole
+from msrl_jax.fragments.support import naming
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
 _NAMED = "a module, a pair, or a function or class that makes one"
@@ -52,7 +52,7 @@ def as_network(given: Any) -> Network | Whole:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
-    what = _naming.imported("network", given, _NAMED, _is_network, is_made=True) if isinstance(given, str) else given
+    what = naming.imported("network", given, _NAMED, _is_network, is_made=True) if isinstance(given, str) else given
     if isinstance(what, Whole):
         return Whole(*(None if part is None else as_network(part) for part in what))
     name = f"network={given!r}" if isinstance(given, str) else f"network={_name(what)}"
@@ -83,7 +83,7 @@ def as_network(given: Any) -> Network | Whole:
 def _is_network(value: Any) -> bool:
     """Whether what a name stands for is one of the forms; of what is called with a key, this is all that can be said before."""
     if callable(value) and not callable(getattr(value, "apply", None)):
-        return _naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
+        return naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
     return True
 
 

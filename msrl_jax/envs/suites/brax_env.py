@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import TimeLimit
+from msrl_jax.fragments.support.checks import whole
 
 
 def make(name: str, *, episode_length: int = 1000, action_repeat: int = 1, **params: Any) -> Environment:

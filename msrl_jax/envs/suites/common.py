@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown, suggestion
+from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named
-from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
-from msrl_jax.envs.metrics import Reduction, read_declared
+from msrl_jax.envs.episode_metrics import Reduction, read_declared
+from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.gymnasium_env import converted
+from msrl_jax.fragments.support.checks import suggestion, whole
 
 
 def make(

@@ -8,17 +8,19 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
+import gymnasium.vector
 import jax
 import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
-from msrl_jax._checks import shown, suggestion, whole
-from msrl_jax._simulate import layout_of, measured
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named
-from msrl_jax.envs.host import HostVectorized, Stepping, Workers
-from msrl_jax.envs.metrics import Reduction, read_declared
+from msrl_jax.envs.episode_metrics import Reduction, read_declared
+from msrl_jax.envs.host_simulators import HostVectorized, Stepping, Workers
+from msrl_jax.envs.simulate import layout_of, measured
 from msrl_jax.envs.suites import common
+from msrl_jax.fragments.support.checks import shown, suggestion, whole
+from msrl_jax.fragments.support.tracebacks import entry
 
 _TRIED = 2.0  # seconds in which a step without a metric is looked for
 
@@ -46,6 +48,7 @@ def make(
     return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest, metrics or {})
 
 
+@entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GymnasiumEnvironment(Named):
     """Environments that a function makes, in worker processes of this machine.
@@ -79,9 +82,9 @@ class GymnasiumEnvironment(Named):
         name = self.name or "gymnasium environment"
         if self.num_workers is not None:
             whole(f"{name}: num_workers", self.num_workers)
-        if not self.timeout > 0:
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds above 0")
-        if not 0 <= self.drop_slowest < 1:
+        if not isinstance(self.drop_slowest, int | float) or not 0 <= self.drop_slowest < 1:
             raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
             raise TypeError(f"{name}: {shown(self.factory)} cannot be called; give a function that makes an environment")
@@ -90,8 +93,8 @@ class GymnasiumEnvironment(Named):
             env = common.build(name, self.factory, {})
         except (gymnasium.error.Error, ImportError) as error:
             raise ValueError(f"{name} cannot be made: {error}") from error
-        if not hasattr(env, "action_space"):
-            raise TypeError(f"the factory of {name} returned {shown(env)}; return a gymnasium.Env")
+        if not hasattr(env, "action_space") or isinstance(env, gymnasium.vector.VectorEnv):
+            raise TypeError(f"the factory of {name} returned {shown(env)}; return one gymnasium.Env, of which copies are made")
         object.__setattr__(self, "name", self.name or _own_name(env))
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))

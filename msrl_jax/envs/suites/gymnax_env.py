@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import shown
 from msrl_jax.envs.base import Named
 from msrl_jax.envs.suites.common import loaded_at_first_use
+from msrl_jax.fragments.support.checks import shown
 
 with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
     import gymnax
@@ -21,10 +21,10 @@ from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
-from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
+from msrl_jax.fragments.support.checks import whole
 
 _KNOWN = {  # methods that may be left out, by the names that their definitions have
     "reset": {"gymnax.environments.environment.Environment.reset"},
@@ -94,7 +94,7 @@ class GymnaxEnvironment(Named):
             screen = gymnasium.make(self.env.name, render_mode="rgb_array").unwrapped
             screen.reset()
             screen.render()
-        except ImportError as error:
+        except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
             raise ValueError(f"pygame, which draws {self.name}, is not installed: pip install 'msrl-jax[video]'") from error
         return screen
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, narrow
-from msrl_jax.envs.stacked import stack_agents
+from msrl_jax.envs.stack_agents import stack_agents
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.suites.catalog import SUITES
 
 # Arguments of JaxMARL's particle environments that are not in a signature.
 _PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",

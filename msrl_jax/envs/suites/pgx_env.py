@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, emitted
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.suites.catalog import SUITES
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:

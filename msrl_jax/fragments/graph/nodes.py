@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import Atom, JaxprEqn, ShapedArray, Var, sub_jaxprs
-from msrl_jax.codecs import Codec
+from msrl_jax.fragments.codecs import Codec
 from msrl_jax.fragments.graph.marker import is_fragment, is_host_call
 from msrl_jax.fragments.placement import Edge, Placement
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax._checks import shown
 from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
 from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
+from msrl_jax.fragments.support.checks import shown
 
 PyTree = Any
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.fragments.graph.host import HostFunction
+from msrl_jax.fragments.graph.host_calls import HostFunction
 from msrl_jax.fragments.graph.nodes import Check, Packed
 from msrl_jax.fragments.placement import Placement
 

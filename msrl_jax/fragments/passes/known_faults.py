@@ -1,17 +1,21 @@
-"""Faults of some versions of jaxlib that a program can meet and that `repairs` cannot mend: one warning per process.
+"""Faults of some versions of jaxlib that `repairs` cannot mend: compiler options that avoid them, or a warning per process.
 
 docs/determinism.md has the table of all known faults, with what was checked.
 """
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from msrl_jax._compat import JAXLIB, ClosedJaxpr, aval, jaxprs_in
+from msrl_jax._compat import JAXLIB, ClosedJaxpr, jaxprs_in
+
+# No fusions of YNNPACK: a product of many rows that is reduced may be wrong (https://github.com/jax-ml/jax/issues/39103), and
+# reductions of seven or more dimensions end the process or never return (https://github.com/jax-ml/jax/issues/39257).
+CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""} if (0, 10, 2) <= JAXLIB < (0, 11, 1) else None
+"""Compiler options for programs on CPUs, which turn off what fails in this version of jaxlib."""
 
 
 class Fault(NamedTuple):
@@ -21,15 +25,6 @@ class Fault(NamedTuple):
     mended: tuple[int, int, int]
     meets: Callable[[ClosedJaxpr, Mesh], bool]
     text: str
-
-
-def _reduces_seven_dimensions(closed: ClosedJaxpr, mesh: Mesh) -> bool:
-    """Whether a program on CPUs reduces arrays of seven or more dimensions, with the fusions of YNNPACK on."""
-    if _platform(mesh) != "cpu" or "--xla_cpu_experimental_ynn_fusion_type=" in os.environ.get("XLA_FLAGS", "").split():
-        return False
-    eqns = (eqn for jaxpr in jaxprs_in(closed.jaxpr) for eqn in jaxpr.eqns)
-    reductions = (eqn for eqn in eqns if eqn.primitive.name.startswith("reduce_") and "axes" in eqn.params)
-    return any(len(aval(eqn.invars[0]).shape) >= 7 for eqn in reductions)
 
 
 def _crops_and_pads_a_convolution(closed: ClosedJaxpr, mesh: Mesh) -> bool:
@@ -44,18 +39,12 @@ def _platform(mesh: Mesh) -> str:
 
 FAULTS = (
     Fault(
-        (0, 10, 2), (0, 11, 1), _reduces_seven_dimensions,
-        "on some processors, programs that reduce arrays of seven or more dimensions end the process or never return "
-        "(https://github.com/jax-ml/jax/issues/39257), and this program has such a reduction: set "
-        "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (nothing after the =), or install another version",
-    ),
-    Fault(
         (0, 11, 1), (0, 11, 2), lambda closed, mesh: _platform(mesh) == "cpu",
         "loops on a CPU that write a few bytes of a large array copy all of it in each step "
         "(https://github.com/jax-ml/jax/issues/40101): install another version",
     ),
     Fault(
-        (0, 10, 0), (0, 12, 0), _crops_and_pads_a_convolution,
+        (0, 10, 2), (0, 12, 0), _crops_and_pads_a_convolution,
         "on CPUs, convolutions whose padding is negative before the first element and positive after the last one compute "
         "wrong values, and this program has one: slice the array, and pad by 0 there",
     ),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
-from msrl_jax.codecs import Codec, get
+from msrl_jax.fragments.codecs import Codec, get
 from msrl_jax.fragments.graph.build import inlined
 from msrl_jax.fragments.graph.nodes import Graph, Measured, Node, Region
 from msrl_jax.fragments.passes.instructions import Check, Packed

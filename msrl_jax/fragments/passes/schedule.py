@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
-from msrl_jax.codecs import get
+from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.nodes import Graph, Node
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
 from msrl_jax.fragments.passes.partition import Group, Partition

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from msrl_jax._compat import Jaxpr, jaxprs_in
-from msrl_jax.codecs import get
-from msrl_jax.fragments.passes.checks import Fit
+from msrl_jax.fragments.codecs import get
+from msrl_jax.fragments.passes.apply_policy import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans

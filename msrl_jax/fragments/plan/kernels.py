@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msrl_jax.fragments.plan.cost import COLLECTIVES, DEFINITION, WHILE, called, computations, nbytes_of, operands_of
 from msrl_jax.fragments.plan.cost import trip_count as trips_of
-from msrl_jax.fragments.plan.owners import innermost
+from msrl_jax.fragments.plan.operation_owners import innermost
 
 # They name values, or wait for what another instruction has launched.
 _NOTHING = frozenset(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from msrl_jax._terminal import paragraph, table
+from msrl_jax.fragments.support.terminal import paragraph, table
 
 Plan: TypeAlias = Any  # those of `plan.py`, which imports this module
 Crossing: TypeAlias = Any

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from msrl_jax._checks import suggestion
-from msrl_jax._tracebacks import entry
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.tracebacks import entry
 
 FORMS = "tpu:v5e:8x8 (chips along each axis), gpu:h100:8, gpu:h100:2x8 (hosts x GPUs) or cpu:8"
 

@@ -14,11 +14,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
-from msrl_jax._compiling import in_background
 from msrl_jax.fragments.passes.compact import Together, kernels_matter
 from msrl_jax.fragments.passes.instructions import Instruction, Value
+from msrl_jax.fragments.passes.known_faults import CPU_OPTIONS
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
+from msrl_jax.fragments.support.compiling import in_background
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
@@ -53,12 +54,18 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
 _ON_CPU = ((threefry2x32_p, lowering_rule(threefry2x32)),)
 
 
-def lower(jitted: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
-    """Lowers a jitted function as `jitted.lower(*args)` does, with straight-line random bits if it is for CPUs."""
+def lower(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.stages.Compiled]:
+    """Lowers a jitted function; for CPUs, with straight-line random bits and safe compiler options.
+
+    Returns:
+      A function that compiles it.
+    """
     traced = jitted.trace(*args)
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     platforms = {device.platform for at in placed if at for device in at.device_set} or {jax.default_backend()}
-    return lower_as(traced, _ON_CPU) if platforms == {"cpu"} else traced.lower()
+    if platforms != {"cpu"}:
+        return traced.lower().compile
+    return functools.partial(lower_as(traced, _ON_CPU).compile, compiler_options=CPU_OPTIONS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +108,8 @@ class Request:
         out = None if self.out is None else tuple(self.out)
         return jax.jit(self.fn, donate_argnums=tuple(self.donate), out_shardings=out)
 
-    def lower(self) -> jax.stages.Lowered:
-        """Traces the function, and lowers it."""
+    def lower(self) -> Callable[[], jax.stages.Compiled]:
+        """Traces the function, and lowers it; returns a function that compiles it."""
         return lower(self.jitted, *self.args)
 
 
@@ -129,7 +136,7 @@ class Executables:
         if request.all not in self._cache:
             with self._compiling(request):
                 begun = self._begun.pop(request.all, None)
-                compiled = self._cache[request.all] = begun() if begun else request.lower().compile()
+                compiled = self._cache[request.all] = (begun or request.lower())()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in request.leaves):
                 self._by_jit[compiled] = request.jitted
             self.count += 1
@@ -138,7 +145,7 @@ class Executables:
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
         """Computes a jitted function once; the time to trace and compile it counts as such."""
         with self.timed():
-            compiled = jitted.lower(*args).compile()
+            compiled = lower(jitted, *args)()
         return compiled(*args)
 
     @contextlib.contextmanager
@@ -152,7 +159,7 @@ class Executables:
         """Traces a function, and has another thread compile it; `compile` of an equal request waits for that."""
         if request.all not in self._cache and request.all not in self._begun:
             with self._compiling(request):
-                self._begun[request.all] = in_background(request.lower().compile)
+                self._begun[request.all] = in_background(request.lower())
 
     @contextlib.contextmanager
     def _compiling(self, request: Request) -> Iterator[None]:

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax.fragments.graph.host import IN_TRACES, HostFunction
+from msrl_jax.fragments.graph.host_calls import IN_TRACES, HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
-from msrl_jax.fragments.runtime.changes import Patching, Sender, Sent
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
+from msrl_jax.fragments.runtime.send_changed import Patching, Sender, Sent
 from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
 
 Slots = list[Any]

@@ -23,9 +23,9 @@ from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instr
 from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.placement import Placement
-from msrl_jax.fragments.runtime.changes import changes_of, compile_patching
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, on_own_mesh, replicated
 from msrl_jax.fragments.runtime.memory import is_planned
+from msrl_jax.fragments.runtime.send_changed import changes_of, compile_patching
 
 SMALL = 2**16
 """Arrays of a Move of at most this many bytes are joined; more are better sent than copied twice."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.changes import changes_of
 from msrl_jax.fragments.runtime.executables import Executables
 from msrl_jax.fragments.runtime.execute import Executor, Slots, Step
+from msrl_jax.fragments.runtime.send_changed import changes_of
 from msrl_jax.fragments.runtime.transfer import Leaves
 
 

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
-from msrl_jax.fragments.graph.host import calls_host, evaluate_with_host
+from msrl_jax.fragments.graph.host_calls import calls_host, evaluate_with_host
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.crossing import Block, MeshCrossing, blocks
 from msrl_jax.fragments.runtime.memory import array_bytes

@@ -12,7 +12,6 @@ import msrl_jax as msrl
 from msrl_jax import data, envs, replay
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.loops.buffers import mix, n_step_buffer, split_batch
-from msrl_jax.cli import main
 
 G, K, B, ROWS = 4, 3, 24, 8
 
@@ -193,16 +192,6 @@ def test_members_share_the_data_and_equal_separate_runs(trained, tmp_path):
     assert msrl.Result.load(tmp_path / "run").evaluate(2, member=1).returns.shape == (2,)
 
 
-@pytest.mark.slow
-def test_a_data_set_in_memory_is_described_not_written(trained, tmp_path):
-    run, result, _ = trained
-    again = run(data=random_data(CARTPOLE), out=tmp_path / "run")
-    for a, b in zip(*map(jax.tree.leaves, (again.state.params, result.state.params)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    described = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["data"]
-    assert described["rows"] == 400 and described["env"] == "anywhere"
-
-
 @pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
 def test_data_actions_are_converted_to_policy_actions(name):
     dataset = random_data(PENDULUM)
@@ -214,6 +203,7 @@ def test_data_actions_are_converted_to_policy_actions(name):
     assert (own_rows, data_rows) == (24, 8) and n_step_buffer(PENDULUM, config).batch_size == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sac", *(pytest.param(n, marks=pytest.mark.slow) for n in ("td3", "ddpg"))])
 def test_actor_critics_learn_from_both(name):
     config = {"num_envs": 8, "unroll_length": 2, "batch_size": 32, "capacity": 500, "learning_starts": 32, "num_updates": 1}
@@ -237,15 +227,6 @@ def test_actor_critics_learn_from_both(name):
 def test_bad_data_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         agent(**change)
-
-
-@pytest.mark.slow
-def test_the_command_line_mixes(tmp_path, capsys):
-    path = str(data.save(random_data(CARTPOLE), tmp_path / "x.npz"))
-    arguments = ["explain", "--algo", "dqn", "--num-envs", "16", "--batch-size", "32", "--data", path, "--json"]
-    assert main(arguments) == 0
-    assert "sample_batches" in capsys.readouterr().out
-    assert main([*arguments, "--data-fraction", "0.01"]) == 2
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5], ids=["another", "the-default"])

@@ -7,7 +7,6 @@ import pytest
 from msrl_jax.algorithms import DDPG, SAC, TD3
 from msrl_jax.algorithms.losses.critics import categorical, expectations, truncated_quantiles
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
-from tests.support.random_walk import RandomWalk
 
 C, B = 3, 4
 
@@ -84,8 +83,3 @@ def test_of_expected_returns_the_lowest_counts(examples):
 def test_bad_distributions_are_refused_with_a_remedy(config, options, message):
     with pytest.raises(ValueError, match=message):
         config(**options)
-
-
-def test_distributions_of_discrete_actions_are_refused_with_a_remedy():
-    with pytest.raises(ValueError, match=r"SAC\.distribution='qr' is of .* Discrete\(3\); use distribution='none', or dqn"):
-        SAC(distribution="qr").build(RandomWalk())

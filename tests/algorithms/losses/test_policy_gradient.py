@@ -74,11 +74,6 @@ def test_shapes_that_would_broadcast_are_refused(loss):
         loss(jnp.zeros((4, 1)), jnp.zeros(4))
 
 
-def test_clipped_values_of_another_shape_are_refused():
-    with pytest.raises(AssertionError, match=r"\(4, 1\)"):
-        clipped_value_loss(jnp.zeros(4), jnp.zeros((4, 1)), jnp.zeros(4), 0.2)
-
-
 @pytest.mark.parametrize("clip_value", [None, 0.3])
 def test_the_loss_of_ppo_is_its_three_terms(clip_value):
     """Equation 9 of the paper in float64: the entropy is a bonus, and the clips count where the ratio itself is far from 1."""

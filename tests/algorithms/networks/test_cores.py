@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-import msrl_jax as msrl
-from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.networks.cores import as_core, named_core
 from tests.support.modules import Fading
 
@@ -80,14 +78,9 @@ REFUSED = {
     "no step": (type("NoStep", (), {"init": 1, "initial": FADING.initial})(), "NoStep has no init"),
     "a class": (Fading, "is a class"),
     "a number": (3, "int has no init"),
-    "an unknown name": ("tests.support.modules:nothing", "has no attribute 'nothing'"),
     "no zeros": (changed(initial=lambda n: {"sum": jnp.ones((n, 6)), "weight": jnp.zeros(n)}), r"\['sum'\] is not 0"),
     "integers": (changed(initial=lambda n: {"sum": jnp.zeros((n, 6)), "weight": jnp.zeros(n, int)}), r"\['weight'\].*int32"),
-    "no batch": (changed(initial=lambda n: {"sum": jnp.zeros(6), "weight": jnp.zeros(n)}), r"\['sum'\] for a batch of 3"),
     "another carry": (changed(step=lambda p, x, c: (x @ p["kernel"], c["sum"])), "a step turns the carry"),
-    "another dtype": (
-        changed(step=lambda p, x, c: (x @ p["kernel"], c | {"sum": c["sum"].astype(jnp.bfloat16)})), "a step turns the carry",
-    ),
     "no outputs": (changed(step=lambda p, x, c: ((x @ p["kernel"]).sum(), c)), "returns outputs .* for a batch of 3"),
     "an unused parameter": (changed(init=unused), r"the parameter \['lost'\]"),
     "a failure": (changed(step=lambda p, x, c: (x @ p["kernel"][:2], c)), r"fails for inputs \[3, 3\]"),
@@ -114,26 +107,3 @@ def test_what_does_not_fit_is_refused_in_words(what):
 def test_parameters_of_a_core_are_checked(core, message):
     with pytest.raises(ValueError, match=message):
         named_core(core, 8)
-
-
-@pytest.mark.parametrize(
-    ("core", "message"),
-    [
-        ("gru:3", "A2C.core='gru:3': use core='gru', memory_size=3$"),
-        ("gtrxl:wide", "A2C.core='gtrxl:wide': use core='gtrxl', with its size as memory_size$"),
-        ("gru:memory_size=3", "A2C.core='gru:memory_size=3': use core='gru', memory_size=3$"),
-        ("none:3", "A2C.core='none:3': use core='none'$"),
-    ],
-)
-def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
-    with pytest.raises(ValueError, match=message):
-        algorithms.make("a2c", {"core": core})
-    with pytest.raises(ValueError, match=message):
-        algorithms.build(algorithms.A2C(core=core), envs.make("CartPole-v1"))
-    algorithms.make("a2c", {"core": "gtrxl:context=8"})
-
-
-def test_a_core_needs_a_module_of_features():
-    whole = msrl.algorithms.Whole(lambda key: None, lambda key: None)
-    with pytest.raises(ValueError, match="no place for a core"):
-        msrl.Experiment(algorithm=msrl.algorithms.RecurrentPPO(network=whole, num_envs=8), env="CartPole-v1").initial_state()

@@ -1,6 +1,5 @@
 """Distributions against float64 NumPy and against their own samples."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -99,19 +98,6 @@ def test_no_uniform_number_draws_an_illegal_action(actions, monkeypatch):
     np.testing.assert_array_equal(drawn[:, 0], np.isfinite(logits).argmax(1))  # at 0, the first legal one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("actions", [300, 2187, 4672])
-def test_five_million_draws_are_all_legal(actions):
-    logits = jnp.asarray(mostly_illegal(actions, rows=5))
-
-    def illegal(logits, key):
-        drawn = jax.vmap(lambda row, keys: jax.vmap(Categorical(row).sample)(keys))(logits, jax.random.split(key, (5, 200)))
-        return jnp.isinf(jnp.take_along_axis(logits, drawn, 1)).sum()
-
-    count = jax.jit(lambda logits, keys: jax.lax.map(functools.partial(illegal, logits), keys).sum())
-    assert count(logits, jax.random.split(jax.random.key(0), 5000)) == 0
-
-
 def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
     largest = np.nextafter(np.float32(1), np.float32(0))
     for number, want in ((0.0, 0), (largest, 2)):
@@ -178,8 +164,7 @@ def exact_tanh_normal(loc, scale, points=200_001):
     return unsquashed, np.exp(log_density) * scale * (z[1] - z[0]), log_density - slope
 
 
-@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 3.0, 7.4])
-@pytest.mark.parametrize("loc", [0.0, -0.7, 4.0])
+@pytest.mark.parametrize(("loc", "scale"), [(0.0, 1e-3), (-0.7, 0.3), (4.0, 1.0), (0.0, 3.0), (-0.7, 7.4)])
 def test_tanh_normal_equals_numerical_integration(loc, scale):
     policy = TanhNormal(Normal(jnp.float32([loc]), jnp.log(jnp.float32([scale]))))
     unsquashed, weight, log_density = exact_tanh_normal(loc, scale)

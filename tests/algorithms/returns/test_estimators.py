@@ -295,11 +295,6 @@ def test_no_steps_have_no_advantages():
     assert lambda_return(none, none, flags, flags, discount=0.9, lambda_=0.9).shape == (0, 3)
 
 
-def test_a_return_has_at_least_one_step():
-    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
-        n_step_return(jnp.ones(4), *SUCCESSORS, discount=0.5, num_steps=0)
-
-
 def test_standardized_advantages_have_mean_0_and_deviation_1_over_all_of_them():
     advantage = np.random.default_rng(0).normal(3, 5, (T, E)).astype(np.float32)
     wide = advantage.astype(np.float64)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from msrl_jax import cli, envs
-from msrl_jax._spec import parse_spec
-from msrl_jax._suites import SUITES
+from msrl_jax.envs.suites.catalog import SUITES
 from msrl_jax.envs.suites.jaxmarl_env import _registration
+from msrl_jax.fragments.support.text_values import parse_spec
 from tests.support import processes
 
 NAMES = [*SUITES["jaxmarl"].own_names, "LearnedPolicyEnemySMAX"]
@@ -131,6 +131,7 @@ def test_steps_are_those_of_jaxmarl(name, params, ends):
     assert ends == "either" or terminated.any() == (ends == "task")
 
 
+@pytest.mark.long
 def test_shaped_rewards_of_overcooked_are_added_with_their_weight():
     env = envs.make("jaxmarl:overcooked", shaped_reward=0.5)
     inner = env.env.env
@@ -165,6 +166,7 @@ def test_the_riddle_ends_by_its_answer_or_by_its_length():
     assert late[4] and not late[3].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SMAX", slow("HeuristicEnemySMAX")])
 def test_a_battle_ends_by_death_or_by_its_length(name):
     env = envs.make(f"jaxmarl:{name}", **SMALL[name])
@@ -198,6 +200,7 @@ def test_a_battle_ends_by_death_or_by_its_length(name):
     assert envs.vectorize(env, 2).state_size == inner.state_size
 
 
+@pytest.mark.long
 def test_hanabi_s_legal_moves_are_masks():
     env = envs.make("jaxmarl:hanabi", **SMALL["hanabi"])
     inner = env.env.env
@@ -238,15 +241,10 @@ def test_specs_of_suites(spec, name, params):
     [
         ("MPE_simple_spred_v3", {}, r"has no environment 'MPE_simple_spred_v3' \(did you mean 'MPE_simple_spread_v3'\?\)"),
         ("MPE_simple_spread_v3", {"num_agent": 5}, r"no parameter 'num_agent' \(did you mean 'num_agents'\?\)"),
-        ("HeuristicEnemySMAX", {"scenaro": "3m"}, r"no parameter 'scenaro' \(did you mean 'scenario'\?\)"),
         ("HeuristicEnemySMAX", {"scenario": "4m"}, r"no scenario '4m'.*; it has .*2s3z, 3m"),
         ("overcooked", {"layout": "cramped"}, r"no layout 'cramped' \(did you mean 'cramped_room'\?\); it has asymm"),
         ("overcooked", {"shaped_reward": -1}, r"jaxmarl:overcooked: shaped_reward=-1 is not a weight; use a number of float32"),
-        ("overcooked", {"shaped_reward": 1e39}, r"shaped_reward=1e\+39 is not a weight; use a number of float32"),
-        ("overcooked", {"shaped": 1}, r"no parameter 'shaped' .*shaped_reward"),
-        ("coin_game", {"shaped_reward": 1}, r"no parameter 'shaped_reward'"),
         ("overcooked_v2", {"layout": "cramped"}, r"jaxmarl:overcooked_v2 cannot be made with .*: Invalid layout: cramped"),
-        ("switch_riddle", {"num_agents": 2}, r"cannot be made with {'num_agents': 2}: The minimum number of agents"),
         ("LearnedPolicyEnemySMAX", {}, r"cannot be made with {}: .* missing 2 required positional arguments: 'policy'"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from msrl_jax._suites import SUITES
 from msrl_jax.envs.masks import sample_legal
+from msrl_jax.envs.suites.catalog import SUITES
 from tests.support.slow import mostly_slow
 
 FAST = ("kuhn_poker", "leduc_holdem", "tic_tac_toe")

@@ -124,6 +124,7 @@ def test_reward_terms_of_brax_and_playground(name, sums, means):
     assert_equal(play(env, theirs, 20), sums)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SMAX", pytest.param("HeuristicEnemySMAX", marks=pytest.mark.slow)])
 def test_the_win_rate_of_smax_is_that_of_its_rewards(name):
     env = envs.make(f"jaxmarl:{name}", scenario="3m")
@@ -204,6 +205,7 @@ def test_keys_of_info_that_are_no_metrics_are_refused(metrics, message):
         envs.GymnasiumEnvironment(Counting, "Counting", metrics=metrics)
 
 
+@pytest.mark.long
 def test_a_key_that_some_steps_lack_ends_the_run_with_a_sentence():
     message = "the info of a step has no metric 'step'; it has even, text, pair; every step has to report it"
     with pytest.raises(ValueError, match=f"Counting: {message}"):  # found by an episode of random actions

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax._compat import Literal
 from msrl_jax.fragments.graph.program_key import program_key, value_key
 from tests.support.same_run import SEVERAL, Case, assert_same_run
 from tests.support.slow import mostly_slow
@@ -239,20 +238,6 @@ def test_a_key_keeps_objects_that_it_compares_by_identity_alive():
     assert all(value_key(Opaque()) != key for _ in range(100))
 
 
-def test_arrays_of_other_shapes_or_weak_types_have_different_keys():
-    x = np.arange(4.0, dtype=np.float32)
-    different = [x, x.reshape(2, 2), x[None], jnp.asarray(x), jnp.asarray(x)[None], jnp.asarray(3), jnp.int32(3)]
-    for a, b in itertools.combinations(different, 2):
-        assert value_key(a) != value_key(b)
-    assert value_key(jnp.asarray(3)) == value_key(jnp.asarray(3))
-
-
-def test_a_literal_counts_in_its_dtype():
-    closed = jax.make_jaxpr(lambda x: x * np.float32(0.1))(1.0)
-    (literal,) = [a for e in closed.jaxpr.eqns for a in e.invars if isinstance(a, Literal)]
-    assert np.asarray(literal.val, literal.aval.dtype).tobytes() == np.float32(0.1).tobytes()
-
-
 def alike():
     """Fragments that differ only in a constant, with a learner between them that makes them separate programs."""
     act = [msrl.fragment(role="actor", name="act")(lambda x, c=c: x * c) for c in map(np.float32, (0.9991, 0.9994, 0.9991))]
@@ -267,7 +252,7 @@ def alike():
     return Case(iteration, lambda: {"x": jnp.arange(8.0)}, {"x": P("env")})
 
 
-@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "MultiLearner-4", "SingleLearnerCoarse-4"), ids=str)
+@pytest.mark.parametrize("where", mostly_slow(SEVERAL, "SingleLearnerCoarse-4"), ids=str)
 def test_fragments_with_different_constants_are_the_same_run(where):
     with np.printoptions(precision=3):
         assert_same_run(alike, where)

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh
 
 import msrl_jax as msrl
-from msrl_jax._compat import JAXLIB
 from msrl_jax.fragments.passes import known_faults
 
 
@@ -27,66 +26,51 @@ def mesh_of(platform, kind="a device"):
     return SimpleNamespace(devices=np.array([device], object))
 
 
-def reduction(rank):
-    """Sums in a loop over the last but one of some dimensions."""
-    body = lambda total, x: (total + (x * x).sum(-2), None)  # noqa: E731
-    return jax.make_jaxpr(lambda xs: jax.lax.scan(body, jnp.zeros((1,) * (rank - 1)), xs))(jnp.ones((3, *(1,) * rank)))
+ADD = jax.make_jaxpr(lambda x: x + 1)(1.0)
 
 
-def warned(rank, mesh, jaxlib):
+def warned(mesh, jaxlib):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        known_faults.warn_of_known_faults(reduction(rank), mesh, jaxlib)
-        known_faults.warn_of_known_faults(reduction(rank), mesh, jaxlib)
+        known_faults.warn_of_known_faults(ADD, mesh, jaxlib)
+        known_faults.warn_of_known_faults(ADD, mesh, jaxlib)
     return [str(w.message) for w in found]
 
 
 @pytest.mark.parametrize(
-    ("rank", "platform", "jaxlib", "expected"),
+    ("platform", "jaxlib", "expected"),
     [
-        (7, "cpu", (0, 10, 2), "jaxlib 0.10.2: .*seven or more dimensions"),
-        (8, "cpu", (0, 11, 0), "39257"),
-        (6, "cpu", (0, 10, 2), None),
-        (7, "gpu", (0, 10, 2), None),
-        (7, "cpu", (0, 10, 1), None),
-        (7, "cpu", (0, 12, 0), None),
-        (2, "cpu", (0, 11, 1), "jaxlib 0.11.1: loops on a CPU"),
-        (2, "cpu", (0, 11, 2), None),
-        (2, "NVIDIA RTX A6000", (0, 11, 1), "40633"),
-        (2, "NVIDIA RTX A6000", (0, 10, 2), None),
-        (2, "NVIDIA H100", (0, 11, 1), None),
+        ("cpu", (0, 11, 1), "jaxlib 0.11.1: loops on a CPU"),
+        ("cpu", (0, 11, 2), None),
+        ("gpu", (0, 11, 1), None),
+        ("NVIDIA RTX A6000", (0, 11, 1), "40633"),
+        ("NVIDIA RTX A6000", (0, 10, 2), None),
+        ("NVIDIA H100", (0, 11, 1), None),
     ],
 )
-def test_each_fault_is_said_once_where_a_program_meets_it(rank, platform, jaxlib, expected):
-    mesh = mesh_of("gpu", platform) if platform.startswith("NVIDIA") else mesh_of(platform)
-    found = warned(rank, mesh, jaxlib)
+def test_each_fault_is_said_once_where_a_program_meets_it(platform, jaxlib, expected):
+    found = warned(mesh_of("gpu", platform) if platform.startswith("NVIDIA") else mesh_of(platform), jaxlib)
     assert len(found) == (expected is not None)
-    if expected:
-        with pytest.raises(AssertionError, match=expected):  # `match` searches a text as it does a message
-            raise AssertionError(found[0])
+    assert expected is None or expected in found[0]
 
 
-def test_rounding_is_no_reduction():
-    closed = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 8, 7))(jnp.ones((1,) * 7))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known_faults.warn_of_known_faults(closed, mesh_of("cpu"), (0, 10, 2))
+def test_a_product_of_many_rows_and_a_reduction_is_right_in_each_row():
+    """Plain jit of jaxlib 0.10.2 is wrong in the last row."""
+    rows = np.arange(32_769, dtype=np.float32)
+    energy = lambda x: jax.vmap(lambda row: ((jnp.eye(3) @ row) ** 2).sum())(x)  # noqa: E731
+    points, zeros = np.stack((rows, 0 * rows, 0 * rows), axis=1), jnp.zeros_like(rows)
+    program = msrl.compile(lambda s: ((s[0], energy(s[0])), {}), (points, zeros), policy=msrl.policies.GPUOnly(1))
+    (_, found), _ = program.run((points, zeros), 1)
+    np.testing.assert_allclose(found, rows.astype(np.float64) ** 2, rtol=1e-6)
 
 
-def test_the_flag_that_turns_the_fusions_off_ends_the_warning(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2 --xla_cpu_experimental_ynn_fusion_type=")
-    assert not warned(7, mesh_of("cpu"), (0, 10, 2))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=dot")
-    assert warned(7, mesh_of("cpu"), (0, 10, 2))
-
-
-@pytest.mark.skipif(not (0, 10, 2) <= JAXLIB < (0, 11, 1), reason="this version of jaxlib has not the fault")
-def test_a_compiled_program_is_looked_at(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    step = lambda state: (state, {"sum": (state * state).sum(-2)})  # noqa: E731
-    with pytest.warns(RuntimeWarning, match="39257"):
-        state = jnp.ones((1,) * 7)
-        msrl.compile(step, state, policy=msrl.policies.GPUOnly(1)).run(state, 1)
+def test_a_reduction_of_many_dimensions_returns():
+    """Plain jit of jaxlib 0.10.2 ends the process or hangs, on some processors."""
+    step = lambda total, x: (total + (x * x).sum(-2), None)  # noqa: E731
+    sums = lambda s: ((s[0], jax.lax.scan(step, s[1], s[0])[0]), {})  # noqa: E731
+    state = jnp.ones((3, *(2,) * 7)), jnp.zeros((2,) * 6)
+    (_, found), _ = msrl.compile(sums, state, policy=msrl.policies.GPUOnly(1)).run(state, 1)
+    np.testing.assert_array_equal(found, 6.0)
 
 
 @pytest.mark.parametrize(("padding", "says"), [((-1, 1), True), ((0, -1), False), ((1, 1), False)])
@@ -102,4 +86,4 @@ def test_this_program_meets_none():
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        known_faults.warn_of_known_faults(reduction(3), mesh)
+        known_faults.warn_of_known_faults(ADD, mesh)

@@ -191,6 +191,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", [slow_unless(s == Split(3, 1, 1, 1), s) for s in SPLITS], ids=lambda s: "-".join(map(str, s)))
 def test_operations_on_a_split_array_compute_what_they_do_on_a_whole_one(split):
     assert differences(split, split.cases()) == []

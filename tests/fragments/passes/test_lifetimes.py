@@ -65,7 +65,7 @@ def test_every_value_of_an_actor_critic_has_one_owner(name, num_devices, devices
 
 
 @pytest.mark.parametrize("policy", random_loops.POLICIES, ids=lambda p: type(p).__name__)
-@pytest.mark.parametrize("seed", mostly_slow(range(8), "0", "1", "2"))
+@pytest.mark.parametrize("seed", mostly_slow(range(8), "0", "1"))
 def test_every_value_of_random_loops_has_one_owner(seed, policy):
     assert_owned(random_loops.make_iteration(seed), random_loops.initial_state(), policy, random_loops.axes())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax import codecs
+from msrl_jax.fragments import codecs
 from msrl_jax.fragments.passes.instructions import Move, walk
 from msrl_jax.policies import Central, Edge, Layout, SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy

@@ -55,7 +55,7 @@ def test_a_delayed_run_resumes_from_its_state():
         assert bool((a == b).all())
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", mostly_slow([0, 1, 2], "2"))
 def test_the_actor_depends_on_no_younger_learner(staleness):
     policy = msrl.policies.SingleLearnerCoarse(actors=4, staleness=staleness)
     program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
@@ -96,6 +96,7 @@ def replays():
 BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("staleness", "buffers"), [slow_unless(b == (2, 2), *b) for b in BUFFERS])
 def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(staleness, buffers, replays):
     after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
@@ -106,7 +107,7 @@ def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(stale
         assert not np.allclose(expected.replay.priorities.largest, other.replay.priorities.largest)
 
 
-@pytest.mark.parametrize(("staleness", "buffers"), BUFFERS)
+@pytest.mark.parametrize(("staleness", "buffers"), [slow_unless(b in ((2, 2), (2, None)), *b) for b in BUFFERS])
 def test_neither_actors_nor_buffers_depend_on_a_younger_learner(staleness, buffers, replays):
     depends = dependencies(replays(staleness, buffers), staleness)
     for iteration in range(staleness + 3):

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.checks import Fit
+from msrl_jax.fragments.passes.apply_policy import Fit
 from msrl_jax.fragments.plan.explain import warn_of_idle
 from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy

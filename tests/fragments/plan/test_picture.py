@@ -63,7 +63,7 @@ def check(plan):
     return picture
 
 
-@pytest.mark.parametrize("policy", mostly_slow(msrl.policies.names(), "GPUOnly", "Environments", "Central"))
+@pytest.mark.parametrize("policy", mostly_slow(msrl.policies.names(), "Central"))
 def test_a_picture_has_what_the_plan_has_where_it_belongs(policy):
     check(toy.program(policy).explain())
 

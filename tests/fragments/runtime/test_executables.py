@@ -54,7 +54,7 @@ def test_fused_program_costs_no_more_than_the_handwritten_scan(devices):
     def handwritten(state):
         return jax.lax.scan(lambda s, _: toy.iteration(s), state, None, length=3)
 
-    reference = lower(handwritten, state).compile()  # with the random bits of programs
+    reference = lower(handwritten, state)()  # with the random bits of programs
     (fused,) = program.compiled(3)
     ours = fused.cost_analysis()
     theirs = reference.cost_analysis()
@@ -93,6 +93,7 @@ drawn = [jax.jit(draw)(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
 """
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_jax_alone(tmp_path):
     check = "import sys; assert 'msrl_jax' not in sys.modules"
     code = f"{DRAW}\n{check}; np.savez({str(tmp_path / 'x.npz')!r}, *jax.tree.leaves(drawn))"
@@ -100,7 +101,7 @@ def test_numbers_are_those_of_jax_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     namespace = {}
     exec(DRAW, namespace)
-    program = lower(jax.jit(namespace["draw"]), jax.random.key(0)).compile()
+    program = lower(jax.jit(namespace["draw"]), jax.random.key(0))()
     namespace["drawn"] = [program(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
     with np.load(tmp_path / "x.npz") as alone:
         for mine, name in zip(jax.tree.leaves(namespace["drawn"]), alone, strict=True):

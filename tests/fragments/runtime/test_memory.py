@@ -50,7 +50,7 @@ def make_program(policy):
 
 
 @pytest.mark.parametrize(
-    "policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)]
+    "policy", [policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)]
 )
 def test_initialize_equals_place_of_the_same_state(policy):
     program, key = make_program(policy)

@@ -9,7 +9,7 @@ import pytest
 
 from msrl_jax.fragments.passes.instructions import Free, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict
-from msrl_jax.policies import GPUOnly, SingleLearnerCoarse, SingleLearnerFine
+from msrl_jax.policies import SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy
 
 
@@ -67,7 +67,7 @@ def test_the_host_is_the_limit_where_its_calls_are():
     np.testing.assert_allclose([found.dispatch, found.seconds], instructions, rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", [GPUOnly(), SingleLearnerFine(), SingleLearnerCoarse(staleness=1)])
+@pytest.mark.parametrize("policy", [SingleLearnerFine(), SingleLearnerCoarse(staleness=1)])
 def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
     program, state = compiled(policy), toy.initial_state()
     placed = program.place(state)

@@ -1,0 +1,180 @@
+"""The command line: parses the arguments of `msrl-jax COMMAND`, calls the command, and turns errors into one line.
+
+Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
+`--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.
+"""
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from msrl_jax.cli import config_file, flags, launch
+from msrl_jax.cli.commands import Train
+from msrl_jax.cli.flags import UsageError
+from msrl_jax.cli.handlers import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
+from msrl_jax.fragments.support import compiling, terminal
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
+
+PROG = "msrl-jax"
+BAD_INPUT, INTERRUPTED = 2, 130
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def _overview() -> str:
+    lines = [f"usage: {PROG} COMMAND [OPTIONS], or {PROG} --version", ""]
+    lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
+    about = [
+        f"{PROG} COMMAND --help lists the options of a command.",
+        flags.ABOUT_FILES,
+        f"Compiled programs are kept in the user's cache folder; {compiling.VARIABLE} is another folder, or off.",
+    ]
+    return "\n".join([*lines, "", *about])
+
+
+def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
+    """Adds the algorithm of a run that goes on, because it decides which other flags there are."""
+    if command != "train" or "--resume" not in argv or flags.values_of(argv, "--algo"):
+        return argv
+    from msrl_jax.run.disk import store
+    from msrl_jax.run.experiment.trust import algorithm_of, code_of
+
+    path = Path(next(iter(flags.values_of(argv, "--out")), ""))
+    if not (path / "config.json").exists():
+        return argv
+    algo = algorithm_of(store.read_description(path))
+    check_trust(f"the run in {path}", code_of({"algo": algo}), "--trust" in argv)
+    return [*argv, "--algo", algo]
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether something could not be written because a disk is full or fails."""
+    return type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("msrl_jax.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; it continues if an output stream closes or its disk is full.
+
+    Args:
+      argv: the arguments without the program's name; those of the process if None.
+
+    Returns:
+      The exit code. 0 is success; 1, a run diverged, an environment does not conform, or a
+      recipe does not agree; 2, bad input, with one line on stderr,
+      or a command that only prints cannot write its output; 3, the run, or a file, could not be written, as on a full disk;
+      75, the time limit ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C,
+      143 for SIGTERM, 129 for SIGHUP), the signal ended it.
+    """
+    is_whole_process = argv is None
+    argv = list(sys.argv[1:] if argv is None else argv)
+    with terminal.lasting() as out, _short_warnings(), with_all_frames():
+        try:
+            code = _run(argv)
+        except Exception as error:
+            hide_frames(error)
+            if not _is_one_of_several():
+                raise
+            traceback.print_exc()
+            _end(1)
+        out.flush()
+        lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
+        if lost and code == 0:
+            complaint = _complain(f"cannot write to standard output: {out.error}")
+            code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
+    if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
+        _end(code)
+    return code
+
+
+def _is_one_of_several() -> bool:
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process at once: at the usual end, JAX would wait for other processes, and Python for what is being compiled."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Shows the warnings of this package in one line on stderr, and the first of JAX's about its programs on disk."""
+    show, said = warnings.showwarning, False
+
+    def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        is_of_cache = "persistent compilation cache" in str(message)
+        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not said):
+            print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        elif not is_of_cache:
+            show(message, category, *args, **kwargs)
+        said = said or is_of_cache
+
+    warnings.showwarning = ours
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+def _complain(message: object) -> int:
+    print(f"{PROG}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else BAD_INPUT
+    if argv[0] == "--version":
+        print(f"{PROG} {importlib.metadata.version(PROG)}")
+        return 0
+    name, *rest = argv
+    file = config_file.ConfigFile()
+    try:
+        if name not in COMMANDS:
+            known = [*COMMANDS, "--help", "--version"]
+            raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
+        command, (rest, file, prints) = COMMANDS[name][0], config_file.taken(name, rest)
+        words, defaults = file.as_flags(command, rest)
+        rest = _with_saved_algo(name, [*rest, *words])
+        args, config = flags.parse(f"{PROG} {name}", command, rest, defaults)
+        if prints:
+            if isinstance(args, Train):
+                check(args, config)
+            print(config_file.text(name, command, rest, args), end="")
+            return 0
+        if name != "train" or args.processes is None or launch.INDEX in os.environ:
+            use_cpu_devices(getattr(args, "cpu_devices", None))
+        if isinstance(args, Train) and (code := launched(args, argv)) is not None:
+            return code
+        with contextlib.nullcontext() if name == "list" else compiling.on_disk():
+            return COMMANDS[name][1](args, config)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except FloatingPointError as error:
+        _complain(error)
+        return DIVERGED
+    except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
+        is_lost = type(error).__name__ == "ProcessError"
+        if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
+            raise
+        _complain(file.located(error, flags.given_fields(argv)))
+        return launch.LOST if is_lost else NOT_SAVED if _is_of_disk(error) else BAD_INPUT

@@ -1,0 +1,170 @@
+"""Checks that a data set fits an environment: shapes, dtypes and ranges."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax.data.dataset import Dataset, named, nested
+from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.masks import has_masks
+from msrl_jax.envs.privileged import are_privileged
+from msrl_jax.envs.spaces import struct
+from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
+from msrl_jax.fragments.support.tracebacks import entry
+
+_REMEDY = "use the environment that the data set was made in"
+_TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1
+
+
+@entry
+def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
+    """Checks that a data set fits the spaces of an environment.
+
+    Some environments leave their declared bounds of observations. So the bounds of observations are not checked if the data
+    set comes from an environment with the same observation space.
+
+    Args:
+      dataset: the data set.
+      env: the environment, of one agent or several.
+
+    Returns:
+      The data set with observations and actions in the environment's dtypes.
+
+    Raises:
+      ValueError: if the numbers of agents, the parts of observations, shapes or dtypes differ, or if a value is not finite or
+        not in its space; the message names the field and the row.
+      TypeError: if the space of actions is neither a `Box` nor `Discrete`.
+    """
+    name, given, agents = env_name(env), dataset.reward.shape[1:], (len(env.agents),) if has_agents(env) else ()  # type: ignore
+    if given != agents:
+        was, has = (f"{count[0]} agents" if count else "one agent" for count in (given, agents))
+        raise ValueError(f"reward of the data set is of {was}, and {name} has {has}; {_REMEDY}, or record another one")
+    spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
+    same = dataset.about.get("observation_space") == str(env.observation_space)
+    check_actions(env)
+    fitting = {}
+    for field, space in spaces.items():
+        arrays, parts = named(getattr(dataset, field), field), _spaces_of(space, field)
+        if arrays.keys() != parts.keys():
+            raise ValueError(
+                f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
+                f"{', '.join(parts)}; {_REMEDY}, or convert one of the two"
+            )
+        bounds = field == "action" or not same
+        fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}
+        fitting[field] = nested(fitted, field)
+    if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
+        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; leave such rows out")
+    _check_masks(dataset, env)
+    return dataclasses.replace(dataset, **fitting)
+
+
+def _check_masks(dataset: Dataset, env: Environment) -> None:
+    name, given = env_name(env), dataset.has_masks
+    if given != has_masks(env):
+        who, whom = ("the data set", name) if given else (name, "the data set")
+        raise ValueError(f"{who} has legal actions (action_mask) and {whom} has none; {_REMEDY}, or record another one")
+    if not given:
+        return
+    space, mask = env.action_space, dataset.action_mask
+    if mask.shape[-1:] != (space.n,):  # type: ignore[attr-defined]
+        raise ValueError(f"action_mask of the data set has {mask.shape[-1]} actions in every row, but {name} has {space}")
+    if (bad := np.argwhere(~np.take_along_axis(mask, dataset.action.astype(np.int64)[..., None], -1)[..., 0])).size:
+        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; leave such rows out")
+
+
+def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
+    what = f"{field} of the data set"
+    field, _, part = field.partition("/")
+    kind = "action_space" if field == "action" else f"observation_space/{part}" if part else "observation_space"
+    assert isinstance(space, Box | Discrete)
+    if x.shape[1:] != (*agents, *space.shape):
+        raise ValueError(
+            f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
+            f"{[*agents, *space.shape]}; {_REMEDY}, or convert one of the two"
+        )
+    if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
+        raise ValueError(
+            f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, and one does not become the other "
+            f"without loss; convert it on purpose, or {_REMEDY}"
+        )
+    rows = x.reshape(len(x), math.prod(agents), -1)
+    with np.errstate(over="ignore"):
+        fitted = x.astype(space.dtype)
+    if (bad := np.flatnonzero(~np.isfinite(fitted.reshape(rows.shape)).all((1, 2)))).size:
+        raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; leave such rows out")
+    if not bounds:
+        return fitted
+    low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
+    if np.issubdtype(space.dtype, np.floating):
+        low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
+    outside = (rows < low) | (rows > high)
+    if (bad := np.flatnonzero(outside.any((1, 2)))).size:
+        value = rows[bad[0]][outside[bad[0]]][0]
+        raise ValueError(
+            f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct the space of "
+            "that environment"
+        )
+    return fitted
+
+
+def _rows(bad: np.ndarray) -> str:
+    bad = np.unique(bad)
+    return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
+
+
+def check_actions(env: Environment) -> None:
+    """Raises TypeError unless the actions of an environment are arrays, as data sets hold them."""
+    if not isinstance(env.action_space, Box | Discrete):
+        raise TypeError(
+            f"data sets hold actions that are arrays, but the action_space of {env_name(env)} is {env.action_space}; wrap the "
+            "environment to take a Box or Discrete"
+        )
+
+
+def _spaces_of(space: Space, name: str) -> dict[str, Space]:
+    """The spaces of the parts of a value by their paths, as `named` has them."""
+
+    def by_part(space: Space) -> Any:
+        if are_privileged(space):
+            return jax.tree.map(by_part, space.spaces)
+        if isinstance(space, Dict):
+            return {key: by_part(part) for key, part in space.spaces.items()}
+        return tuple(map(by_part, space.spaces)) if isinstance(space, Tuple) else space
+
+    return named(by_part(space), name)
+
+
+def check_recordable(env: Environment) -> None:
+    """Raises TypeError unless actions are arrays, ValueError if a part of observations has a name that cannot be in a path."""
+    check_actions(env)
+    try:
+        _spaces_of(env.observation_space, "obs")
+    except ValueError as error:
+        raise ValueError(f"{env_name(env)} cannot be recorded: {error}") from None
+
+
+def bytes_per_step(env: Environment) -> int:
+    """Bytes of a step of an environment in a data set; raises as `check_recordable` does."""
+    check_recordable(env)
+    obs, action = struct(env.observation_space), struct(env.action_space)
+    masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
+    row = 2 * tree_bytes(obs) + tree_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
+    if has_agents(env):
+        row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is present
+    return row + 1  # whether the episode was truncated
+
+
+def agents_of(env: Any) -> dict[str, list[str]]:
+    """The names of the agents for `Dataset.about`; nothing if there is one agent."""
+    return {"agents": list(env.agents)} if has_agents(env) else {}
+
+
+def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
+    """Raises ValueError, which ends with the `remedy`, if so many steps of an environment take more memory than there is."""
+    row = bytes_per_step(env)
+    check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

@@ -1,0 +1,77 @@
+"""A data set as a replay buffer that is full from the start."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax import replay
+from msrl_jax.data.dataset import MASKS, Dataset
+from msrl_jax.envs import MaskedObservation
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.replay import Replay, ReplayState, Transition
+from msrl_jax.replay.ring import Storage
+
+
+@entry
+def buffer(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    length: int = 1,
+    discount: float | None = None,
+    shards: int = 1,
+    storage: Storage | None = None,
+) -> tuple[Replay, ReplayState]:
+    """Puts a data set into a uniform replay buffer of `G` lanes, one per shard, of `N // G` rows each.
+
+    The last `N % G` rows are left out. The last row of a lane is truncated unless it is terminated, and the last `length - 1`
+    rows of each lane start no window.
+
+    Args:
+      dataset: the data set.
+      batch_size: windows per batch, `B`.
+      length: steps of a window; the n of n-step transitions.
+      discount: if given, windows are folded into n-step transitions, as in `replay.uniform`.
+      shards: number of parts that can be on different devices, `G`; a divisor of `batch_size`. Samples depend on it.
+      storage: codecs, as in `replay.uniform`.
+
+    Returns:
+      The buffer and its state of host arrays. Pass the state to a compiled program as an argument; otherwise it becomes a
+      constant of the program.
+
+    Raises:
+      ValueError: if the data set is too small for a batch or a window, if sizes do not fit, or if there are several agents.
+    """
+    if dataset.has_agents:
+        raise ValueError(
+            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), and a buffer "
+            "of data holds steps of one; take the data of an environment with one agent"
+        )
+    steps = len(dataset) // shards
+    if steps < length or (steps - length + 1) * shards < batch_size:
+        raise ValueError(
+            f"the data set has {len(dataset)} rows, {steps} in each of shards={shards}: fewer than batch_size={batch_size} "
+            f"windows of {length} steps; gather more, or use smaller batches or fewer shards"
+        )
+
+    def lanes(x: np.ndarray) -> np.ndarray:
+        split = np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
+        return split.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+    items: dict[str, Any] = {name: jax.tree.map(lanes, getattr(dataset, name)) for name in dataset.fields}
+    items["truncated"][-1] |= ~items["terminated"][-1]
+    if dataset.has_masks:
+        items |= {name: MaskedObservation(items[name], items.pop(mask)) for name, mask in MASKS.items()}
+    example: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), Transition(**items))
+    made = replay.uniform(
+        example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
+        discount=discount, shards=shards, storage=storage,
+    )  # fmt: skip
+    # Evaluated now, even if an agent is built while it is traced.
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
+        lost = int(state.lost.sum())
+    if lost:
+        raise ValueError(f"storage={storage} cannot store {lost} rows of the data set exactly; use another codec or None")
+    return made, jax.device_get(state)

@@ -1,0 +1,252 @@
+"""Parallel copies of environments with several agents: automatic reset, absent agents, statistics of episodes; teams."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.envs import episode_metrics
+from msrl_jax.envs.base import (
+    MaskedObservation,
+    MultiAgentEnvironment,
+    MultiAgentTimeStep,
+    PyTree,
+    WithoutStatistics,
+    Wrapper,
+    check_made,
+    emitted,
+    of_env,
+    strong,
+)
+from msrl_jax.envs.check_types import as_actions, check_key, check_types
+from msrl_jax.envs.episode_metrics import EpisodeMetrics
+from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
+from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
+from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.tracebacks import entry
+
+
+class AgentsState(NamedTuple):
+    """The state of `E` environments with `A` agents: as of `Vectorized`, and float32 statistics as of `EpisodeStatistics`."""
+
+    key: jax.Array
+    env_state: PyTree
+    absent: jax.Array  # which agents have terminated before the end of their episode. `[E, A]`
+    episode_return: jax.Array  # `[E, A]`
+    episode_length: jax.Array  # `[E]`
+    return_sum: jax.Array  # `[E, A]`
+    length_sum: jax.Array  # `[E]`
+    num_episodes: jax.Array  # `[E]`
+    source: ParamSource | tuple[()] = ()
+    metrics: EpisodeMetrics | tuple[()] = ()
+
+
+@entry
+def vectorize_agents(
+    env: MultiAgentEnvironment, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None
+) -> "VectorizedAgents":
+    """Makes parallel copies of an environment with several agents.
+
+    If the environment has a method `vectorize(num_envs, teams)`, that method makes the copies.
+
+    Args:
+      env: the environment.
+      num_envs: number of copies, `E`.
+      teams: name -> indices of agents, if there are several teams.
+
+    Returns:
+      The vector environment.
+
+    Raises:
+      TypeError: if a result of the environment does not fit the protocol; the message names it.
+    """
+    check_made(env)
+    own = getattr(env, "vectorize", None)
+    return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
+
+
+@entry
+@dataclass(frozen=True)
+class VectorizedAgents(WithoutStatistics, Wrapper):
+    """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
+
+    Environments do not depend on each other, and each has its own key, as in `vectorize`.
+
+    Attributes:
+      env: the environment.
+      num_envs: number of copies, `E`.
+      teams: name -> indices of agents; with several teams, statistics name the returns of each.
+    """
+
+    env: MultiAgentEnvironment
+    num_envs: int
+    teams: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
+
+    def __post_init__(self):
+        check_types(self.env, several=True)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents."""
+        return tuple(self.env.agents)
+
+    @property
+    def num_agents(self) -> int:
+        """The number of agents, `A`."""
+        return len(self.env.agents)
+
+    @property
+    def state_size(self) -> int:
+        """The length of a global state, `S`."""
+        return emitted(lambda key: self._global_state(*self.env.reset(key))).shape[0]
+
+    def reset(self, key: jax.Array) -> tuple[AgentsState, PyTree]:
+        """Starts all environments; returns the state and the first observations `[E, A, ...]`."""
+        check_key(key)
+
+        def reset_one(key, source):
+            key, reset_key = jax.random.split(key)
+            env_state, obs = strong(with_source(self.env, source).reset(reset_key))
+            absent = jnp.zeros(self.num_agents, bool)
+            return key, env_state, absent, self._observation(env_state, obs, absent)
+
+        source = sources(self.env, self.num_envs)
+        key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
+        per_agent, per_env = jnp.zeros(absent.shape, jnp.float32), jnp.zeros(self.num_envs, jnp.float32)
+        sums = per_agent, per_env, per_agent, per_env, per_env
+        return AgentsState(key, env_state, absent, *sums, source, episode_metrics.begin(self, self.num_envs)), obs
+
+    def states(self, state: AgentsState) -> PyTree:
+        """The states of the environments themselves. `[E, ...]`"""
+        return state.env_state
+
+    def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
+        """The global states, given the observations that belong to the state. `[E, S]` float32."""
+        return jax.vmap(self._global_state)(state.env_state, unmasked(obs))
+
+    def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, MultiAgentTimeStep]:
+        """Advances every environment by one action of every agent `[E, A, ...]`, and resets environments that ended."""
+        action = as_actions(self, action, (state.key.shape[0], self.num_agents), "agent of each environment")
+
+        def step_one(key, env_state, absent, action, source):
+            key, step_key = jax.random.split(key)
+            step_key, reset_key = jax.random.split(step_key)
+            before = env_state
+            env_state, obs, reward, terminated, truncated = strong(self.env.step(step_key, before, action))
+            if has_masks(self.env):
+                reward = self._faults(reward, before, env_state, action, absent, terminated)
+            reward = jnp.where(absent, 0.0, reward.astype(jnp.float32))
+            terminated |= absent
+            ended = truncated | terminated.all()
+            final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
+            reported = episode_metrics.reported(self.env, env_state)
+            fresh = strong(with_source(self.env, source).reset(reset_key))
+            env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
+            gone = terminated & ~ended
+            obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
+            t = MultiAgentTimeStep(obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state, reported)
+            return key, env_state, gone, t
+
+        key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
+        ended = t.ended[:, None]
+        episode_return, episode_length = state.episode_return + t.reward, state.episode_length + 1
+        state = AgentsState(
+            key,
+            env_state,
+            absent,
+            episode_return=jnp.where(ended, 0, episode_return),
+            episode_length=jnp.where(t.ended, 0, episode_length),
+            return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
+            length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
+            num_episodes=state.num_episodes + t.ended,
+            source=after_step(state.source, self.num_envs),
+            metrics=episode_metrics.end(self, episode_metrics.add(self, state.metrics, t.metrics), t.ended, t.ended),
+        )
+        return state, t
+
+    def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
+        """Returns the means over completed episodes, and resets the sums.
+
+        They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), `episode_return/TEAM`
+        (summed over the agents of a team) if there are several teams, and `episode_METRIC` of the environment's metrics.
+        """
+        count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
+        kept, reduced = episode_metrics.pop(self, state.metrics, count)
+        found = means(state.env_state) | {
+            "episode_return": Mean(returns.sum(), count),
+            "episode_length": Mean(jnp.sum(state.length_sum), count),
+        }
+        if len(self.teams) > 1:
+            for team, members in self.teams.items():
+                found[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
+        zeros = {name: jnp.zeros_like(getattr(state, name)) for name in ("return_sum", "length_sum", "num_episodes")}
+        return state._replace(**zeros, metrics=kept), found | reduced
+
+    def _faults(
+        self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
+    ) -> jax.Array:
+        """The rewards of one environment, nan for agents without a legal action, and for those that took an illegal one."""
+        before, after = self.env.action_mask(before), self.env.action_mask(after)  # type: ignore[attr-defined]
+        missing = (~absent & ~before.any(-1)) | ~(after.any(-1) | terminated | absent)
+        legal = jnp.take_along_axis(before, action[:, None], axis=1)[:, 0]
+        return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
+
+    def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
+        """The observations of one environment, with masks if it has any; the actions of absent agents are legal and ignored."""
+        if not has_masks(self.env):
+            return obs
+        return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
+
+    def _global_state(self, env_state: PyTree, obs: PyTree) -> jax.Array:
+        """The global state of one environment. `[S]` float32."""
+        if hasattr(self.env, "global_state"):
+            return self.env.global_state(env_state).astype(jnp.float32)  # type: ignore[attr-defined]
+        return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(obs)])
+
+
+class JointObservation(NamedTuple):
+    """What a team observes at once.
+
+    Attributes:
+      obs: the observations of the agents. `[..., A, ...]`
+      state: the global state; `()` if the team learns without it. `[..., S]` float32
+      present: which agents are still in the episode. `[..., A]` bool
+    """
+
+    obs: PyTree
+    state: jax.Array | tuple[()]
+    present: jax.Array
+
+
+@dataclass(frozen=True)
+class TeamView(Wrapper):
+    """What a team of `A` agents sees of environments that it may share with other teams.
+
+    If it is `central`, it learns from the global state, which can be larger than all that the agents observe.
+    """
+
+    env: VectorizedAgents
+    num_agents: int
+    central: bool = True
+    num_envs = of_env("num_envs")
+    state_size = of_env("state_size")
+
+    @property
+    def observation_type(self) -> JointObservation:
+        """Shapes and dtypes of one joint observation."""
+        _, obs = emitted(self.env.reset)
+        obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
+        state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
+        return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
+
+    def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
+        """Joins the agents' observations `[..., A, ...]`, global states `[..., S]` and who is present `[..., A]`."""
+        return JointObservation(obs, state if self.central else (), present)
+
+    def observe(self, obs: PyTree) -> JointObservation:
+        """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
+        num_envs = jax.tree.leaves(obs)[0].shape[0]
+        present = jnp.ones((num_envs, self.num_agents), bool)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), present)

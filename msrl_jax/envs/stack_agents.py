@@ -1,0 +1,215 @@
+"""`stack_agents`: environments that speak in dicts by agent name, as arrays with a dimension for the agents.
+
+In the shape descriptions, `A` is the number of agents, and `n` the largest number of discrete actions that an agent has.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, env_name, of_env, strong
+from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
+from msrl_jax.envs.episode_metrics import metrics_of
+from msrl_jax.envs.masks import has_masks
+from msrl_jax.fragments.support.tracebacks import entry
+
+
+class DictEnvironment(Protocol):
+    """An environment with several agents that speaks in dicts by agent name, with one entry for every agent at all times.
+
+    Two methods are optional. `action_mask(state)`: dict of the legal actions, `[n]` bool with the agent's own `n`.
+    `global_state(state) -> [S]` float32. So are metrics, as of an `Environment`.
+    """
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents."""
+        ...
+
+    @property
+    def observation_spaces(self) -> Mapping[str, spaces.Space]:
+        """The space of each agent's observations."""
+        ...
+
+    @property
+    def action_spaces(self) -> Mapping[str, spaces.Space]:
+        """The space of each agent's actions."""
+        ...
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, Mapping[str, PyTree]]:
+        """Starts an episode; returns the state and the first observations."""
+        ...
+
+    def step(
+        self, key: jax.Array, state: PyTree, action: Mapping[str, PyTree]
+    ) -> tuple[PyTree, Mapping[str, PyTree], Mapping[str, Any], Mapping[str, Any], Any]:
+        """Advances an episode by one action of every agent.
+
+        Returns:
+          The next state; dicts of the observations, the rewards, and `terminated`; `truncated`, one bool, or a dict of them:
+          the episode is cut short for all agents as soon as it is for one.
+        """
+        ...
+
+
+@entry
+def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
+    """Makes a `MultiAgentEnvironment` of an environment that speaks in dicts by agent name.
+
+    All agents get one space. Vectors (Boxes with one dimension) are padded with zeros to the longest. Discrete spaces get the
+    size of the largest, and an `action_mask` forbids what an agent does not have. Of actions that are vectors, an agent's
+    environment sees the first components, as many as it has.
+
+    Args:
+      env: the environment; its optional `action_mask`, `global_state` and metrics are kept.
+
+    Returns:
+      The environment.
+
+    Raises:
+      TypeError: if a member is missing or no space of this package, or if the environment is a text or a class.
+      ValueError: if the spaces of two agents cannot become one; the message names the agents.
+    """
+    check_made(env)
+    name = env_name(cast(Any, env))
+    members = ("agents", "observation_spaces", "action_spaces", "reset", "step")
+    if lacking := [member for member in members if not hasattr(env, member)]:
+        raise TypeError(f"{name} has no {lacking[0]}; stack_agents needs {', '.join(members)}")
+    check_names(name, env.agents)
+    agents = tuple(env.agents)
+    for member in ("observation_spaces", "action_spaces"):
+        table = getattr(env, member)
+        if lacking := [a for a in agents if a not in table]:
+            raise TypeError(f"{name}.{member} has no entry for agent {lacking[0]!r}; give every agent a space")
+        for agent in agents:
+            check_space(table[agent], f"{name}.{member}[{agent!r}]")
+    observation = _common(name, "observations", {a: env.observation_spaces[a] for a in agents})
+    action = _common(name, "actions", {a: env.action_spaces[a] for a in agents})
+    return StackedAgents(env, observation, action)
+
+
+def _common(name: str, what: str, table: dict[str, spaces.Space]) -> spaces.Space:
+    common, is_action = next(iter(table.values())), what == "actions"
+    for agent, other in table.items():
+        merged = _merged(common, other, is_action)
+        if merged is None:
+            first = next(a for a in table if _merged(table[a], other, is_action) is None)
+            raise ValueError(
+                f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}; only "
+                "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype and start, can be padded to one "
+                "space; give these agents the same space in the environment"
+            )
+        common = merged
+    return common
+
+
+def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space | None":
+    """A space for two agents: the larger of Discrete ones; for vectors, padded with zeros, the longer; None if there is none.
+
+    It holds the observations of both, so bounds are widened. The bounds of the components of actions that both have are equal.
+    """
+    if a == b or type(a) is not type(b) or a.dtype != b.dtype:
+        return a if a == b else None
+    if isinstance(a, spaces.Discrete) and isinstance(b, spaces.Discrete):
+        return None if a.start != b.start else a if a.n >= b.n else b
+    if not isinstance(a, spaces.Box) or not isinstance(b, spaces.Box):
+        return None
+    are_vectors = len(a.shape) == len(b.shape) == 1
+    if not are_vectors and (is_action or a.shape != b.shape):
+        return None
+    long, short = (a, b) if a.shape >= b.shape else (b, a)
+    if is_action:
+        count = short.shape[0]
+        return long if spaces.Box(long.low[:count], long.high[:count], short.shape, short.dtype) == short else None
+    low, high = short.low, short.high
+    if are_vectors:
+        low, high = (np.pad(bound, (0, long.shape[0] - short.shape[0])) for bound in (low, high))
+    return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
+
+
+class StackedAgents(Named):
+    """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
+
+    render = of_env("render")
+
+    def __init__(self, env: DictEnvironment, observation_space: spaces.Space, action_space: spaces.Space):
+        """Stacks an environment whose agents get these spaces."""
+        self.env, self.name, self.agents = env, env_name(cast(Any, env)), tuple(env.agents)
+        self.observation_space, self.action_space = observation_space, action_space
+        own = [env.action_spaces[agent] for agent in self.agents]
+        has_mask = has_masks(env)
+        if has_mask and not isinstance(action_space, spaces.Discrete):
+            raise ValueError(f"{self.name} has action_mask, but its actions are in {own[0]}; masks need Discrete actions")
+        if has_mask or (isinstance(action_space, spaces.Discrete) and any(space != action_space for space in own)):
+            self.action_mask = self._action_mask
+        if hasattr(env, "global_state"):
+            self.global_state = env.global_state  # type: ignore[attr-defined]
+        if metrics := metrics_of(env):
+            self.metrics, self.report = metrics, env.report  # type: ignore[attr-defined]
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Starts an episode; returns the state and the first observations `[A, ...]`."""
+        state, obs = returned(self.env.reset(key), f"{self.name}.reset", "state, obs")
+        return state, self._stack_observations(obs, "reset")
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
+        """Advances an episode by one action of every agent `[A, ...]`."""
+        stepped = self.env.step(key, state, {agent: self._own_action(i, action) for i, agent in enumerate(self.agents)})
+        parts = "state, obs, reward, terminated, truncated"
+        state, obs, reward, terminated, truncated = returned(stepped, f"{self.name}.step", parts)
+        reward = jnp.stack([jnp.float32(x) for x in self._scalars(reward, "the rewards", None)])
+        terminated = jnp.stack(self._scalars(terminated, "terminated", bool))
+        if isinstance(truncated, Mapping):
+            truncated = jnp.stack(self._scalars(truncated, "truncated", bool)).any()
+        return state, self._stack_observations(obs, "step"), reward, terminated, jnp.asarray(truncated)
+
+    def _action_mask(self, state: PyTree) -> jax.Array:
+        """The legal actions `[A, n]`: those that the environment allows and the agent has."""
+        n, *own = (cast(spaces.Discrete, s).n for s in (self.action_space, *map(self.env.action_spaces.get, self.agents)))
+        if not has_masks(self.env):
+            return jnp.arange(n) < jnp.array(own)[:, None]
+        masks = self._by_agent(self.env.action_mask(state), "action_mask")  # type: ignore[attr-defined]
+        for agent, size, mask in zip(self.agents, own, masks, strict=True):
+            if getattr(mask, "shape", None) != (size,) or mask.dtype != bool:
+                raise TypeError(f"action_mask of agent {agent!r} of {self.name} is {show(mask)}; return bool[{size}]")
+        return jnp.stack([jnp.pad(mask, (0, n - len(mask))) for mask in masks])
+
+    def _own_action(self, i: int, actions: PyTree) -> PyTree:
+        """The action of agent `i` in its own space. One that has left may choose anything, so a number is cut to its range."""
+        own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
+        if isinstance(own, spaces.Discrete):
+            return jnp.minimum(action, own.high).astype(own.dtype)
+        return action if own == self.action_space else action[: own.shape[0]]
+
+    def _stack_observations(self, obs: Any, method: str) -> PyTree:
+        padded, common = [], cast(Any, self.observation_space).shape
+        for agent, x in zip(self.agents, self._by_agent(obs, f"the observations of {method}"), strict=True):
+            own, x = self.env.observation_spaces[agent], strong(x)
+            what = f"the observation of agent {agent!r} of {self.name}.{method}"
+            compare_types(x, spaces.struct(own), what, "its observation space")
+            padded.append(jnp.pad(x, (0, common[0] - len(x))) if own.shape != common else x)
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *padded)
+
+    def _by_agent(self, values: Any, what: str) -> list[Any]:
+        """The values in the order of the agents; raises TypeError unless there is one for each."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{what} of {self.name}: got a {type(values).__name__}; return a dict by agent name")
+        if lacking := [agent for agent in self.agents if agent not in values]:
+            raise TypeError(
+                f"{what} of {self.name}: agent {lacking[0]!r} is missing; return one entry for every agent at all times, "
+                "agents that have left included"
+            )
+        return [values[agent] for agent in self.agents]
+
+    def _scalars(self, values: Any, what: str, dtype: type | None) -> list[jax.Array]:
+        """The scalars of the agents; raises TypeError on other shapes, or another dtype if one is given."""
+        found = [jnp.asarray(x) for x in self._by_agent(values, f"{what} of step")]
+        for agent, x in zip(self.agents, found, strict=True):
+            if x.shape != () or (dtype is not None and x.dtype != dtype):
+                kind = "a scalar" if dtype is None else f"a scalar {dtype.__name__}"
+                raise TypeError(f"{what} of {self.name}.step for agent {agent!r} is {show(x)}; return {kind}")
+        return found

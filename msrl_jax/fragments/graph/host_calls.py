@@ -1,0 +1,197 @@
+"""`host_fragment`: a Python function as a fragment, which the runtime calls between programs with NumPy arrays.
+
+Simulators, robots and services are no XLA programs. The compiler opens the loops around such a fragment; under `jax.jit` alone
+it is a callback of the program. Its arguments and results cross to and from the host's memory once.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    call_body,
+    jaxpr_as_fun,
+    jaxprs_in,
+    make_jaxpr_of,
+)
+from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
+from msrl_jax.fragments.placement import HOST
+from msrl_jax.fragments.support.checks import shown
+
+IN_TRACES = "msrl:"
+"""What names begin with that the host's time has in traces of `jax.profiler`."""
+
+_raised: list[Exception] = []
+"""The last exception of a function."""
+
+
+@contextlib.contextmanager
+def host_errors() -> Iterator[None]:
+    """Raises what a function raised as a callback of a program, in place of JAX's report of it."""
+    _raised.clear()
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        if _raised:
+            raise _raised.pop() from None
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class HostFunction:
+    """A Python function of flat arguments with results of known types."""
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: Any  # the tree of its arguments
+    results: Any  # the tree of its results
+    paths: tuple[str, ...]  # the paths of its results
+    kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
+
+    def __call__(self, *leaves: Any) -> list[np.ndarray]:
+        """Calls the function, and checks its results."""
+        try:
+            return self.start(*leaves)()
+        except Exception as error:
+            _raised[:] = [error]
+            raise
+
+    def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
+        """Starts a call; if the function has no `start`, it is called at once."""
+        with jax.profiler.TraceAnnotation(f"{IN_TRACES}wait"):
+            args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
+        working = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
+        if not self.can_start:
+            with working:
+                results = self._checked(self.fn(*args))
+            return lambda: results
+        working.__enter__()  # until the results are there; other calls may begin and end in the meantime
+        finish = self.fn.start(*args)  # type: ignore[attr-defined]
+
+        def finished() -> list[np.ndarray]:
+            results = self._checked(finish())
+            working.__exit__(None, None, None)
+            return results
+
+        return finished
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a call can be started without waiting for its results."""
+        return hasattr(self.fn, "start")
+
+    def _checked(self, made: Any) -> list[np.ndarray]:
+        """Copies of the results, so that the function may use its memory again."""
+        leaves, tree = jax.tree.flatten(made)
+        if tree != self.results:
+            raise TypeError(f"host fragment {self.name!r} returned {tree}, but declares {self.results}")
+        copy = not getattr(self.fn, "makes_new_arrays", False)
+        arrays = [np.array(x, copy=copy or None) for x in leaves]
+        for path, x, kind in zip(self.paths, arrays, self.kinds, strict=True):
+            if x.shape != kind.shape or x.dtype != kind.dtype:
+                raise TypeError(
+                    f"result{path} of host fragment {self.name!r} is {x.dtype}{list(x.shape)}, but it declares "
+                    f"{np.dtype(kind.dtype)}{list(kind.shape)}; return NumPy arrays of the declared shapes and dtypes"
+                )
+        return arrays
+
+
+def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = None) -> Callable[..., Any]:
+    """Marks a Python function as a fragment that the host calls with NumPy arrays.
+
+    Every call runs exactly once. Calls of one function run in order if each takes a result of the one before, such as a
+    counter; calls that do not depend on each other may run in any order.
+
+    Args:
+      fn: a function of pytrees of NumPy arrays, which it must not change. If it has a method `start` that takes the same
+        arguments and returns a function for the results, programs and calls that do not need them run in the meantime.
+      results: a pytree of `jax.ShapeDtypeStruct`s, or of arrays, like the one that the function returns.
+      name: the fragment's name in plans and errors. The function's name if not given.
+
+    Returns:
+      A function of pytrees of arrays that returns arrays of these shapes and dtypes.
+
+    Raises:
+      TypeError: if a result is declared without shape and dtype. A call raises it on arguments that are no arrays, or typed
+        keys, and when the function returns something else than declared.
+    """
+    title = str(name or getattr(fn, "__name__", type(fn).__name__))
+    declared, tree = jax.tree.flatten(results)
+    paths = paths_of(results)
+    for path, x in zip(paths, declared, strict=True):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(f"host fragment {title!r} declares {shown(x)} for result{path}; declare a jax.ShapeDtypeStruct")
+    kinds = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in declared)
+
+    def marked(*args: Any) -> Any:
+        leaves, arguments = jax.tree.flatten(args)
+        for path, x in jax.tree_util.tree_leaves_with_path(args):
+            if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
+                where = jax.tree_util.keystr(path)
+                raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
+        named = scoped(title)
+        function = HostFunction(named, fn, arguments, tree, paths, kinds)
+        body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
+        body = as_inputs(body, named, paths)
+        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=named, role=HOST, host=function))
+
+    return marked
+
+
+def received(results: Any, role: str) -> Any:
+    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there."""
+    return fragment(role=role, name="receive")(lambda x: x)(results)
+
+
+def calls_host(jaxpr: Jaxpr) -> bool:
+    """Whether code has a fragment that the host calls, at any depth."""
+    return any(is_host_call(eqn) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns)
+
+
+def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates code with calls of the host piece by piece: programs, and between them the functions, called directly.
+
+    So an exception or an interrupt in a function is the caller's own, and not an error of a program. Calls of the host in loops
+    and branches stay parts of programs.
+    """
+    values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(closed.jaxpr.invars, args, strict=True)
+    waiting: list[JaxprEqn] = []
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    def run() -> None:
+        made = dict.fromkeys(v for eqn in waiting for v in eqn.outvars)
+        ins = dict.fromkeys(a for eqn in waiting for a in eqn.invars if isinstance(a, Var) and a not in made)
+        if waiting:
+            program = jax.jit(jaxpr_as_fun(make_jaxpr_of(waiting, list(ins), list(made), "initialize")))
+            values.update(zip(made, program(*map(read, ins)), strict=True))
+        waiting.clear()
+
+    for eqn in closed.jaxpr.eqns:
+        inner = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+        if is_host_call(eqn):
+            run()
+            results = map(jnp.asarray, eqn.params["host"](*map(read, eqn.invars)))
+        elif inner is not None and calls_host(inner.jaxpr):
+            run()
+            results = iter(evaluate_with_host(inner, list(map(read, eqn.invars))))
+        else:
+            waiting.append(eqn)
+            continue
+        values.update(zip(eqn.outvars, results, strict=True))
+    run()
+    return list(map(read, closed.jaxpr.outvars))

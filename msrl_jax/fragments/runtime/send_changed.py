@@ -1,0 +1,191 @@
+"""Sends what changed: of packed words that their receiver keeps, those that differ from the last ones sent, and their places.
+
+Every value of a Move is part of one vector of words. The host reads how many of these changed, so it waits for the program that
+makes them. What is kept at both ends is no part of the state: after a start, a resume or an error, all words cross.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.codecs import Changes, get
+from msrl_jax.fragments.passes.instructions import Move, Value
+from msrl_jax.fragments.runtime.executables import Executables, Request
+
+_WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
+
+
+@dataclass
+class Sent:
+    """What a Move has sent so far.
+
+    Attributes:
+      exchanges: how often it ran.
+      whole: in how many exchanges all words crossed.
+      words: the number of words.
+      changed: the words that changed, summed over the exchanges that compared them.
+      compared: the number of these exchanges.
+      nbytes: bytes that arrived at each device.
+    """
+
+    words: int
+    exchanges: int = 0
+    whole: int = 0
+    changed: int = 0
+    compared: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Patching:
+    """The programs of a Move that sends changes."""
+
+    changes: Changes
+    words: int
+    join: jax.stages.Compiled  # values -> words [N], where they are sent
+    compare: jax.stages.Compiled  # the last words [N], values -> words [N], places [K], changes [K], number of changes []
+    split: jax.stages.Compiled  # words [N] -> values, where they arrive
+    patch: jax.stages.Compiled  # words [N], places [K], changes [K] -> words [N], values
+    arriving: NamedSharding
+
+
+class _Kept(NamedTuple):
+    """The words of the last exchange."""
+
+    sent: jax.Array
+    received: jax.Array
+    since: int  # exchanges since all words crossed
+
+
+def changes_of(move: Move) -> Changes | None:
+    """How a Move sends only changes, if it does."""
+    packed = move.results[0].packed
+    return get(packed.edge.codec).changes if packed else None
+
+
+def label_of(value: Value) -> str:
+    """The name of an array, or of the value that is packed into it."""
+    return value.packed.label if value.packed else value.label
+
+
+def compile_patching(move: Move, changes: Changes, executables: Executables) -> Patching:
+    """Compiles the programs of a Move that sends changes.
+
+    Raises:
+      ValueError: if a value is split over devices or is not of 16-bit words, there are several processes, or 2**31 words.
+    """
+    at, name = executables.shardings, move.results[0].packed.codec if move.results[0].packed else ""
+    ends = f"from {move.sources[0].placement.name!r} to {move.results[0].placement.name!r}"
+    for pair in zip(move.sources, move.results, strict=True):
+        if not all(at[v].is_fully_replicated for v in pair):
+            raise ValueError(
+                f"codec {name!r} sends the changes of values that are whole on each device, but {label_of(pair[1])} is split "
+                f"over devices on its way {ends}. Use 'bfloat16', or a policy that keeps it whole"
+            )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"codec {name!r} counts changes on one host, and there are {jax.process_count()} processes, in which "
+            f"{label_of(move.results[0])} crosses {ends}. Use 'bfloat16', or one process"
+        )
+    if wide := [v for v in move.sources if v.aval.dtype.itemsize != _WORD.itemsize]:
+        raise ValueError(
+            f"codec {name!r} sends the changes of words of 16 bits, but packs {label_of(wide[0])} into {wide[0].aval.dtype}; "
+            "make it without changes"
+        )
+    shapes = [v.aval.shape for v in move.sources]
+    dtypes = [v.aval.dtype for v in move.sources]
+    sizes = [math.prod(shape) for shape in shapes]
+    words = sum(sizes)
+    if words >= 2**31:
+        raise ValueError(f"codec {name!r} has places for 2**31 - 1 words, but {words:,} cross {ends}; use 'bfloat16'")
+    capacity = max(1, words // changes.one_in)
+
+    def join(*arrays: jax.Array) -> jax.Array:
+        return jnp.concatenate([jax.lax.bitcast_convert_type(x, _WORD).reshape(-1) for x in arrays])
+
+    def compare(last: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        now = join(*arrays)
+        differs = now != last
+        (places,) = jnp.nonzero(differs, size=capacity, fill_value=words)
+        return now, places.astype(_PLACE), now.at[places].get(mode="fill", fill_value=0), differs.sum(dtype=_PLACE)
+
+    def split(vector: jax.Array) -> tuple[jax.Array, ...]:
+        parts = zip(jnp.split(vector, np.cumsum(sizes)[:-1]), shapes, dtypes, strict=True)
+        return tuple(jax.lax.bitcast_convert_type(x.reshape(shape), dtype) for x, shape, dtype in parts)
+
+    def patch(vector: jax.Array, places: jax.Array, changed: jax.Array) -> tuple[jax.Array, ...]:
+        patched = vector.at[places].set(changed, mode="drop")
+        return (patched, *split(patched))
+
+    here, there = (NamedSharding(v.placement.mesh, PartitionSpec()) for v in (move.sources[0], move.results[0]))
+
+    def program(name: str, fn: Callable[..., Any], args: Sequence[Any], out: Sequence[NamedSharding]) -> jax.stages.Compiled:
+        return executables.compile(Request((name, tuple(shapes), capacity), fn, args, (), out))
+
+    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=at[v]) for v in move.sources]
+    vectors = [jax.ShapeDtypeStruct((words,), _WORD, sharding=s) for s in (here, there)]
+    arrived = [jax.ShapeDtypeStruct((capacity,), dtype, sharding=there) for dtype in (_PLACE, _WORD)]
+    to = [at[v] for v in move.results]
+    return Patching(
+        changes, words,
+        program("words", lambda *xs: (join(*xs),), values, [here]),
+        program("changes", compare, [vectors[0], *values], [here] * 4),
+        program("values", split, [vectors[1]], to),
+        program("patch", patch, [vectors[1], *arrived], [there, *to]),
+        there,
+    )  # fmt: skip
+
+
+class Sender:
+    """Sends the values of a Move, and remembers what its receiver has."""
+
+    def __init__(
+        self,
+        patching: Patching,
+        programs: Sequence[Callable[..., Any]],
+        put: Callable[..., Sequence[jax.Array]],
+        wait: Callable[[jax.Array], Any],
+        sent: Sent,
+    ):
+        """`programs` run those of `patching` in their order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
+        self._patching, self._put, self._wait = patching, put, wait
+        self._join, self._compare, self._split, self._patch = programs
+        self._kept: _Kept | None = None
+        self.sent = sent
+
+    def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        """The values, where they arrive."""
+        kept, self._kept = self._kept, None  # if something fails below, all words cross next time
+        if kept is None:
+            (now,) = self._join(*arrays)
+            return self._send_whole(now)
+        now, places, changed, number = self._compare(kept.sent, *arrays)
+        self._wait(number)
+        found = int(np.asarray(number.addressable_data(0)))
+        self.sent.changed += found
+        self.sent.compared += 1
+        if found > places.size or kept.since + 1 >= self._patching.changes.every:
+            return self._send_whole(now)
+        arriving = self._put([places, changed], [self._patching.arriving] * 2)
+        received, *values = self._patch(kept.received, *arriving)
+        self._account(_Kept(now, received, kept.since + 1), places.nbytes + changed.nbytes, whole=False)
+        return values
+
+    def _send_whole(self, now: jax.Array) -> Sequence[jax.Array]:
+        self._wait(now)  # what a failed program made is not kept
+        (received,) = self._put([now], [self._patching.arriving])
+        values = self._split(received)
+        self._account(_Kept(now, received, 0), now.nbytes, whole=True)
+        return values
+
+    def _account(self, kept: _Kept, nbytes: int, whole: bool) -> None:
+        self._kept = kept
+        self.sent.exchanges += 1
+        self.sent.whole += whole
+        self.sent.nbytes += nbytes

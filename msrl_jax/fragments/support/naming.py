@@ -1,0 +1,159 @@
+"""MODULE:NAME becomes an object, and an object MODULE:NAME.
+
+Importing a module runs its code, and so does a call of what is in it. So a name is imported only
+
+    on the user's word          who types a name gives it. A name that a folder, a file or another process says needs trust,
+                                `trust=True` or `--trust`: see `check_trust`
+    outside of Python itself    a module of the standard library is never imported for a name
+    if it is of the right kind  which is checked before it is called: an object or a class of that kind, or a function whose
+                                annotation says that it returns one
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from msrl_jax.fragments.support.checks import suggestion
+
+
+class TrustError(ValueError):
+    """A folder, a file or another process names code of its own, and nobody has said that it may run."""
+
+
+FOLDERS: list[str] = []
+"""The working directories in which `imported` has looked, for processes that this one starts; they come last there."""
+
+
+def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
+    """Raises TrustError if something, described by `where`, names code of its own (by argument), unless it is trusted."""
+    if names and trust is not True:  # trust="no" is none
+        named = ", ".join(f"{name}={text!r}" for name, text in names.items())
+        raise TrustError(
+            f"{where} names code to run, {named}; if you trust who made it, pass trust=True (--trust on the command line), or "
+            f"give {' and '.join(names)} again yourself, as train and Result.load allow"
+        )
+
+
+def is_path(text: Any) -> bool:
+    """Whether a text has the form MODULE:NAME."""
+    module, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+
+
+def check_no_file(kind: str, path: str) -> None:
+    """Raises ValueError, with the name to write, if FILE.py or FILE.py:NAME stands in place of MODULE:NAME."""
+    file, _, name = path.partition(":")
+    if file.endswith(".py"):
+        module, folder = ".".join(Path(file).with_suffix("").parts), ""
+        if not all(part.isidentifier() for part in module.split(".")):
+            module, folder = Path(file).stem, f", in the folder {Path(file).parent} or where Python looks"
+        raise ValueError(f"{kind} {path!r} is a file; write {module}:{name or 'NAME'}{folder}")
+
+
+def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is_made: bool = False) -> Any:
+    """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
+
+    Args:
+      kind: what it is for, in messages: "policy".
+      path: MODULE:NAME.
+      what: what it has to be, in words: "a class with a method layout(devices, sizes)".
+      fits: whether an object is that.
+      is_made: whether it may be a function that is annotated with what it makes.
+
+    Raises:
+      ValueError: if there is no such object, if it does not fit, if it is of the standard library, or if MODULE is a file.
+    """
+    check_no_file(kind, path)
+    module, _, name = path.partition(":")
+    if not is_path(path):
+        raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
+    _check_outside(kind, path, module, what)
+    here = os.getcwd()
+    sys.path.insert(0, here)  # a console script has its own folder there
+    try:
+        found = importlib.import_module(module)
+        if here not in FOLDERS:
+            FOLDERS.append(here)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:NAME of {what}, from {here} or where Python looks") from None
+    finally:
+        sys.path.remove(here)
+    if not hasattr(found, name):
+        known = [key for key in vars(found) if not key.startswith("_")]
+        near = suggestion(name, known)
+        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{near}; give MODULE:NAME of {what}")
+    value = getattr(found, name)
+    if isinstance(value, type) or inspect.isroutine(value):
+        _check_outside(kind, path, str(value.__module__), what)
+    if not fits(value):
+        called, remedy = _called(value), "give MODULE:NAME of one"
+        if is_made and inspect.isroutine(called) and _returned(called) is None:
+            wanted = called.__name__ if called.__name__.isidentifier() else name
+            remedy = f"annotate what it returns: def {wanted}(...) -> ..., a class that its module has"
+        raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
+    return value
+
+
+def _check_outside(kind: str, path: str, module: str, what: str) -> None:
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}, and rename a file of yours that has "
+            "the name of a standard module"
+        )
+
+
+def makes(value: Any, fits: Callable[[type], bool]) -> bool:
+    """Whether a call makes an object of a class that fits: of the class itself, or of a function with such an annotation."""
+    called = _called(value)
+    if isinstance(called, type):
+        return fits(called)
+    returned = _returned(called)
+    is_union = typing.get_origin(returned) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(returned) if is_union else (returned,))]
+    return all(isinstance(kind, type) and kind is not type(None) and fits(kind) for kind in kinds)
+
+
+def paths() -> str:
+    """`PYTHONPATH` of a process that finds what this one finds; Python's option `-P` keeps its working directory out."""
+    found = [path for path in sys.path if path]
+    if "" in sys.path:
+        with contextlib.suppress(FileNotFoundError):
+            found.insert(0, os.getcwd())
+    return os.pathsep.join([*found, *FOLDERS])
+
+
+def _called(value: Any) -> Any:
+    """The class or the function that a call of an object runs: what is in a `partial`, or a method `__call__`."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    is_object = callable(value) and not isinstance(value, type) and not inspect.isroutine(inspect.unwrap(value))
+    return type(value).__call__ if is_object else value
+
+
+def _returned(called: Any) -> Any:
+    """What the annotation of a function says that it returns; None if there is none, or if its module lacks that name."""
+    function: Any = inspect.unwrap(called)
+    written = getattr(function, "__annotations__", {})
+    with contextlib.suppress(Exception):  # a text may be any expression
+        hints = types.SimpleNamespace(__annotations__={"return": written["return"]})  # those of arguments do not matter
+        return typing.get_type_hints(hints, getattr(function, "__globals__", {}))["return"]
+    return None
+
+
+def reference(value: Any) -> str | dict[str, str]:
+    """What a file says of an object: MODULE:NAME, if `imported` finds it by that; else how it looks, under "object"."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:
+        return f"{module}:{name}"
+    return {"object": " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).split())}

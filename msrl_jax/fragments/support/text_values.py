@@ -1,0 +1,112 @@
+"""Values as text: `NAME:key=value,key=value`, whose values are literals, words, or calls: `uniform(0, 1)`, `uniform:0:1`."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from msrl_jax.fragments.support.checks import suggestion
+
+Calls: TypeAlias = Mapping[str, Callable[..., Any]]
+"""The functions that text may call, by name."""
+
+
+def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any]]:
+    """Splits `"NAME:key=value,key=value"`; with `prefixes`, also `"jaxmarl:MPE_simple_spread_v3:num_agents=5"`."""
+    name, colon, text = spec.partition(":")
+    if prefixes and colon and "=" not in (second := text.partition(":")[0]):
+        name, colon, text = f"{name}:{second}", *text.partition(":")[1:]
+    if not colon:
+        return name, {}
+    return name, read_values(text, wrong=f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value")
+
+
+def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
+    """Reads `"key=value,key=value"`, whose keys may have dots; raises a ValueError, `wrong` if it cannot be read.
+
+    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text; so are calls if there are no `calls`.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(str.strip, _split(text)):
+        pair = re.fullmatch(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", part, re.DOTALL)
+        if pair is None:
+            raise ValueError(wrong)
+        key, value = pair.groups()
+        if key in found:
+            raise ValueError(f"{text!r} gives {key!r} twice; give it once")
+        found[key] = read_value(key, value, calls, wrong=wrong)
+    if not found:
+        raise ValueError(wrong)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no quotes or brackets."""
+    parts, depth, quote = [""], 0, ""
+    for c in text:
+        if c == "," and not depth and not quote:
+            parts.append("")
+            continue
+        parts[-1] += c
+        if c in "'\"" and quote in ("", c):
+            quote = "" if quote else c
+        elif not quote:
+            depth += (c in "([{") - (c in ")]}")
+    return parts
+
+
+def split_specs(text: str) -> list[str]:
+    """The values in `"NAME:key=value,key=value,NAME"`: a comma in front of `key=` does not separate them."""
+    return re.split(r",(?!\s*[^\W\d][\w.]*\s*=)", text)
+
+
+def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
+    """Reads one value, as `read_values` does; `what` is its name in messages."""
+    text = text.strip()
+    try:
+        return _built(what, ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body, calls)
+    except (SyntaxError, RecursionError, MemoryError, _NotLiteral):  # the third is how Python refuses thousands of signs
+        if re.fullmatch(r"\d\w*", text):
+            return text
+        raise ValueError(wrong) from None
+
+
+class _NotLiteral(ValueError):
+    pass
+
+
+_COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
+"""A call without commas, `uniform:0.25:1`."""
+
+
+def _call(found: re.Match[str]) -> str:
+    name, *numbers = found[0].split(":")
+    return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
+
+
+def _built(what: str, node: ast.expr, calls: Calls | None) -> Any:
+    if isinstance(node, ast.Name) or (calls is None and isinstance(node, ast.Attribute | ast.Call)):
+        return ast.unparse(node)
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        keys, values = ([_built(what, x, calls) for x in xs if x] for xs in (node.keys, node.values))
+        return dict(zip(keys, values, strict=True))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            if calls is None:
+                raise _NotLiteral from None
+            raise ValueError(f"{what}={ast.unparse(node)} is no number; write one, or one of {', '.join(calls)}") from None
+    assert calls is not None
+    if (name := node.func.id) not in calls:
+        raise ValueError(f"{what}: there is no {name!r}{suggestion(name, calls)}; use {', '.join(calls)}")
+    given = [
+        [_built(what, y, calls) for y in x.elts] if isinstance(x, ast.List | ast.Tuple) else _built(what, x, calls)
+        for x in node.args
+    ]
+    try:
+        return calls[name](*given)
+    except TypeError:
+        usage = ", ".join(inspect.signature(calls[name]).parameters)
+        raise ValueError(f"{what}={ast.unparse(node)}: write {name}({usage})") from None

@@ -1,0 +1,101 @@
+"""Tracebacks of errors that a user's values or functions cause: without this package's frames, as JAX leaves out its own.
+
+`JAX_TRACEBACK_FILTERING=off`, or `jax_traceback_filtering` in `jax.config`, shows all frames.
+"""
+
+import contextlib
+import dis
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = "msrl_jax"
+_JAX = ("jax", "jaxlib")
+_HIDDEN = (_PACKAGE, *_JAX, "contextlib", "functools", "dataclasses")  # with what stands between the frames of this package
+_is_inside = ContextVar(f"{_PACKAGE} is called", default=False)
+
+
+def entry(target: F) -> F:
+    """Makes a function, or the constructor of a class, an entry point: its errors have the frames of the user's functions only.
+
+    An error that is a bug of this package keeps all frames: it is an assertion, or no `raise` statement here raised it.
+    """
+    if isinstance(target, type):
+        target.__init__ = entry(target.__init__)
+        return target  # type: ignore[return-value]
+
+    @functools.wraps(target)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if _is_inside.get():
+            return target(*args, **kwargs)
+        token = _is_inside.set(True)
+        try:
+            return target(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise  # which adds no frame
+        finally:
+            _is_inside.reset(token)
+
+    return called  # type: ignore[return-value]
+
+
+def hide_frames(error: Exception) -> None:
+    """Takes this package's frames and JAX's out of the traceback of an error, unless it is a bug of this package."""
+    if not _shows_all() and _is_of_user(error):
+        _hide(error)
+
+
+@contextlib.contextmanager
+def with_all_frames() -> Iterator[None]:
+    """Within the context, errors keep all frames."""
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
+
+
+def _shows_all() -> bool:
+    jax = sys.modules.get("jax")
+    mode = jax.config.jax_traceback_filtering if jax else os.environ.get("JAX_TRACEBACK_FILTERING")
+    return str(mode).lower() == "off"
+
+
+def _package(traceback: types.TracebackType) -> str:
+    return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def _frames(error: BaseException) -> list[types.TracebackType]:
+    found, traceback = [], error.__traceback__
+    while traceback is not None:
+        found.append(traceback)
+        traceback = traceback.tb_next
+    return found
+
+
+def _is_of_user(error: Exception) -> bool:
+    last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
+    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # of `called`: the arguments do not fit
+        return True
+    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return not isinstance(error, AssertionError) and dis.opname[operation] == "RAISE_VARARGS"
+
+
+def _hide(error: BaseException | None) -> None:
+    """Takes frames out of the traceback of an error, and of the errors that caused it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kept = None
+        for frame in reversed(_frames(error)):
+            if _package(frame) not in _HIDDEN:
+                kept = types.TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = kept
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,189 @@
+"""The first step of a run with a nan or infinity: in words, and as an npz archive without pickled objects.
+
+The archive has the operands of the fragment that computed it and a description of the run, from which the fragment is built
+again.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import aval
+from msrl_jax.envs import Environment, has_agents
+from msrl_jax.envs.masks import FAULTS
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.fragments.graph.trace import trace
+from msrl_jax.fragments.support.checks import parse_json, replacing
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.nonfinite.origin import Origin, evaluate_again, find_fragment
+from msrl_jax.run.experiment.plain_data import to_json
+from msrl_jax.run.experiment.spec import Experiment
+
+FILE = "non_finite.npz"  # in the folder of a run
+_ABOUT, _OPERAND = "about", "operand_"
+_REWARDS, _OBSERVATIONS = {"reward", "episode_return"}, {"obs", "final_obs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first step of a run with a nan or infinity.
+
+    Attributes:
+      iteration: the iteration, counted from 1.
+      member: number of the member; None for a run of one seed.
+      environment: number of the environment; None if an environment is not to blame.
+      origin: the computation.
+      agent: name of the agent, of an environment with several; None if it is not known.
+    """
+
+    iteration: int
+    member: int | None
+    environment: int | None
+    origin: Origin
+    agent: str | None = None
+
+    @classmethod
+    def of(cls, origin: Origin, iteration: int, has_members: bool, env: Any = None) -> "Failure":
+        """The failure of a computation in an iteration of a run with or without members, with this vector environment."""
+        member, *rest = origin.index if has_members and origin.index else (None, *origin.index)
+        if not rest or origin.role != "env":
+            return cls(iteration, member, None, origin)
+        agent = _agent(env, origin.path, rest[1]) if has_agents(env) and len(rest) > 1 else None
+        return cls(iteration, member, rest[0], origin, agent)
+
+    def __str__(self) -> str:
+        o = self.origin
+        what = f"{o.value} in result {o.path}{list(o.index) or ''}"
+        which = "the environment" if self.environment is None else f"environment {self.environment}"
+        which += "" if self.agent is None else f", for agent {self.agent!r},"
+        if o.fragment is None:
+            who, what = "code outside of the fragments made", o.value
+        elif o.role == "env":
+            known = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
+            fields = _fields(o.path)
+            part = "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
+            did = known[0] if known else f"returned {part}{o.value}"
+            who = f"{which} {did}: fragment {o.fragment!r} (role 'env') has"
+        else:
+            inside = f" in {o.within[-1]!r}" if o.within else ""
+            who = f"fragment {o.fragment!r} (role {o.role!r}){inside} made"
+        when = "".join(f", step {step + 1} of {length}" for step, length in o.steps)
+        member = "" if self.member is None else f" of member {self.member}"
+        also = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
+        source = f" at {o.source}" if o.source else ""
+        constant = "" if o.constant is None else f" and the constant {o.constant}"
+        alone = "" if o.eager else ". Its operations are finite if they run one by one, without being compiled together"
+        return (
+            f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands{constant}. "
+            f"The operation is {o.primitive}{source}{alone}"
+        )
+
+
+def _fields(path: str) -> set[str]:
+    """The names in a pytree path."""
+    return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
+
+
+def _agent(env: Any, path: str, number: int) -> str | None:
+    """The name of an agent by its number in an array `[E, A, ...]` of its team; None if a path leads to no such array."""
+    if not _fields(path) & (_REWARDS | _OBSERVATIONS):
+        return None
+    members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))
+    return env.agents[members[number]]
+
+
+def save(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
+    """Writes a failure for `replay_step`."""
+    origin = failure.origin
+    kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
+    fields = {name: x for name, x in vars(origin).items() if name != "operands"}
+    about = {"run": description, "record": record, "iteration": failure.iteration, "origin": fields, "operands": kinds}
+    entries = {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)} | {_ABOUT: np.array(json.dumps(to_json(about)))}
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **entries)
+    return path
+
+
+def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return {"key": str(jax.random.key_impl(x))}, np.asarray(jax.random.key_data(x))
+    array = np.asarray(x)
+    # NumPy's files do not know the dtypes of machine learning, such as bfloat16.
+    return {"dtype": str(array.dtype)}, array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
+    if "key" in kind:
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=kind["key"])
+    return jnp.asarray(x.view(jnp.dtype(kind["dtype"])))
+
+
+@entry
+def replay_step(
+    path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
+    trust: bool = False, **objects: Any,
+) -> Failure | None:
+    """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
+
+    Args:
+      path: the file `non_finite.npz` in the folder of the run, or `DivergedError.replay`.
+      env: the environment, if the run was given an environment object.
+      env_params: what its parameters are drawn from, if that is a function.
+      data: the data, if the run learned from data.
+      trust: whether the code that the file names may run, as in `Result.load`.
+      **objects: fields of the config that were objects without a name: `network=`, `optimizer=`.
+
+    Returns:
+      The failure as it happens now; None if all results are finite here.
+
+    Raises:
+      ValueError: if the file cannot be read, or if it does not fit the environment, the data or this version.
+    """
+    path = Path(path)
+    about, operands = _read(path)
+    run, origin = about["run"], about["origin"]
+    source = None if run["data"] is None else run["data"]["path"] if data is None else data
+    if run["data"] is not None and source is None:
+        raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
+    again = {"env": env, "env_params": env_params, "data": source} | objects
+    experiment = Experiment.from_json(run, **again, where=f"the run of {path}", trust=trust)
+    if about["record"] is not None:
+        experiment = experiment.record(about["record"])
+    closed = trace(experiment.agent.iteration, jax.eval_shape(experiment.initial_state)).jaxpr
+    eqn, eqns = find_fragment(closed, origin["fragment"], origin["number"])
+    if eqn is None or [(aval(v).shape, aval(v).dtype) for v in eqn.invars] != [(x.shape, x.dtype) for x in operands]:
+        raise ValueError(
+            f"{path} does not fit: fragment {origin['fragment']!r} takes other operands here; was the file written by another "
+            "version, or for another environment?"
+        )
+    found = evaluate_again(eqn, operands, eqns)
+    if found is None:
+        return None
+    around = [tuple(step) for step in origin["steps"]]
+    steps = (*around[: len(around) - len(found.steps)], *found.steps)
+    found = dataclasses.replace(found, within=tuple(origin["within"]), steps=steps)
+    return Failure.of(found, about["iteration"], experiment.has_members, experiment.behavior.agent.env)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            about = parse_json(str(file[_ABOUT]))
+            arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}; name the {FILE} in the folder of a run") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no file of a step that was not finite; name the {FILE} in the folder of a run") from error
+    except Exception as error:  # zipfile and zlib raise types of their own
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return about, [_to_jax(kind, x) for kind, x in zip(about["operands"], arrays, strict=True)]

@@ -1,0 +1,119 @@
+"""The search for the first step of a run with a nan or infinity, which the guard of the run has noticed."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.passes.staleness import delay
+from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.nonfinite.failure import FILE, Failure, save
+from msrl_jax.nonfinite.origin import Origin, find_origin
+from msrl_jax.run.evaluation.history import first_non_finite
+from msrl_jax.run.loop.guard import Finding, Guard
+from msrl_jax.run.loop.loop import Run
+from msrl_jax.run.loop.watch import Watch, non_finite
+
+LOCATE_SECONDS = 300.0  # a run goes again for at most about this long to find its first nan
+
+
+def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
+    """Finds where the first nan or infinity of a run came from, and writes the file for `replay_step`."""
+    found = _failure(run, guard)
+    if isinstance(found, str):
+        return dataclasses.replace(finding, note=found)
+    finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
+    if found.origin.fragment is None:
+        return finding
+    path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / FILE
+    try:
+        saved = save(path, found, run.description, run.experiment.recorded_steps)
+    except OSError as error:
+        return dataclasses.replace(finding, note=f"The step could not be written: {error}")
+    return dataclasses.replace(finding, replay=saved)
+
+
+def _failure(run: Run, guard: Guard) -> Failure | str:
+    """What is to blame, or why that is not known."""
+    if not guard.can_read:
+        return "The state is on several processes, so the cause was not looked for."
+    if why := run.program.unrepeatable:
+        return f"{why}, so the iteration was not run again to find the cause."
+    state, begin, _ = guard.earlier(run)
+    iterations = run.finding.iteration - begin
+    if begin < run.changed_at:
+        when = f"after iteration {run.changed_at}, which is later than the last kept state"
+        return f"A callback changed parameters of the environments {when}."
+    if iterations < 1:
+        return "There is no finite state from before that iteration."
+    if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
+        return (
+            f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "
+            "the cause was not looked for."
+        )
+    try:
+        found = search(guard.watch, run, state, iterations)
+    except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
+        return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
+    if found is None:
+        return "The iterations were finite when they ran again."
+    before, origin = found
+    if origin is None:
+        return "Outside of the compiled programs, that iteration is finite."
+    if isinstance(origin, int):
+        where = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
+        return f"Before that iteration, {where} was not finite."
+    return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
+
+
+def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
+    """Finds the first iteration of a run that is not finite, and where its nan or infinity comes from.
+
+    A run is deterministic, so it goes again from a finite state, `iterations` before one that is not: they are halved until
+    one is left, which is then evaluated outside of the compiled programs, equation by equation. Gives the number of finite
+    iterations before that one; and the origin, or the position of a leaf of the state, or of a register behind them, that
+    is not finite itself, or None if the iteration is finite there. None in place of both if all are finite this time.
+    """
+    leaves = jax.tree.leaves(run.program.unwrap(state))
+    while (good := _last_good(watch, run, state, iterations)) is not None:
+        origin = _origin(watch, run.program, good[0])
+        if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
+            return good[1], origin
+        # A part of the state that is not watched, such as the environment's own, is to blame: look for its first nan.
+        watch.everything.append(origin)
+    return None
+
+
+def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
+    """A finite state after which one iteration gives something that is not finite, and the iterations up to it."""
+    low, high, certain = 0, iterations, False
+    while high - low > 1 or not certain:
+        middle = (low + high) // 2 if certain else high
+        after, metrics = run.again(state, middle - low)
+        if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(after)):
+            high, certain = middle, True
+        elif middle == iterations:
+            return None
+        else:
+            state, low = after, middle
+    return state, low
+
+
+def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
+    """The origin in the iteration after a state: of the equations as the policy connects them, delays included."""
+    count = len(program.traced.jaxpr.in_avals)
+    labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
+    graph = build(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
+    if program.layout.staleness:
+        delay(graph, program.layout.staleness, program.layout)
+    region, device = graph.region, program.devices[0]
+    registers = state.registers if isinstance(state, Delayed) else ()
+    values = jax.device_put([*jax.tree.leaves(program.unwrap(state)), *registers], device)
+    # One after another: JAX sorts the keys of a dict, and variables have no order.
+    env = dict(zip(region.carry, values, strict=True))
+    constants = {v: jax.device_put(x, device) for v, x in graph.constants.items()}
+    wanted = [*(region.next_carry[i] for i in watch.everything), *region.results]
+    return find_origin([node.eqn for node in region.nodes], env, wanted, constants)

@@ -1,0 +1,308 @@
+"""Fitted Q evaluation: what a policy would earn, from data alone (Le et al., 2019, arXiv 1903.08738).
+
+A critic is fitted to the rewards of the data and to its own values of what the policy would do next; its values of the first
+observations of the episodes are the estimate. Several critics are fitted at once, each to episodes drawn anew from the data,
+and their spread gives the interval (Hao et al., 2021, arXiv 2102.03607). In the shape descriptions, `K` denotes the fits, `N`
+the rows of the data, `S` its episodes, `U` the updates of an iteration and `B` the batch size.
+"""
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import policies
+from msrl_jax.algorithms.agent import logical_axes, split_keys
+from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
+from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
+from msrl_jax.algorithms.networks.policies import make_critics, taken_value
+from msrl_jax.data.dataset import MASKS, Dataset, Episodes
+from msrl_jax.envs import Environment, has_agents
+from msrl_jax.envs.actions import policy_actions
+from msrl_jax.envs.masks import MaskedObservation
+from msrl_jax.envs.privileged import actor_part
+from msrl_jax.fragments import compile, fragment
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.support.checks import check_seed, shown
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.result import Result
+
+_UPDATES = 100  # of an iteration, at most
+_ROWS = 4096  # observations for which the policy chooses actions at once
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedQ:
+    """How critics are fitted."""
+
+    discount: float = field(default=0.99, low=0, below=1, doc="discount factor per step.")
+    num_updates: int = field(default=5_000, low=10, doc="updates of each critic.")
+    fits: int = field(default=8, low=2, doc="critics, each of episodes drawn anew, `K`.")
+    batch_size: int = field(default=256, doc="rows of an update, `B`.")
+    learning_rate: float = field(default=1e-3, above=0, high=1, doc="step size of Adam.")
+    tau: float = field(default=0.1, above=0, high=1, doc="share that the targets move per update.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers.")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu".')
+    network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images.')
+    layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized; without, estimates can explode.")
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class OffPolicyEstimate:
+    """What a policy would earn, estimated from data.
+
+    Attributes:
+      value: the estimated discounted return of an episode.
+      interval: where it is with a probability of 95%, if the data cover what the policy does, and the fits are done.
+      values: the estimates of all fits. shape=[K], dtype=float64
+      discount: the discount factor per step.
+      change: how much `value` has changed over the last tenth of the updates; fits that are done change little.
+    """
+
+    value: float
+    interval: tuple[float, float]
+    values: np.ndarray
+    discount: float
+    change: float
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        how = f"discount {self.discount:g}, {len(self.values)} fits"
+        return f"discounted return {self.value:.4g} ({low:.4g} to {high:.4g}), {how}"
+
+
+class Rows(NamedTuple):
+    """The data, with what the policy would do."""
+
+    obs: Any
+    action: Any
+    reward: Any
+    discount: Any  # 0 where the episode terminated
+    next_obs: Any
+    next_action: Any  # of the policy
+
+
+class Fits(NamedTuple):
+    """The state of all fits."""
+
+    params: Any  # [K, ...]
+    target_params: Any
+    opt_state: Any
+    keys: jax.Array  # [K]
+    order: Any  # the rows of the episodes that each fit has drawn, one after another; the rest is not used. int32 [K, L]
+    counts: Any  # how many these are. int32 [K]
+    rows: Rows  # [N, ...]
+
+
+@entry
+def estimate_return(
+    result: Result,
+    data: str | os.PathLike[str] | Dataset,
+    settings: FittedQ | None = None,
+    *,
+    seed: int = 0,
+    member: int | None = None,
+    policy: str | DistributionPolicy = "GPUOnly",
+    devices: Sequence[Device] | None = None,
+) -> OffPolicyEstimate:
+    """Estimates from data the discounted return that an agent earns with its most probable actions; no episode is played.
+
+    Args:
+      result: the run of the agent.
+      data: a data set, or its path.
+      settings: how critics are fitted; the defaults of `FittedQ` if None.
+      seed: seed of the estimate.
+      member: number of the member; the best one if None.
+      policy: distribution policy of the fits.
+      devices: the devices for that policy; all if None.
+
+    Returns:
+      The estimate, with an interval.
+
+    Raises:
+      ValueError: if the run has no such member, the data do not fit, or the agent remembers earlier observations.
+    """
+    if result.behavior.agent.is_recurrent:
+        raise ValueError(
+            f"an agent of {result.experiment.name!r} remembers earlier observations, so single steps of data do not tell what "
+            "it would do; result.evaluate(episodes) plays"
+        )
+    act = lambda obs: result.act(obs, member=member)  # noqa: E731
+    return fitted_q(result.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
+
+
+def fitted_q(
+    env: Environment,
+    act: Callable[[Any], Any],
+    source: str | os.PathLike[str] | Dataset,
+    settings: FittedQ | None = None,
+    *,
+    seed: int = 0,
+    policy: str | DistributionPolicy = "GPUOnly",
+    devices: Sequence[Device] | None = None,
+) -> OffPolicyEstimate:
+    """Estimates from data what a policy would earn.
+
+    Args:
+      env: the environment, which gives the spaces, and is not stepped.
+      act: the policy: raw observations `[B, ...]` to actions of the environment `[B, ...]`.
+      source: the data, or their path.
+      settings: how critics are fitted.
+      seed: seed of draws and initial parameters.
+      policy: distribution policy of the fits, which it divides over devices where it divides environments.
+      devices: the devices for the policy; all if None.
+
+    Returns:
+      The estimate. It means little where the data have nothing like the actions of the policy, and no interval shows that.
+
+    Raises:
+      TypeError: if actions are neither discrete nor vectors of bounded floats.
+      ValueError: if the data do not fit the environment, are of several agents, or are one episode; if values overflow.
+
+    Warns:
+      UserWarning: if the estimate still changes by more than a twentieth over the last tenth of the updates.
+    """
+    settings = FittedQ() if settings is None else settings
+    if not isinstance(settings, FittedQ):
+        raise TypeError(f"settings={shown(settings)}: give a FittedQ(...), of msrl_jax.offline_evaluation")
+    if has_agents(env):
+        raise ValueError("data of several agents cannot be evaluated; result.evaluate(episodes) plays")
+    space = check_discrete_or_bounded("estimate_return", env.action_space)
+    dataset = load_data(source, env)
+    episodes = dataset.episodes
+    if len(episodes.start) < 2:
+        raise ValueError("the data are one episode, and an interval needs several to draw from; gather more")
+    obs, next_obs = (_with_masks(dataset, name) for name in MASKS)
+    chosen = policy_actions(env.action_space, _acted(act, next_obs))
+    firsts = jax.tree.map(lambda x: x[episodes.start], obs)
+    first_actions = policy_actions(env.action_space, _acted(act, firsts))
+    scale = float(np.abs(returns_to_go(dataset, settings.discount)).max()) or 1.0
+    discount = settings.discount * (1 - dataset.terminated.astype(np.float32))
+    rows = Rows(obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, chosen)
+    drawn = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
+    order, counts = _rows_of(episodes, drawn)
+
+    critics = make_critics(env.observation_space, space, 1, settings)
+    optimizer = optax.adam(settings.learning_rate)
+    updates = math.gcd(settings.num_updates, max(settings.num_updates // 10, 1), _UPDATES)
+
+    @fragment(role="buffer")
+    def draw(keys, order, counts):
+        keys, own = split_keys(keys, 1)
+        shape = updates, settings.batch_size
+        at = jax.vmap(lambda key, count: jax.random.randint(key, shape, 0, count))(own[0], counts)
+        return keys, jax.vmap(lambda order, at: order[at])(order, at)
+
+    @fragment(role="learner")
+    def fit(params, target_params, opt_state, rows, drawn):
+        def update(carry, chosen):
+            params, target_params, opt_state = carry
+            batch: Rows = jax.tree.map(lambda x: x[chosen], rows)
+            target = batch.reward + batch.discount * taken_value(critics, target_params, batch.next_obs, batch.next_action)[0]
+
+            def loss(params):
+                return optax.l2_loss(taken_value(critics, params, batch.obs, batch.action)[0], target).mean()
+
+            error, grads = jax.value_and_grad(loss)(params)
+            changes, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, changes)
+            target_params = optax.incremental_update(params, target_params, settings.tau)
+            return (params, target_params, opt_state), error
+
+        def one(*carry_and_drawn):
+            *carry, drawn = carry_and_drawn
+            carry, errors = jax.lax.scan(update, tuple(carry), drawn)
+            return *carry, errors.mean()
+
+        return jax.vmap(one)(params, target_params, opt_state, drawn)
+
+    def iteration(fits: Fits) -> tuple[Fits, dict[str, jax.Array]]:
+        keys, drawn = draw(fits.keys, fits.order, fits.counts)
+        params, target_params, opt_state, errors = fit(fits.params, fits.target_params, fits.opt_state, fits.rows, drawn)
+        fits = fits._replace(params=params, target_params=target_params, opt_state=opt_state, keys=keys)
+        return fits, {"loss": errors.mean()}
+
+    def start(key: jax.Array) -> tuple[Any, Any, Any, jax.Array]:
+        own, rest = jax.random.split(key)
+        params = critics.init(own, jax.tree.map(lambda x: x[:1], firsts))
+        return params, jax.tree.map(jnp.copy, params), optimizer.init(params), rest
+
+    begun = jax.jit(jax.vmap(start))(jax.random.split(jax.random.key(seed), settings.fits))
+    axes = logical_axes(Fits, **dict.fromkeys(Fits._fields, P("env")) | {"rows": P()})
+    state = Fits(*begun, order=order, counts=counts, rows=rows)
+    program = compile(iteration, state, policy=policies.get(policy), devices=devices, axes=axes)
+    first_value = jax.jit(jax.vmap(lambda params, *first: taken_value(critics, params, *first)[0], (0, None, None)))
+
+    def estimates(state: Fits) -> np.ndarray:
+        found = np.asarray(first_value(jax.device_get(state.target_params), firsts, first_actions), np.float64) * scale
+        return np.array([x[e].mean() for x, e in zip(found, drawn, strict=True)])
+
+    iterations = settings.num_updates // updates
+    state, _ = program.run(state, iterations - max(iterations // 10, 1))
+    before = estimates(state)
+    state, _ = program.run(state, max(iterations // 10, 1))
+    values = estimates(state)
+    if not np.isfinite(values).all():
+        raise ValueError(f"the estimate is {values.mean()}: values overflow; use smaller rewards, or a smaller learning_rate")
+    found = OffPolicyEstimate(
+        float(values.mean()), _interval(values), values, settings.discount, float(values.mean() - before.mean())
+    )
+    if abs(found.change) > 0.05 * max(abs(found.value), found.interval[1] - found.value):
+        warnings.warn(
+            f"the estimate {found.value:.4g} still changed by {found.change:.2g} over the last tenth of "
+            f"{settings.num_updates:,} updates; give FittedQ a larger num_updates or tau",
+            stacklevel=3,
+        )
+    return found
+
+
+def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
+    """The discounted sums of the rewards from each row to the end of its episode, `[N]` float64."""
+    sums, after = np.zeros(len(dataset)), 0.0
+    ended, reward = dataset.ended, dataset.reward.astype(np.float64)
+    for i in range(len(dataset) - 1, -1, -1):
+        after = reward[i] + discount * (0.0 if ended[i] else after)
+        sums[i] = after
+    return sums
+
+
+def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the drawn episodes of each fit, one after another, filled up to one length; and how many they are."""
+    each = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
+    rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
+    counts = np.array([len(x) for x in rows], np.int32)
+    return np.stack([np.pad(x, (0, counts.max() - len(x))) for x in rows]).astype(np.int32), counts
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of Student's t around the mean, whose standard error is the deviation of the bootstrapped values."""
+    from scipy import stats
+
+    half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1))
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+def _acted(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
+    """The policy's actions for many observations, of which as many go to the device at once as one program takes."""
+    count = len(jax.tree.leaves(obs)[0])
+    size = min(count, _ROWS)
+    parts = []
+    for begin in range(0, count, size):
+        at = np.minimum(np.arange(begin, begin + size), count - 1)  # the last part is filled up
+        parts.append(np.asarray(act(actor_part(jax.tree.map(lambda x, at=at: x[at], obs)))))
+    return np.concatenate(parts)[:count]
+
+
+def _with_masks(dataset: Dataset, name: str) -> Any:
+    obs = getattr(dataset, name)
+    return MaskedObservation(obs, getattr(dataset, MASKS[name])) if dataset.has_masks else obs

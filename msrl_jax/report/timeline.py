@@ -1,0 +1,217 @@
+"""What happened when: a trace of XLA's operations and of the host as spans, and how much of the time is whose.
+
+XLA names each operation that it runs, with its program, its run and its device; on CPUs it does so in the threads that run it.
+At any moment several things may happen. The time then belongs to
+
+1. the operations and the functions of the host that are at work, in equal parts;
+2. if there are none, the exchanges between devices;
+3. else, in the middle of a program, the operation that comes next: the time to launch it;
+4. else what the host does: transfers, or Python;
+5. else, while the host waits too, to nobody.
+
+So each moment counts once, and what is hidden behind computation costs nothing.
+"""
+
+import collections
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from msrl_jax.fragments.graph.host_calls import IN_TRACES
+
+WINDOW = f"{IN_TRACES}window"
+Key: TypeAlias = tuple[str, str]
+"""A phase, and the fragment in it."""
+
+WORKING, EXCHANGING, LAUNCHING, MOVING, DRIVING, IDLE = range(6)
+
+
+class Span(NamedTuple):
+    """Something that happened, from `start` to `end` in seconds since the trace began."""
+
+    start: float
+    end: float
+    name: str  # of the operation; of the host's time what follows the prefix
+    program: str = ""  # the name of the operation's program; empty for the host's time
+    run: tuple[Any, ...] = ()  # the run of that program, on one device
+    thread: str = ""
+
+
+class Activity(NamedTuple):
+    """A time at which something was at work, or ready to."""
+
+    start: float
+    end: float
+    level: int
+    key: Key
+
+
+def record(run: Callable[[], Any]) -> tuple[list[Span], int]:
+    """Traces a function; gives the spans in its time, and the number of events that were traced for them.
+
+    Raises:
+      RuntimeError: if another trace is being made, or none is written.
+      OSError: if the trace cannot be written, such as to a full disk.
+    """
+    options: Any = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    with tempfile.TemporaryDirectory(prefix="msrl-jax-trace-") as folder:
+        with _tracing(folder, options), jax.profiler.TraceAnnotation(WINDOW):
+            run()
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise RuntimeError("jax.profiler wrote no trace; is another profiler at work?")
+        return _spans(jax.profiler.ProfileData.from_file(str(files[-1])))
+
+
+@contextlib.contextmanager
+def _tracing(folder: str, options: Any) -> Iterator[None]:
+    try:
+        jax.profiler.start_trace(folder, profiler_options=options)
+    except RuntimeError as error:
+        raise RuntimeError(f"a profile needs jax.profiler for itself: {str(error).rstrip('.')}. End the other one") from error
+    try:
+        yield
+    finally:
+        try:
+            jax.profiler.stop_trace()
+        except jax.errors.JaxRuntimeError as error:
+            raise OSError(
+                f"the trace cannot be written to {folder}: {error}. JAX makes no other one in this process; begin again with a "
+                "folder that has more space, TMPDIR=..."
+            ) from error
+
+
+def _spans(data: Any) -> tuple[list[Span], int]:
+    found: list[Span] = []
+    number, window = 0, (0.0, 0.0)
+    for plane in data.planes:
+        lines = list(plane.lines)
+        ours = [line for line in lines if line.name == "XLA Ops"] or lines  # else accelerators say everything several times
+        for line in ours:
+            for event in line.events:
+                number += 1
+                start = event.start_ns * 1e-9
+                end, name = start + event.duration_ns * 1e-9, event.name
+                if name.startswith(IN_TRACES):
+                    if name == WINDOW:
+                        window = start, end
+                    found.append(Span(start, end, name.removeprefix(IN_TRACES), thread=line.name))
+                    continue
+                stats = dict(event.stats)
+                if (program := stats.get("hlo_module")) and (op := stats.get("hlo_op")):
+                    run = (program, stats.get("run_id"), stats.get("device_ordinal", plane.name))
+                    found.append(Span(start, end, str(op), str(program), run, line.name))
+    inside = [
+        x._replace(start=max(x.start, window[0]) - window[0], end=min(x.end, window[1]) - window[0])
+        for x in found if x.end > window[0] and x.start < window[1]
+    ]  # fmt: skip
+    return inside, number
+
+
+def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] | None]) -> Iterator[Activity]:
+    """What is at work when.
+
+    Args:
+      spans: what a trace has.
+      key_of: the level and the key of an operation; None for those that only hold others, such as loops.
+    """
+    runs: dict[tuple[Any, ...], list[tuple[float, float, Key]]] = collections.defaultdict(list)
+    for span in spans:
+        if span.program:
+            if (whose := key_of(span)) is not None:
+                yield Activity(span.start, span.end, *whose)
+                runs[span.run].append((span.start, span.end, whose[1]))
+        elif span.name == "transfer":
+            yield Activity(span.start, span.end, MOVING, ("transfer", ""))
+        elif span.name.startswith("host "):
+            yield Activity(span.start, span.end, WORKING, ("simulation", span.name.removeprefix("host ")))
+    for (_, number, _), operations in runs.items():
+        if number is None:
+            continue  # where a run ends and the next begins is not known
+        operations.sort()
+        reached = operations[0][0] if operations else 0.0
+        for start, end, key in operations:
+            if start > reached:
+                yield Activity(reached, start, LAUNCHING, key)
+            reached = max(reached, end)
+    window = next(span for span in spans if span.name == "window")
+    waits = sorted((span.start, span.end) for span in spans if span.name == "wait")
+    reached = window.start
+    for start, end in [*waits, (window.end, window.end)]:
+        if start > reached:
+            yield Activity(reached, start, DRIVING, ("Python", ""))
+        reached = max(reached, end)
+
+
+def divided(found: Sequence[Activity], seconds: float) -> dict[tuple[int, Key], float]:
+    """The time of each key at each level; with that of `("idle", "")`, the whole time.
+
+    Args:
+      found: activities, from 0 to `seconds`.
+      seconds: the whole time.
+    """
+    changes = sorted([(x.start, 1, x.level, x.key) for x in found] + [(x.end, -1, x.level, x.key) for x in found])
+    active: list[dict[Key, int]] = [{} for _ in range(IDLE)] + [{("idle", ""): 1}]
+    totals: dict[tuple[int, Key], float] = collections.defaultdict(float)
+    now = 0.0
+    for at, change, level, key in [*changes, (seconds, 0, IDLE, ("idle", ""))]:
+        if at > now:
+            first = next(level for level, counts in enumerate(active) if counts)
+            share = (at - now) / sum(active[first].values())
+            for each, count in active[first].items():
+                totals[first, each] += share * count
+            now = at
+        left = active[level].get(key, 0) + change
+        if left:
+            active[level][key] = left
+        else:
+            active[level].pop(key, None)
+    return dict(totals)
+
+
+def without_overhead(
+    times: Mapping[tuple[int, Key], float], operations: Mapping[Key, int], overhead: float
+) -> dict[Key, float]:
+    """The time of each key without what tracing took.
+
+    A trace names an operation before the operation starts. So what it took is taken off the time to launch operations, equally
+    for each; what is more than that, off all else that is not idle as the same part of its time.
+
+    Args:
+      times: the time of each key at each level.
+      operations: the number of operations of each key.
+      overhead: what tracing took, in all.
+    """
+    launching = {key: x for (level, key), x in times.items() if level == LAUNCHING}
+    while overhead > 1e-12 and (total := sum(operations[key] for key, x in launching.items() if x > 0)):
+        taken = {key: min(x, overhead * operations[key] / total) for key, x in launching.items() if x > 0}
+        launching = {key: x - taken.get(key, 0.0) for key, x in launching.items()}
+        overhead -= sum(taken.values())
+    traced = sum(x for (level, _), x in times.items() if level not in (LAUNCHING, IDLE))
+    part = 1 - min(overhead / traced, 1.0) if traced else 1.0
+    left: dict[Key, float] = collections.defaultdict(float)
+    for (level, key), x in times.items():
+        left[key] += launching[key] if level == LAUNCHING else x if level == IDLE else x * part
+    return dict(left)
+
+
+def in_perfetto(events: Sequence[tuple[Span, Key | None]]) -> dict[str, Any]:
+    """A trace in the JSON form that Perfetto and Chrome read: a track for each thread, operations by fragment and phase."""
+    threads = list(dict.fromkeys(span.thread for span, _ in events))
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": name}} for i, name in enumerate(threads)
+    ]
+    for span, key in events:
+        phase, fragment = key or ("", "")
+        about = {"phase": phase, "fragment": fragment, "program": span.program}
+        rows.append({
+            "ph": "X", "name": f"{fragment}: {span.name}" if fragment else span.name, "cat": phase or "host", "pid": 1,
+            "tid": threads.index(span.thread), "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
+            "args": {name: x for name, x in about.items() if x},
+        })  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": rows}

@@ -1,0 +1,220 @@
+"""`policy="auto"`: the synchronous policy whose iterations take the least time, by a short calibration of each.
+
+Policies without staleness and lossy codecs compute the same mathematics, so the choice changes how long training takes, and the
+numbers only by float rounding. Every candidate is compiled and runs a few iterations of a state that is thrown away.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from msrl_jax import policies as registry
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.fragments import codecs
+from msrl_jax.fragments.passes.apply_policy import check_devices
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.runtime.memory import is_planned
+from msrl_jax.fragments.runtime.timing import Prediction, check_delay
+from msrl_jax.fragments.support.terminal import paragraph, table
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.policies.base import spec
+from msrl_jax.run.experiment.spec import Experiment
+
+_CLOSE = 1.1
+"""Policies whose predictions are within this factor are not told apart; on a busy machine measurements vary by more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A policy that could run the experiment.
+
+    Attributes:
+      policy: the policy.
+      prediction: what an iteration takes; None if the policy cannot run it.
+      compile_seconds: time to compile it.
+      refusal: why it cannot run it; empty if it can.
+    """
+
+    policy: DistributionPolicy
+    prediction: Prediction | None
+    compile_seconds: float = 0.0
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The policy with the lowest predicted time, and what the others would take.
+
+    Attributes:
+      policy: the policy.
+      alternatives: all candidates, the fastest first, then those that cannot run the experiment.
+      reason: why, in a sentence.
+    """
+
+    policy: DistributionPolicy
+    alternatives: tuple[Alternative, ...]
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as plain data, ready for JSON."""
+
+        def row(a: Alternative) -> dict[str, Any]:
+            return dataclasses.asdict(a) | {"policy": spec(a.policy)}
+
+        return {"policy": spec(self.policy), "reason": self.reason, "alternatives": [row(a) for a in self.alternatives]}
+
+    def __str__(self) -> str:
+        """The reason, and a table of the alternatives."""
+        head = ["policy", "ms/iteration", "programs, ms", "transfers, ms", "host, ms", "compile, s"]
+        rows = []
+        for a in self.alternatives:
+            if (p := a.prediction) is not None:
+                programs = ", ".join(f"{name} {_short(1e3 * seconds)}" for name, seconds in p.programs.items())
+                moved = f"{_short(1e3 * p.transfers)} ({p.exchanges})" if p.exchanges else "-"
+                times = [_short(1e3 * p.seconds), programs, moved, _short(1e3 * p.dispatch), f"{a.compile_seconds:.1f}"]
+                rows.append([spec(a.policy), *times])
+        refused = [line for a in self.alternatives if a.refusal for line in paragraph(f"{spec(a.policy)}: {a.refusal}")]
+        return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refused])
+
+
+@entry
+def choose_policy(
+    experiment: Experiment,
+    *,
+    devices: Sequence[Device] | None = None,
+    policies: Sequence[str | DistributionPolicy] | None = None,
+    delay: float = 0.0,
+    note: Callable[[str], None] = lambda line: None,
+) -> Choice:
+    """Chooses the policy with the lowest predicted time of an iteration.
+
+    Candidates that cannot run the experiment, or would change what is learned (by staleness, or by a codec that loses
+    precision), are listed with the reason.
+
+    Args:
+      experiment: the run.
+      devices: the devices for the policies; all if None.
+      policies: the candidates; if None, all of the package and of `register` that need no parameters. On one device they are
+        measured only if they are given: there is nothing to cross.
+      delay: seconds that a transfer between placements takes longer than here, such as over a network. Collectives inside of
+        programs are as they are here.
+      note: called with a line of text before a candidate is measured; an exception of it ends the measurement.
+
+    Returns:
+      The choice.
+
+    Raises:
+      ValueError: if nothing can be measured: simulators on the host would be stepped, several processes would measure
+        different times, planned devices are not there, or no candidate can run the experiment.
+    """
+    if not isinstance(experiment, Experiment) or isinstance(policies, str):
+        raise TypeError("choose_policy takes an Experiment, and policies as a list: [\"GPUOnly\", \"Central\"]")
+    check_delay(delay)
+    _check_measurable(experiment, devices)
+    candidates = _candidates() if policies is None else list(map(registry.get, policies))
+    if not candidates:
+        raise ValueError('policy="auto" has no candidate; name at least one policy')
+    if policies is None and len(jax.devices() if devices is None else devices) == 1:
+        usual = registry.get(experiment.usual_policy)
+        return Choice(usual, (Alternative(usual, None),), f"{spec(usual)}: on one device nothing crosses, in one program")
+    measured = []
+    for policy in {spec(p): p for p in candidates}.values():
+        note(f"measuring {spec(policy)}")
+        measured.append(_measured(experiment, policy, devices, delay))
+    known = sorted((a for a in measured if a.prediction), key=_seconds)
+    if not known:
+        refused = "; ".join(f"{spec(a.policy)}: {a.refusal}" for a in measured)
+        raise ValueError(f'policy="auto" found no policy that can run this: {refused}')
+    return Choice(known[0].policy, (*known, *(a for a in measured if not a.prediction)), _reason(known, delay))
+
+
+def is_auto(policy: object) -> bool:
+    """Whether a policy is to be chosen; case is ignored, as in the names of policies."""
+    return isinstance(policy, str) and policy.lower() == "auto"
+
+
+def resolved(
+    policy: str | DistributionPolicy,
+    experiment: Experiment,
+    devices: Sequence[Device] | None,
+    say: Callable[[str], Any],
+    stop: Callable[[], str],
+) -> DistributionPolicy:
+    """The policy itself, or the chosen one if it is "auto".
+
+    `say` is called with lines of text about the choice. If `stop` has a reason, KeyboardInterrupt ends the measurement.
+    """
+    if not is_auto(policy):
+        return registry.get(policy)
+
+    def note(line: str) -> None:
+        if reason := stop():
+            raise KeyboardInterrupt(f"{reason}, while a policy was chosen, so nothing was trained")
+        say(f"policy auto: {line}")
+
+    choice = choose_policy(experiment, devices=devices, note=note)
+    say(f"policy {choice.reason}")
+    return choice.policy
+
+
+def _candidates() -> list[DistributionPolicy]:
+    """The registered policies that need no parameters."""
+    found = []
+    for name in registry.names():
+        needed = inspect.signature(registry.POLICIES[name]).parameters.values()
+        if all(p.default is not p.empty for p in needed):
+            found.append(registry.get(name))
+    return found
+
+
+def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) -> None:
+    name = "name a policy instead"
+    given = () if devices is None else check_devices(devices)
+    if is_on_host(experiment.environment):
+        raise ValueError(
+            f'policy="auto" cannot know how long {experiment.env_name} takes without stepping its simulators, which would not '
+            f"be as new afterwards; {name}: {experiment.usual_policy} is usual for simulators on the host"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f'policy="auto" measures in one process, and each of {jax.process_count()} would measure other times; {name}'
+        )
+    if missing := [d for d in given if is_planned(d)]:
+        raise ValueError(f'policy="auto" cannot measure devices that are not there, such as {missing[0]}; {name}')
+
+
+def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, delay: float) -> Alternative:
+    try:
+        program = experiment.compile(policy, devices)
+        if program.layout.staleness or not all(codecs.get(edge.codec).lossless for edge in program.layout.codecs):
+            why = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
+            return Alternative(policy, None, refusal=f"it {why}, which changes what is learned; name it as the policy")
+        prediction = program.predict(experiment.start(program), delay=delay)
+    except Exception as error:  # of any policy of a user's
+        return Alternative(policy, None, refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return Alternative(policy, prediction, program.compile_seconds)
+
+
+def _seconds(alternative: Alternative) -> float:
+    assert alternative.prediction is not None
+    return alternative.prediction.seconds
+
+
+def _short(number: float) -> str:
+    """Three digits, or a whole number."""
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def _reason(known: Sequence[Alternative], delay: float) -> str:
+    best, *others = known
+    least = _seconds(best)
+    more = f", if transfers take {1e3 * delay:g} ms longer" if delay else ""
+    text = f"{spec(best.policy)}: {_short(1e3 * least)} ms per iteration{more}"
+    if others:
+        text += "; " + ", ".join(f"{spec(a.policy)} {_short(_seconds(a) / least)} times as long" for a in others)
+    if close := [spec(a.policy) for a in others if _seconds(a) < _CLOSE * least]:
+        text += f". A short measurement does not tell it from {' and '.join(close)}"
+    return text

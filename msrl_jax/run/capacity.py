@@ -1,0 +1,27 @@
+"""How many runs of one program the memory of the devices holds, side by side."""
+
+from collections.abc import Sequence
+
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
+from msrl_jax.run.experiment.spec import Experiment
+
+HEADROOM = 0.8  # part of the memory to plan with; programs of initial states and evaluations need some, too
+
+
+def memory_of(
+    experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
+) -> tuple[int, int, int | None]:
+    """The number of such experiments that fit side by side; the bytes of one with all its seeds, and of the memory if known.
+
+    Where memory is scarcest, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
+    """
+    program = experiment.compile(policy, devices)
+    held = program.state_bytes
+    parts = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
+    within = temporary_bytes(program.traced.jaxpr.jaxpr) // parts
+    found = []
+    for memory in sharing_memory(held):
+        limit, needed = device_memory(memory), sum(2 * held[device] + within for device in memory)
+        found.append((max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit))
+    return min(found, key=lambda each: each[0])

@@ -1,0 +1,1 @@
+"""The folder of a run: its files, its checkpoints, and how a run resumes."""

@@ -1,0 +1,330 @@
+"""Checkpoints: the whole state of a run on disk, written in the background while training goes on.
+
+    checkpoints/000000001200/            after 1,200 iterations: Orbax, whose entries are named by pytree path
+    checkpoints/000000001200/run.json    the host's part of the state, and the SHA-256 of every other file
+
+`run.json` is written last, beside and renamed. A folder without it is incomplete; a file that differs from its sum is damaged.
+A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoint can be read onto any devices.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.runtime.crossing import key_impl
+from msrl_jax.fragments.support.checks import parse_json
+from msrl_jax.run.disk.folder import CHECKPOINTS, SUMMARY, write_json
+from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
+
+SEAL = "run.json"
+_DIGITS = 12
+_OURS = re.compile(rf"\d{{{_DIGITS}}}(\.orbax-checkpoint-tmp.*)?")
+
+
+class CheckpointError(RunFolderError):
+    """A checkpoint is missing, incomplete or damaged, or belongs to another run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path  # its folder
+    iteration: int  # training iterations done
+    progress: Mapping[str, Any]  # the host's part of the state, as plain data; empty if its seal is not sound
+    score: float | None  # the run's measure of success at that time, if it has one; more is better
+    is_readable: bool = True  # whether its seal is sound
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _by_itself() -> Any:
+    """Options with which Orbax reads and writes in this process without waiting for others."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}")
+
+
+def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
+    named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
+    return named + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, and keeps the newest ones and the best one."""
+
+    def __init__(self, path: Path, keep: int):
+        """Removes what a killed run left incomplete; no other process may write to the folder."""
+        self._folder, self._keep = path / CHECKPOINTS, keep
+        _errors_only_raised()
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs are compiled
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._remove_incomplete()
+
+    def _remove_incomplete(self) -> None:
+        """Removes what a process that was killed, or a write that failed, has left; nothing is being written meanwhile."""
+        for folder in self._folder.glob("*") if self._folder.is_dir() else ():
+            if _OURS.fullmatch(folder.name) and not (folder / SEAL).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
+    ) -> None:
+        """Starts to write a checkpoint; waits for the one before."""
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        path = self._folder / f"{iteration:0{_DIGITS}}"
+        if (path / SEAL).exists():
+            return
+        self._remove_incomplete()
+        named = [(name, jax.random.key_data(x) if _is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
+        # Of several processes, only this one writes: its arrays are on the host.
+        entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
+        try:
+            with _as_os_error(path):
+                self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
+                # One for each checkpoint, because it would raise a part of its errors at later ones.
+                checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+                checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
+        except OSError:
+            self._remove_incomplete()
+            raise
+        seal = {"iteration": iteration, "score": score, "progress": dict(progress)}
+        self._pending = self._worker.submit(self._finish, checkpointer, path, seal)
+
+    def _finish(self, checkpointer: Any, path: Path, seal: dict[str, Any]) -> None:
+        try:
+            with _as_os_error(path):
+                checkpointer.close()
+                checkpointer.check_for_errors()
+                seal = to_json(seal | {"files": _sums(path)})
+                write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
+        except BaseException:
+            self._remove_incomplete()
+            raise
+        self._prune()
+
+    def set_aside(self, after: int) -> None:
+        """Renames checkpoints newer than the one that the run goes on from: damaged ones, or with nan or infinities."""
+        for saved in complete(self._folder.parent):
+            if saved.iteration > after:
+                other = saved.path.with_name(f"{saved.path.name}.damaged")
+                shutil.rmtree(other, ignore_errors=True)
+                saved.path.rename(other)
+
+    def _prune(self) -> None:
+        found = [c for c in complete(self._folder.parent) if c.is_readable]
+        kept = best(found)
+        for old in found[self._keep :]:
+            if old != kept:
+                (old.path / SEAL).unlink(missing_ok=True)  # from now on it is incomplete
+                shutil.rmtree(old.path, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the background work; a checkpoint that is being written is finished."""
+        self._worker.shutdown()
+
+
+def _sum(seal: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in seal.items() if name != "sum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint but the seal."""
+    sums = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != SEAL and not p.name.startswith(f".{SEAL}.")):
+        with file.open("rb") as stream:
+            sums[file.relative_to(path).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return sums
+
+
+@contextlib.contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+    """Turns errors of the storage library into an OSError that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # what the system says; the rest is pages of paths
+        reason = os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300] or type(error).__name__
+        raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of a log tells more than the errors that the storage library raises."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
+
+
+@functools.cache
+def _errors_only_raised() -> None:
+    """From now on, the storage library does not also print, in hundreds of lines, the errors that it raises."""
+    hook = sys.unraisablehook
+
+    def unraisable(error: Any) -> None:  # when a write has failed, those that end after it find that no one waits
+        if error.exc_type is not RuntimeError or str(error.exc_value) != "Event loop is closed":
+            hook(error)
+
+    sys.unraisablehook = unraisable
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def complete(path: Path) -> list[Checkpoint]:
+    """Finds the complete checkpoints of a run."""
+    found = []
+    for folder in sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True):
+        if not (folder / SEAL).exists():
+            continue
+        try:
+            seal = _read_seal(folder)
+            found.append(Checkpoint(folder, seal["iteration"], seal["progress"], seal["score"]))
+        except CheckpointError:
+            found.append(Checkpoint(folder, int(folder.name), {}, None, is_readable=False))
+    return found
+
+
+def best(found: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint with the highest score, the newest one of several; None if none has a score."""
+    return max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
+
+
+def _read_seal(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's seal; raises CheckpointError if it is damaged."""
+    try:
+        seal = parse_json((path / SEAL).read_text())
+        sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fact = f"{SEAL} cannot be read ({type(error).__name__}: {error})"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {fact}") from error
+    if not sound:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {SEAL} is not what was written")
+    return seal
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if a file of a checkpoint is missing, or is not what was written."""
+    wanted = _read_seal(checkpoint.path)["files"]
+    try:
+        have = _sums(checkpoint.path)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: it cannot be read ({error})") from error
+    wrong = sorted(name for name in wanted if have.get(name) != wanted[name])
+    if wrong:
+        what = "is missing" if wrong[0] not in have else "is not what was written"
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {wrong[0]} {what}")
+
+
+def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """Finds the newest whole checkpoint, if there is one; calls `note` with a sentence about each damaged one passed over."""
+    problems = []
+    for checkpoint in complete(path):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            if (checkpoint.path / SEAL).exists():  # else the process that writes it has just deleted it
+                problems.append(str(error))
+            continue
+        for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
+            note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
+        return checkpoint
+    if problems := problems or _unsealed(path, -1):
+        raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
+    return None
+
+
+def _unsealed(path: Path, after: int) -> list[str]:
+    """What is wrong with the checkpoints without a seal after an iteration, if the run has ended; else one is being written."""
+    folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
+    lost = [folder for folder in folders if int(folder.name) > after and not (folder / SEAL).exists()]
+    return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
+
+
+def load(
+    checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Reads a checkpoint onto any devices: its state and registers.
+
+    `like` and `registers` have the saved shapes and dtypes; `shardings` has one for each leaf of both, None takes one device
+    for all. CheckpointError names the first difference from what was saved.
+    """
+    import orbax.checkpoint as ocp
+
+    named = _named(like, registers)
+    places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(named) if shardings is None else shardings
+    wanted = {}
+    for (name, leaf), place in zip(named, places, strict=True):
+        data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        if np.size(data):
+            if _is_key(leaf) and isinstance(place, NamedSharding):  # the data of keys have one more dimension than the keys
+                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
+            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
+    try:
+        with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
+            saved: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
+            _check_entries(checkpoint.path, saved, wanted)
+            entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
+
+    def restored(name: str, leaf: Any, place: Any) -> jax.Array:
+        data = entries.get(name)
+        if data is None:
+            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
+        return jax.random.wrap_key_data(data, impl=key_impl(leaf)) if _is_key(leaf) else data
+
+    leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
+    tree = jax.tree.structure(like)
+    return jax.tree.unflatten(tree, leaves[: tree.num_leaves]), tuple(leaves[tree.num_leaves :])
+
+
+def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name not in saved or name not in wanted:
+            where = "only in the checkpoint" if name in saved else "not in the checkpoint"
+            raise CheckpointError(
+                f"the checkpoint {path} does not fit: {name} is {where}; was it written by another version, or from another "
+                "environment or config?"
+            )
+        have, want = saved[name], wanted[name]
+        if tuple(have.shape) != want.shape or have.dtype != want.dtype:
+            raise CheckpointError(
+                f"the checkpoint {path} does not fit: {name} is {have.dtype}{list(have.shape)} there and "
+                f"{want.dtype}{list(want.shape)} here; was it written from another environment or config?"
+            )

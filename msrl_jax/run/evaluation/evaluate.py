@@ -1,0 +1,332 @@
+"""Acting outside the training loop, and evaluation: greedy episodes, one per environment, so that short ones count once."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
+from msrl_jax.envs.masks import check_played, mask_of, observation_type
+from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized, with_source
+from msrl_jax.fragments.graph.host_calls import host_errors
+from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.run import processes
+from msrl_jax.run.evaluation.history import decimals
+
+MAX_STEPS = 10_000
+MOST_SHOWN = 4  # metrics of an environment in a line of text
+
+
+@dataclasses.dataclass(frozen=True)
+class Behavior:
+    """The behavior of an agent on raw observations.
+
+    A state may be large (replay buffers) and on several meshes, but acting needs only a small part. `take` copies this part
+    to one device, and `act_with_carry` computes from it.
+    """
+
+    agent: Agent  # of one run
+    env: Environment
+    follows: bool = True  # whether parameters of the environment are drawn as a state says, or as `env` does
+
+    def elsewhere(self, env_params: GivenParams) -> "Behavior":
+        """The same behavior where parameters of the environment are drawn from something else; the defaults if it is empty."""
+        env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
+        return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
+
+    def source(self, state: Any) -> ParamSource | tuple[()]:
+        """What a state of one run draws the parameters of its environments from now; `()` for what `env` draws them from."""
+        return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
+
+    def initial_carry(self, num_envs: int) -> Any:
+        """The carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
+        return self.agent.initial_carry(num_envs)
+
+    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Chooses actions for raw observations, both `[E, ...]`; gives them and the carry for the next step, which is
+        `initial_carry` at the start of an episode. None as the key takes the most probable actions."""
+        return self.agent.act(state, self.agent.env.observe(innermost(state).env_state, obs), key, carry)
+
+    def probabilities(self, state: Any, obs: Any) -> jax.Array:
+        """The probabilities of discrete actions, or of the values of every integer of an action."""
+        if self.agent.is_recurrent:
+            raise ValueError(
+                "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
+                "actions with act_with_carry"
+            )
+        if self.agent.probabilities is None:
+            raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
+        return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
+
+    def batched(self, obs: Any) -> tuple[Any, bool]:
+        """Checks raw observations."""
+        kind = self.observation_type
+        if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
+            raise ValueError(
+                f"{env_name(self.env)} names its legal actions; give them with the observation: "
+                "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
+                if isinstance(kind, MaskedObservation)
+                else f"{env_name(self.env)} names no legal actions; give the observation without an action_mask"
+            )
+        obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
+        shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
+        single = shapes == wanted
+        if not single and [s[1:] for s in shapes] != wanted:
+            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
+        if not single and len({s[0] for s in shapes} | {0}) != 2:
+            raise ValueError(f"obs has shape {shapes}; give a batch of at least one observation, of equal length in all parts")
+        if single:
+            obs = jax.tree.map(lambda x: x[None], obs)
+        if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
+            number = np.argwhere(~mask.any(-1))[0].tolist()
+            raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
+        return obs, single
+
+    def checked_carry(self, carry: Any, count: int) -> Any:
+        """The carry of a number of observations, that at the start of an episode for None."""
+        fresh = self.initial_carry(count)
+        carry = fresh if carry is None else carry
+        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
+        if shapes != wanted:
+            raise ValueError(
+                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
+                "last call returned, or None at the start of an episode"
+            )
+        return carry
+
+    @functools.cached_property
+    def state_type(self) -> Any:
+        """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
+        return jax.eval_shape(lambda: self.agent.with_data(self.agent.init(jax.random.key(0))))
+
+    @functools.cached_property
+    def observation_type(self) -> Any:
+        """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
+        return observation_type(self.env)
+
+    @functools.cached_property
+    def _needed(self) -> tuple[bool, ...]:
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
+        carry = self.initial_carry(1)
+        keys = None, jax.random.key(0)
+        both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]  # noqa: E731
+        jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
+        used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        sources = in_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
+        return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))
+
+    def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
+        """Copies the leaves of `state` that acting needs to one device."""
+        flat = jax.tree.leaves(state)
+        if any(self._needed[len(flat) :]):  # an algorithm's own state, without the numbers of its member
+            raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
+        leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
+        if device is None:
+            at_hand = bool(leaves) and jax.process_count() == 1
+            device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
+        return jax.device_put(leaves, device)
+
+    @property
+    def taken(self) -> list[jax.ShapeDtypeStruct]:
+        """The leaves of one run that `take` copies."""
+        return [t for t, needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if needed]
+
+    def restore(self, leaves: list[jax.Array]) -> Any:
+        """Rebuilds a state from the leaves of `take`; the other leaves are zeros. Call it under `jit`."""
+
+        def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+
+        kept, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
+        pairs = zip(types, self._needed, strict=True)
+        return jax.tree.unflatten(tree, [next(kept) if needed else zeros(t) for t, needed in pairs])
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The episodes of one evaluation.
+
+    Attributes:
+      returns: undiscounted sum of the raw rewards of every episode, of all agents. shape=[episodes] or [M, episodes],
+        dtype=float32
+      lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
+      finished: whether the episode ended (terminated or truncated) within `max_steps`; otherwise its return is the return of
+        its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      agent_returns: the same sum for each of several agents; None for one agent. shape=[episodes, A] or [M, episodes, A],
+        dtype=float32
+      team_returns: name -> the sum over the agents of a team; empty unless there are several teams. shape=[episodes] or
+        [M, episodes], dtype=float32
+      metrics: name -> the metric of the environment over each episode, or its first steps. shape=[episodes] or [M, episodes],
+        dtype=float32
+    """
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    finished: np.ndarray
+    agent_returns: np.ndarray | None = None
+    team_returns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
+    metrics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
+
+    @property
+    def mean_return(self) -> float | np.ndarray:
+        """Mean return over the episodes; an array `[M]` for `M` members."""
+        return _mean(self.returns)
+
+    @property
+    def mean_length(self) -> float | np.ndarray:
+        """Mean length over the episodes; an array `[M]` for `M` members."""
+        return _mean(self.lengths)
+
+    @property
+    def means(self) -> dict[str, float | np.ndarray]:
+        """The columns of a history: `eval_return`, `eval_length`, `eval_return/TEAM` of several teams, `eval_METRIC`."""
+        teams = {f"eval_return/{team}": _mean(returns) for team, returns in self.team_returns.items()}
+        metrics = {f"eval_{name}": _mean(values) for name, values in self.metrics.items()}
+        return {"eval_return": self.mean_return, "eval_length": self.mean_length, **teams, **metrics}
+
+    def __repr__(self) -> str:
+        parts = {f"of {team}": returns for team, returns in self.team_returns.items()}
+        if self.agent_returns is not None and not parts:
+            parts["of each agent"] = np.moveaxis(self.agent_returns, -1, -2)
+        shown = "".join(f", {of} {_spread(returns)}" for of, returns in parts.items())
+        cut = int((~self.finished).sum())
+        measured = "".join(f", {name} {_spread(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
+        measured += ", ..." * (len(self.metrics) > MOST_SHOWN)
+        note = f", {cut} cut off at max_steps" if cut else ""
+        return (
+            f"Evaluation({self.returns.shape[-1]} episodes: return {_spread(self.returns)}{shown}, "
+            f"length {_fixed(self.mean_length, 1)}{measured}{note})"
+        )
+
+
+def _mean(values: np.ndarray) -> float | np.ndarray:
+    mean = np.mean(values, axis=-1, dtype=np.float64)
+    return mean if np.ndim(mean) else float(mean)
+
+
+def _spread(returns: np.ndarray) -> str:
+    mean, spread = _mean(returns), np.std(returns, axis=-1, dtype=np.float64)
+    digits = decimals(mean, spread)
+    return f"{_fixed(mean, digits)} ± {_fixed(spread, digits)}"
+
+
+def _fixed(values: float | np.ndarray, digits: int) -> str:
+    if not np.ndim(values):
+        return f"{values:.{digits}f}"
+    return f"[{', '.join(_fixed(value, digits) for value in np.asarray(values))}]"
+
+
+class _Episodes(NamedTuple):
+    """The episodes of an evaluation; `running` marks episodes that have not ended."""
+
+    step: jax.Array
+    env_state: Any
+    obs: Any
+    carry: Any
+    agent_returns: Any
+    returns: jax.Array
+    lengths: jax.Array
+    running: jax.Array
+    metrics: EpisodeMetrics | tuple[()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Plays greedy episodes."""
+
+    behavior: Behavior
+    play: Fitting  # maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`
+    env: VectorEnvironment  # the environments that it plays in
+
+    @property
+    def teams(self) -> Mapping[str, tuple[int, ...]]:
+        """The indices of the agents of each team, if there are several teams."""
+        teams = getattr(self.behavior.agent.env, "teams", {})
+        return teams if len(teams) > 1 else {}
+
+    def begin(self, state: Any, key: jax.Array) -> None:
+        """Has another thread compile the program for such a state and key."""
+        self.play.begin(self.behavior.take(state), key)
+
+    def __call__(self, state: Any, key: jax.Array) -> Evaluation:
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
+        return self.of(self.behavior.take(state), key)
+
+    def of(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
+        """Evaluates leaves that `Behavior.take` gave."""
+        with host_errors():
+            played = jax.device_get(self.play(leaves, key))
+        check_played(self.behavior.env, played["returns"])
+        teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
+        values = played.pop("metrics", None)
+        measured = {name: values[..., k] for k, name in enumerate(metrics_of(self.env))}
+        return Evaluation(**played, team_returns=teams, metrics=measured)
+
+
+def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS) -> Evaluator:
+    """Makes an evaluator that plays greedy episodes in parallel on one device, each in an environment of its own.
+
+    If `members`, states and keys have a leading dimension `M`. The evaluator compiles once.
+    """
+    episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
+    copies, several = vectorize(behavior.env, episodes), has_agents(behavior.env)
+
+    def play(leaves: list[jax.Array], key: jax.Array):
+        state = behavior.restore(leaves)
+        env = with_source(copies, behavior.source(state))
+        env_state, obs = env.reset(key)
+
+        def counted(e: _Episodes, t: Any) -> jax.Array:
+            known = None if several else episode_metrics.answered(t)
+            return e.running if known is None else e.running & known
+
+        def without_lost(e: _Episodes, t: Any) -> _Episodes:
+            """Begins again where simulators have lost an episode, truncated without an answer, as it is none in training."""
+            lost = e.running & t.truncated & ~t.terminated & ~t.present
+            keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)  # noqa: E731
+            carry = jax.tree.map(keep, behavior.initial_carry(episodes), e.carry)
+            zeros = [jax.tree.map(lambda x: keep(jnp.zeros_like(x), x), x) for x in (e.returns, e.lengths, e.metrics)]
+            return e._replace(carry=carry, **dict(zip(("returns", "lengths", "metrics"), zeros, strict=True)))
+
+        def step(e: _Episodes) -> _Episodes:
+            action, carry = behavior.act_with_carry(state, e.obs, e.carry)
+            env_state, t = env.step(e.env_state, action)
+            # The return of several agents is the sum of theirs, as in training.
+            reward = t.reward.sum(-1) if several else t.reward
+            agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
+            present = None if several else t.present  # some steps may have no answer
+            taken = e.running if present is None else e.running & present
+            ended = t.ended if present is None else t.ended & (present | t.terminated)
+            # An environment starts another episode after its first, which does not count. So nothing resets its carry.
+            after = _Episodes(
+                e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
+                e.lengths + taken, e.running & ~ended, episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),
+            )  # fmt: skip
+            return after if present is None else without_lost(after, t)
+
+        zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
+        start = _Episodes(
+            jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros((episodes, agents)) if several else (),
+            zeros, zeros.astype(jnp.int32), jnp.ones(episodes, bool),
+            episode_metrics.begin(env, episodes),
+        )  # fmt: skip
+        end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
+        played = {"returns": end.returns, "lengths": end.lengths, "finished": ~end.running}
+        played |= {"metrics": episode_metrics.so_far(env, end.metrics)} if end.metrics else {}
+        return played | {"agent_returns": end.agent_returns} if several else played
+
+    fits = Fitting(
+        jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
+        "Play fewer episodes; several evaluations with other seeds play as many in less memory",
+    )  # fmt: skip
+    return Evaluator(behavior, fits, copies)

@@ -1,0 +1,1 @@
+"""What a run computes: the experiment, its members and populations, and its plain data."""

@@ -1,0 +1,206 @@
+"""What widens a run: functions from agent to agent, whose states hold the one that they widen in the field `inner`.
+
+An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built in the trace, from a
+config whose tunable fields are numbers of the member's state.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.config import with_traced
+from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
+from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.replay import SHARD_AXIS
+from msrl_jax.run.evaluation.history import SKIPPED
+
+# Names of columns that a run adds to the metrics of its algorithm.
+RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
+UNRANKED = "the return is the sum over teams or players that oppose each other, and does not tell which member is better"
+
+_ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of what actors, environments and buffers compute
+
+
+class Member(NamedTuple):
+    """The state of a member whose config has numbers of its own."""
+
+    inner: Any  # the state of the agent
+    numbers: dict[str, jax.Array]  # by field of the config. shape=() each, dtype=float32
+
+
+def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
+    """An agent that finds the fields `names` of its config in its state, a `Member`; `init` takes a key and maybe numbers."""
+    agent = build(config)
+    note = (
+        f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
+        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, it should be declared "
+        "with field and not with tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
+    )
+
+    def of(numbers: Mapping[str, jax.Array]) -> Agent:
+        return build(with_traced(config, numbers))
+
+    def init(key: jax.Array, numbers: Mapping[str, jax.Array] | None = None) -> Member:
+        given = {name: getattr(config, name) for name in names} if numbers is None else numbers
+        own = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+        return Member(of(own).init(key), own)
+
+    def iteration(state: Member, progress: Progress) -> tuple[Member, Metrics]:
+        inner, metrics = of(state.numbers).iteration(state.inner, progress)
+        return Member(inner, state.numbers), metrics
+
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except BRANCHES as error:
+                error.add_note(note)
+                raise
+
+        return call
+
+    def of_state(name: str) -> Callable[..., Any]:
+        return explained(lambda state, *args: getattr(of(state.numbers), name)(state.inner, *args))
+
+    return dataclasses.replace(
+        agent, init=explained(init), iteration=explained(iteration), axes=Member(agent.axes, P()),  # type: ignore[arg-type]
+        act=of_state("act"), probabilities=None if agent.probabilities is None else of_state("probabilities"),
+    )  # fmt: skip
+
+
+def member_axes(axes: Any) -> Any:
+    """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
+    return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
+
+
+def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Agent:
+    """Independent members side by side, each of which computes the same as a run of its own.
+
+    The state and the metrics have a leading dimension `M`, but data have none, because all members share them; `act` and `env`
+    are those of one member. `init` takes keys `[M]`; `numbers`, `[M]` each, are given if `agent` is one `with_numbers`.
+    """
+    dims, axes = 0, member_axes(agent.axes)
+    if agent.data:
+        own = innermost(agent.axes)
+        of_own = own._replace(**{name: None if name in agent.data else 0 for name in own._fields})
+        dims = with_innermost(jax.tree.map(lambda _: 0, agent.axes), of_own)
+        axes = with_innermost(axes, innermost(axes)._replace(**{name: getattr(own, name) for name in agent.data}))
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        return jax.vmap(agent.iteration, in_axes=(dims, None), out_axes=(dims, 0))(state, progress)
+
+    return dataclasses.replace(
+        agent,
+        # One member after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
+        init=lambda keys: jax.lax.map(lambda x: agent.init(*x), (keys, numbers) if numbers else (keys,)),
+        iteration=iteration,
+        axes=axes,
+    )
+
+
+def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Applies a function to the leaves of run states `Counted` that have a dimension of members: all but the count."""
+    return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
+
+
+def numbers_only(agent: Agent, name: str) -> Agent:
+    """An agent that refuses metrics that are no numbers."""
+    if not isinstance(agent, Agent):
+        raise TypeError(f"algorithm {name!r}: build returned {shown(agent)}; return an msrl_jax.algorithms.Agent")
+    for number in ("steps_per_iteration", "updates_per_iteration"):
+        whole(f"algorithm {name!r}: Agent.{number}", getattr(agent, number), least=int(number.startswith("steps")))
+    if not hasattr(own := innermost(agent.axes), "_fields"):
+        raise TypeError(
+            f"algorithm {name!r} has axes of a {type(own).__name__}; its state is a NamedTuple, whose field 'inner', if it has "
+            "one, is the state of the agent that a transformation widens"
+        )
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        result = agent.iteration(state, progress)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise TypeError(f"algorithm {name!r}: its iteration returns a {type(result).__name__}; return (state, metrics)")
+        state, metrics = result
+        for metric, value in metrics.items():
+            dtype = getattr(value.total if isinstance(value, Mean) else value, "dtype", type(value))
+            if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {shown(value)}; metrics are real numbers")
+            if metric in RESERVED:
+                raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")
+        return state, metrics
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
+def skip_nonfinite(agent: Agent) -> Agent:
+    """An agent that keeps all that learners compute if an iteration makes it nan or infinite; counters and keys go on.
+
+    Running statistics of the environment are kept on their own: they do not depend on the learner, so actors do not wait for
+    it. Both are plain selections between the old and the new value, so every distribution policy computes the same.
+    """
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        after, metrics = agent.iteration(state, progress)
+        kept, dropped = _unless_finite(learned(agent, state), learned(agent, after))
+        after = with_learned(after, kept)
+        old, new = innermost(state), innermost(after)
+        if old.env_state != ():
+            statistics, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (old, new)))
+            after = with_innermost(after, new._replace(env_state=agent.env.with_statistics(new.env_state, statistics)))
+        return after, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
+def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
+    """The fields of a state, and of those within it, that learners compute: they hold floats and no environments or buffers."""
+
+    def is_learned(value: Any, of_value: Any) -> bool:
+        specs = jax.tree.leaves(of_value, is_leaf=lambda x: isinstance(x, P))
+        axes = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)) and not axes & _ELSEWHERE
+
+    skipped, found, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
+    level = 0  # of the outermost state
+    while True:
+        if not isinstance(state, Member | Scheduled):
+            own = {name: getattr(state, name) for name in state._fields if name not in skipped}
+            found |= {(level, name): x for name, x in own.items() if is_learned(x, getattr(axes, name))}
+        if "inner" not in state._fields:
+            return found
+        state, axes, level = state.inner, axes.inner, level + 1
+
+
+def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
+    """The state with other values of fields that `learned` found."""
+    own = {name: value for (at, name), value in fields.items() if at == level}
+    if "inner" in state._fields:
+        own["inner"] = with_learned(state.inner, fields, level + 1)
+    return state._replace(**own)
+
+
+def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:
+    """`new`, or `old` if `new` is not finite; and whether it is `old`."""
+    floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    bad = jnp.array([~jnp.isfinite(x).all() for x in floats]).any() if floats else jnp.bool(False)
+    return jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new), bad
+
+
+def fold_keys(state: Any, number: int) -> Any:
+    """Folds a number into every typed key of a state, so that all randomness is another one."""
+
+    def fold(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.vmap(lambda key: jax.random.fold_in(key_for("again", key), number))(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, state)

@@ -1,0 +1,345 @@
+"""Population based training: what it searches and how; exploit and explore as pure functions; the population that applies them.
+
+In the shape descriptions, `M` denotes the number of members.
+"""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import algorithms
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.transformations import Counted
+from msrl_jax.envs import param_distributions
+from msrl_jax.envs.param_distributions import Distribution, Ramp
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.support.checks import shown, suggestion, whole
+from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
+
+PARENT = "pbt/parent"  # the metric that tells whom each member copied at the last exploit; its own number if nobody
+FACTORS = 0.8, 1.2  # what perturbation multiplies a number by
+
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)  # the type of a hyper-parameter
+_WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resample")}
+_INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
+
+
+@entry
+@dataclasses.dataclass(frozen=True)
+class PBT:
+    """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): members copy better ones and change what they copy.
+
+    Every `every` iterations a member may take over parameters, state of the optimizer, statistics of the environment and
+    hyper-parameters of another one (exploit). If it does, it changes these hyper-parameters (explore). Environments, replay
+    buffers and keys stay its own.
+
+    Attributes:
+      search: field of the config -> `envs.uniform`, `envs.log_uniform` or `envs.choice`, also as text. Initial values are one
+        from each of `members` equally probable parts of it; explored ones stay in its range.
+      members: size of the population, `M`; usual: 8 to 80. Member `i` has the seed `seed + i`.
+      every: iterations between two exploits.
+      exploit: "truncation": a member of the worst `fraction` copies a random one of the best `fraction`. "tournament": every
+        member draws another one, and copies it if that is better.
+      fraction: share of the members that are replaced by truncation, at most a half; at least one is.
+      explore: "perturb" multiplies each hyper-parameter by 0.8 or 1.2, or moves to a neighboring option of a `choice`.
+        "resample" draws each anew with probability `resample_probability`, and keeps it otherwise.
+      resample_probability: probability of a new draw.
+      min_episodes: a member that has finished fewer episodes since it was last compared is not ready: it is neither replaced
+        nor copied, and the others do not wait for it.
+    """
+
+    search: Mapping[str, Distribution] = dataclasses.field(hash=False)
+    members: int = 8
+    every: int = 20
+    exploit: Literal["truncation", "tournament"] = "truncation"
+    fraction: float = 0.2
+    explore: Literal["perturb", "resample"] = "perturb"
+    resample_probability: float = 0.25
+    min_episodes: int = 1
+
+    def __post_init__(self):
+        if not isinstance(self.search, Mapping) or not self.search:
+            raise ValueError(
+                f"PBT.search={shown(self.search)}: name at least one field of the config, such as "
+                "search={'learning_rate': msrl.envs.log_uniform(1e-5, 1e-2)}"
+            )
+        for name, least in (("members", 2), ("every", 1), ("min_episodes", 1)):
+            object.__setattr__(self, name, whole(f"PBT.{name}", getattr(self, name), least))
+        for name, options in _WORDS.items():
+            if (word := getattr(self, name)) not in options:
+                near = suggestion(word, options) if isinstance(word, str) else ""
+                raise ValueError(f"PBT.{name}={word!r}{near}; use one of {', '.join(options)}")
+        for name, most in (("fraction", 0.5), ("resample_probability", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= most:
+                raise ValueError(f"PBT.{name}={value!r}: use a number above 0 and at most {most:g}")
+            object.__setattr__(self, name, float(value))
+        object.__setattr__(self, "search", {name: _distribution(name, x) for name, x in self.search.items()})
+
+    def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
+        """Checks the search for a config."""
+        kind, tunable = type(base).__name__, tunable_fields(type(base))
+        for name in self.search:
+            if name not in tunable:
+                fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
+                if name in {field.name for field in dataclasses.fields(base)}:
+                    fact = f"{name} of {kind} changes shapes or branches of the program"
+                raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
+        fixed = {name: value for name, value in overrides.items() if name not in self.search}
+        for name, value in overrides.items():
+            several = np.ndim(value) == 1 if isinstance(value, list | tuple | range | np.ndarray | jax.Array) else False
+            if name in self.search and not (several and len(value) == self.members):
+                raise ValueError(
+                    f"{name}={shown(value)}: PBT.search changes it; leave it out, or give the {self.members} initial values of "
+                    "the members"
+                )
+            if name in self.search:
+                self._check_initial(name, value)
+            elif name in tunable and several:
+                raise ValueError(
+                    f"{name}={shown(value)}: members differ in it, but PBT.search does not name it; add it there, or give one "
+                    "number"
+                )
+        for name, distribution in self.search.items():
+            for value in distribution.numbers:
+                try:
+                    algorithms.make(base, {**fixed, name: value})
+                except ValueError as error:
+                    raise ValueError(f"PBT.search: {in_words({name: value})} of {name}={distribution}: {error}") from None
+
+    def _check_initial(self, name: str, values: Any) -> None:
+        distribution = self.search[name]
+        options = np.asarray(distribution.numbers, np.float32)
+        for member, given in enumerate(values):
+            if not isinstance(given, numbers.Real | np.generic | jax.Array):
+                continue  # what is no number is refused with the other fields
+            value = np.float32(given)  # as members have it
+            if not options.min() <= value <= options.max() or (distribution.kind == "choice" and value not in options):
+                raise ValueError(
+                    f"{name}={value:g} of member {member} does not lie in PBT.search, {distribution}; give an initial value "
+                    "that does, or a wider range"
+                )
+
+    def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """The initial values of all members, `[M]` by field."""
+        random = np.random.default_rng([_INITIAL, seed])
+        found = {}
+        for name in sorted(self.search):
+            quantiles = (random.permutation(self.members) + random.random(self.members)) / self.members
+            kind, options = self.search[name].kind, np.asarray(self.search[name].numbers)
+            if kind == "choice":
+                values = options[(quantiles * len(options)).astype(int)]
+            else:
+                low, high = np.log(options) if kind == "log_uniform" else options
+                values = low + quantiles * (high - low)
+                values = np.clip(np.exp(values) if kind == "log_uniform" else values, *options)
+            found[name] = tuple(map(float, values.astype(np.float32)))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The specification as plain data, for `read`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"search": {name: param_distributions.text(x) for name, x in sorted(self.search.items())}}
+
+
+GivenPBT: TypeAlias = PBT | Mapping[str, Any] | str
+"""A specification; or its fields; or these as text, where every other name is a field of `search`:
+`"members=8,every=20,learning_rate=log_uniform:1e-5:1e-2"`."""
+
+
+def read(given: GivenPBT) -> PBT:
+    """Reads a specification."""
+    if isinstance(given, PBT):
+        return given
+    own = [field.name for field in dataclasses.fields(PBT)]
+    if isinstance(given, str):
+        wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
+        values = read_values(given, param_distributions.CALLS, wrong=wrong)
+        others = {name: x for name, x in values.items() if name not in own}
+        search = {name: x for name, x in others.items() if isinstance(x, Distribution) or not suggestion(name, own)}
+        given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"pbt={shown(given)}: give msrl.PBT(search=..., members=..., every=...)")
+    for name in given:
+        if name not in own:
+            raise ValueError(f"pbt has no field {name!r}{suggestion(str(name), own)}; its fields are {', '.join(own)}")
+    return PBT(**{"search": {}, **given})
+
+
+def _distribution(name: str, value: Any) -> Distribution:
+    """A checked distribution, with Python numbers."""
+    what = f"PBT.search[{name!r}]"
+    value = param_distributions.parse(what, value) if isinstance(value, str) else value
+    if not isinstance(value, Distribution):
+        raise ValueError(
+            f"{what}={shown(value)} is no distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
+            "choice([...])"
+        )
+    if any(isinstance(x, Ramp) for x in value.numbers):
+        raise ValueError(f"{what}={value}: a range cannot follow a ramp; use numbers")
+    param_distributions.cast(what, value, _NUMBER)
+    options = tuple(sorted({float(x) for x in value.numbers})) if value.kind == "choice" else tuple(map(float, value.numbers))
+    if options[0] == options[-1]:
+        raise ValueError(f"{what}={value} has one value only; give it to train as {name}={options[0]:g}")
+    return Distribution(value.kind, options)
+
+
+class Standing(NamedTuple):
+    """How the members stand."""
+
+    score_sum: jax.Array  # sum of the scores since a member was last compared. shape=(M,), dtype=float32
+    num_scores: jax.Array  # number of these scores. shape=(M,), dtype=float32
+    since: jax.Array  # iterations since the last exploit. shape=(), dtype=int32
+    parent: jax.Array  # whom each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
+    key: jax.Array  # a typed key of each member, for both steps. shape=(M,)
+
+
+def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> jax.Array:
+    """Whom each member copies, itself unless another one has a higher score; those that are not `ready` take no part. `[M]`"""
+    order = jnp.arange(pbt.members)
+    score = jnp.where(ready, score, -jnp.inf)
+    tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    lot = jax.vmap(jax.random.bits)(tie)  # equals are ranked at random, lest the same ones be replaced each time
+    behind = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (lot[None] < lot[:, None]))
+    rank = jnp.sum(behind & ready[None], axis=1)  # among those that are ready; the worst has 0
+    count = jnp.sum(ready)
+    if pbt.exploit == "truncation":
+        replaced = jnp.asarray([max(1, int(pbt.fraction * n + 1e-9)) for n in range(pbt.members + 1)])[count]
+        wanted = count - 1 - _below(draws, replaced)
+        takes_part = ready & (rank < replaced)
+    else:
+        other = _below(draws, count - 1)
+        wanted = other + (other >= rank)
+        takes_part = ready
+    found = jnp.argmax(ready[None] & (rank[None] == wanted[:, None]), axis=1)
+    return jnp.where(takes_part & (count > 1) & (score[found] > score), found, order).astype(jnp.int32)
+
+
+def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
+    """A random number below a bound for each key, `[M]`."""
+    return jax.vmap(lambda key: jax.random.randint(key, (), 0, jnp.maximum(bound, 1)))(keys)
+
+
+def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[str, jax.Array]:
+    """Changes the hyper-parameters of the members, `[M]` float32 by field, within the ranges of the search."""
+
+    def change(distribution: Distribution, value: jax.Array, key: jax.Array) -> jax.Array:
+        options = distribution.numbers
+        if pbt.explore == "resample":
+            which, draw = jax.random.split(key)
+            new = param_distributions.draw(distribution, draw, _NUMBER, ())
+            return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+        up = jax.random.bernoulli(key)
+        if distribution.kind == "choice":
+            nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
+            return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
+        return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
+
+    own = {name: jax.vmap(functools.partial(jax.random.fold_in, data=i))(keys) for i, name in enumerate(sorted(values))}
+    return {name: jax.vmap(functools.partial(change, pbt.search[name]))(x, own[name]) for name, x in values.items()}
+
+
+class Evolving(NamedTuple):
+    """The state of a population that is trained."""
+
+    inner: Member  # the state of the members
+    standing: Standing
+
+
+def acting_part(state: Any) -> Any:
+    """The part of a run's state that acting takes: that of the agent of one member, with all that this agent has."""
+    while isinstance(state, Counted | Evolving):
+        state = state.inner
+    return state
+
+
+def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
+    """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1); `rank_by` as of `Experiment`.
+
+    The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
+    compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
+    statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
+    decision only.
+    """
+    if rank_by == "return" and not agent.ranked:
+        raise ValueError(f"pbt: {UNRANKED}; train without pbt, or with rank_by= a metric of the environment")
+    if rank_by != "return" and agent.unit == "updates":
+        raise ValueError(
+            f"pbt: rank_by={rank_by!r} is a metric of episodes, and an agent that learns from data alone plays none in "
+            "training; leave it out, and the validation loss ranks the members"
+        )
+    order = jnp.arange(pbt.members, dtype=jnp.int32)
+    # Every device knows when it is time; everything else stays with its member until then.
+    axes = Evolving(agent.axes, Standing(*[P("member")] * 5)._replace(since=P()))  # type: ignore[arg-type]
+
+    def init(keys: jax.Array) -> Evolving:
+        zeros = jnp.zeros(pbt.members)
+        own = jax.vmap(lambda key: jax.random.fold_in(key, _MEMBER))(keys)
+        return Evolving(agent.init(keys), Standing(zeros, jnp.copy(zeros), jnp.int32(0), order, own))
+
+    @fragment(role="server")
+    def decide(standing: Standing, score: Mean, values: Mapping[str, jax.Array]):
+        report = {PARENT: standing.parent.astype(jnp.float32)} | {f"pbt/{name}": value for name, value in values.items()}
+        now = standing._replace(
+            score_sum=standing.score_sum + score.total, num_scores=standing.num_scores + score.count, since=standing.since + 1
+        )
+        due = now.since >= pbt.every
+
+        def select(now: Standing, values: Mapping[str, jax.Array]):
+            mean = now.score_sum / jnp.maximum(now.num_scores, 1)
+            ready = (now.num_scores >= pbt.min_episodes) & jnp.isfinite(mean)
+            keys = jax.vmap(lambda key: jax.random.split(key, 3))(now.key)
+            parent = exploit(pbt, mean, ready, keys[:, 0])
+            copied = {name: x[parent] for name, x in values.items()}
+            explored = explore(pbt, copied, keys[:, 1])
+            values = {name: jnp.where(parent == order, x, explored[name]) for name, x in values.items()}
+            over = ready | ~jnp.isfinite(mean)  # one nan would keep a member out for ever
+            score_sum, num_scores = (jnp.where(over, 0, x) for x in (now.score_sum, now.num_scores))
+            return Standing(score_sum, num_scores, jnp.zeros_like(now.since), parent, keys[:, 2]), values
+
+        now, values = jax.lax.cond(due, select, lambda now, values: (now, dict(values)), now, dict(values))
+        return now, values, due, report
+
+    def copied(x: Any, parent: jax.Array, due: jax.Array) -> Any:
+        with jax.named_scope("exploit"):
+            return jax.lax.cond(due, lambda x: jax.tree.map(lambda leaf: leaf[parent], x), lambda x: x, x)
+
+    copy_statistics = fragment(role="env", name="copy_statistics")(copied)
+
+    def iteration(state: Evolving, progress: Progress) -> tuple[Evolving, Metrics]:
+        after, metrics = agent.iteration(state.inner, progress)
+        now, values, due, report = decide(state.standing, _score(agent, metrics, rank_by), state.inner.numbers)
+        own = innermost(after)
+        after = with_learned(after, {at: copied(x, now.parent, due) for at, x in learned(agent, after).items()})
+        if own.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(own.env_state)):
+            env_state = agent.env.with_statistics(own.env_state, copy_statistics(statistics, now.parent, due))
+            after = with_innermost(after, innermost(after)._replace(env_state=env_state))
+        return Evolving(after._replace(numbers=values), now), {**metrics, **report}
+
+    return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes)
+
+
+def _score(agent: Agent, metrics: Metrics, rank_by: str) -> Mean:
+    """The score of every member in an iteration, as sums and counts `[M]`; more is better."""
+    if agent.unit != "updates":
+        if (name := f"episode_{rank_by}") not in metrics:
+            raise ValueError(f"pbt compares members by {name}, which is not among {', '.join(metrics)} of the algorithm")
+        score = metrics[name]
+        assert isinstance(score, Mean)
+        return score
+    if "validation_loss" not in metrics:
+        raise ValueError("pbt: no data are held out to compare the members; train with a validation_fraction above 0")
+    loss: Any = metrics["validation_loss"]
+    return Mean(-loss.total, loss.count) if isinstance(loss, Mean) else Mean(-loss, jnp.ones_like(loss))

@@ -1,0 +1,384 @@
+"""`Experiment`: all that decides what a run computes, as one value; where it runs and what watches it are not part of it."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from msrl_jax import algorithms, data, envs
+from msrl_jax.algorithms import code_names, files, words
+from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
+from msrl_jax.algorithms.registry import check_env
+from msrl_jax.algorithms.replay_ratio import check_learns
+from msrl_jax.algorithms.transformations import counted
+from msrl_jax.data.check_spaces import agents_of, check_rows_fit
+from msrl_jax.data.experience import RecordedEnvironment
+from msrl_jax.envs import Environment
+from msrl_jax.envs.base import check_made, env_name, is_on_host
+from msrl_jax.envs.episode_metrics import metrics_of
+from msrl_jax.envs.param_distributions import ramps
+from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_source, randomized, source_of
+from msrl_jax.envs.privileged import with_privileged
+from msrl_jax.fragments.compiler import compile as compile_program
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.support.checks import check_seed, shown, suggestion, whole
+from msrl_jax.fragments.support.naming import TrustError, check_trust
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.evaluation.evaluate import Behavior
+from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.run.experiment.pbt import PBT, evolve, read
+from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
+from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
+
+GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
+Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
+
+
+@entry
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that decides what a run computes.
+
+    Attributes:
+      algorithm: the algorithm: its config, that of the first member if members differ.
+      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
+      env_params: what parameters of the environment are drawn from, as in `envs.RandomizeParams`; None if all are constants.
+      total_steps: steps of each member.
+      seed: the first seed.
+      seeds: the number of members of each setting.
+      settings: the fields of the config in which members differ, with the values of every setting.
+      pbt: how the population is trained; None if its members are independent. Every setting has then a seed of its own.
+      rank_by: what tells which member and which checkpoint is better: "return", or the name of a metric of the environment.
+      guard: what happens on nan and infinities; "skip" changes what is computed.
+      recorded_steps: steps that the environments keep, if the run is recorded; not a part of the value.
+    """
+
+    algorithm: Any
+    env: str | Environment = "CartPole-v1"
+    env_params: GivenParams | None = None
+    total_steps: int = 500_000
+    seed: int = 0
+    seeds: int = 1
+    settings: Settings = dataclasses.field(default_factory=dict, hash=False)
+    pbt: PBT | None = None
+    rank_by: str = "return"
+    guard: GuardPolicy = "halt"
+    recorded_steps: int | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
+            raise TypeError(f"Experiment.algorithm={shown(self.algorithm)}: give a config, such as PPO(learning_rate=3e-4)")
+        algorithms.get(type(self.algorithm))
+        words.check(self.algorithm)
+        if not isinstance(self.env, str):
+            check_made(self.env)
+        if self.pbt is not None and not isinstance(self.pbt, PBT):
+            raise TypeError(f"Experiment.pbt={shown(self.pbt)}: give a PBT")
+        if self.guard not in get_args(GuardPolicy):
+            known = get_args(GuardPolicy)
+            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
+        rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
+        if self.guard == "rollback" and (is_word(rate) or words.is_own(optimizer)):
+            raise ValueError(
+                'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
+                'own; give a number, or use guard="halt" or "skip"'
+            )
+        if unknown := [name for name in self.settings if name not in tunable_fields(type(self.algorithm))]:
+            kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
+            raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
+        object.__setattr__(self, "env_params", self.env_params or None)
+        object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))
+        object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
+        check_settings(self.algorithm, self.settings, self.seeds)
+        object.__setattr__(self, "seed", check_seed(self.seed, self.members))
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm."""
+        return self.algorithm.name
+
+    @property
+    def env_name(self) -> str:
+        """The name of the environment in messages and files."""
+        return self.env if isinstance(self.env, str) else env_name(self.env)
+
+    @property
+    def members(self) -> int:
+        """The number of members: every setting with every seed."""
+        return self.seeds * (len(next(iter(self.settings.values()))) if self.settings else 1)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis."""
+        return self.seeds > 1 or bool(self.settings)
+
+    @property
+    def each_member(self) -> list[dict[str, Any]]:
+        """The seed of every member and its values of the fields in which members differ; initial ones if they evolve."""
+        return each_member(self.seed, self.seeds, self.settings, evolve=self.pbt is not None)
+
+    @property
+    def key(self) -> jax.Array:
+        """The initial key, or keys `[M]`: a member with the seed `s` has the key `jax.random.key(s)`."""
+        if not self.has_members:
+            return jax.random.key(self.seed)
+        return jax.vmap(jax.random.key)(np.array([member["seed"] for member in self.each_member], np.uint32))
+
+    @property
+    def numbers(self) -> dict[str, np.ndarray]:
+        """The values of every member: each setting has one member for each seed, side by side. `[M]` float32"""
+        return {name: np.repeat(np.asarray(values, np.float32), self.seeds) for name, values in self.settings.items()}
+
+    @functools.cached_property
+    def environment(self) -> Environment:
+        """The environment, with the parameters that are drawn."""
+        env = envs.make(self.env) if isinstance(self.env, str) else self.env
+        check_env(self.algorithm, env)
+        if self.rank_by not in (known := ["return", *metrics_of(env)]):
+            near = suggestion(self.rank_by, known) if isinstance(self.rank_by, str) else ""
+            raise ValueError(f"rank_by={self.rank_by!r}{near}: use what {env_name(env)} reports: {', '.join(known)}")
+        if self.has_members and is_on_host(env):
+            fields = ", ".join(f"{name}={list(x)}" for name, x in self.settings.items())
+            given = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields
+            raise ValueError(
+                f"{given}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
+            )
+        return randomized(env, self.env_params)
+
+    @property
+    def usual_policy(self) -> str:
+        """The distribution policy of a run for which none is given."""
+        return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether there is something that tells which member is better."""
+        return self.rank_by != "return" or self.behavior.agent.ranked
+
+    @functools.cached_property
+    def dataset(self) -> data.Dataset | None:
+        """The data set of the run, if it has one."""
+        given = getattr(self.algorithm, "data", None)
+        return None if given is None else data.load(given)
+
+    def _of_one(self, env: Any, *, skips: bool) -> Agent:
+        def build(config: Any) -> Agent:
+            agent = numbers_only(words.build(config, env), self.name)
+            return skip_nonfinite(agent) if skips else agent
+
+        config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
+        return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
+
+    @functools.cached_property
+    def behavior(self) -> Behavior:
+        """The behavior of one member, with its agent."""
+        return Behavior(self._of_one(self.environment, skips=False), self.environment)
+
+    @functools.cached_property
+    def agent(self) -> Agent:
+        """The agent of the whole run, whose iteration is compiled; its state is `Counted`."""
+        steps, one = self.recorded_steps, self.behavior.agent
+        if steps is not None or self.guard == "skip":
+            env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
+            one = self._of_one(env, skips=self.guard == "skip")
+        agent = members(one, self.numbers) if self.has_members else one
+        agent = agent if self.pbt is None else evolve(agent, self.pbt, self.rank_by)
+        return counted(agent, self.iterations or None)
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Steps of each member in an iteration."""
+        return self.behavior.agent.steps_per_iteration
+
+    @property
+    def iterations(self) -> int:
+        """The number of whole iterations."""
+        return self.total_steps // self.steps_per_iteration
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """The number of trained numbers of one member, by part of the networks: the names at which its parameters branch."""
+        params: Any = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
+        params = innermost(params).params
+        while isinstance(params, Mapping) and len(params) == 1:
+            (params,) = params.values()
+        parts = params if isinstance(params, Mapping) else {"params": params}
+        return {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts.items()}
+
+    def check_length(self) -> None:
+        """Raises ValueError if the run has no whole iteration, learns nothing, or has a population that never evolves."""
+        each, iterations = self.steps_per_iteration, self.iterations
+        if not iterations:
+            raise ValueError(
+                f"total_steps={self.total_steps} is less than the {each} steps of one iteration; use at least {each}, or fewer "
+                "environments or shorter unrolls"
+            )
+        check_learns(self.behavior.agent, iterations * each)
+        if self.pbt is not None and iterations < self.pbt.every:
+            raise ValueError(
+                f"PBT.every={self.pbt.every}: the run has {iterations} iterations, so nobody would ever copy; use fewer, or a "
+                f"larger total_steps (an iteration has {each})"
+            )
+
+    def initial_state(self) -> Any:
+        """The initial state of the run."""
+        return self.agent.with_data(jax.jit(self.agent.init)(self.key))
+
+    def start(self, program: Program) -> Any:
+        """The initial state of the run, placed for a program."""
+        agent = self.agent
+        return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)
+
+    def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
+        """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
+        agent, state = self.agent, jax.eval_shape(self.initial_state)
+        drawn = source_of(self.environment)
+        if drawn and ramps(drawn.values) and agent.unit == "environment steps" and not find_source(state):
+            raise ValueError(
+                f"env_params has a ramp, and {self.name} keeps no environments between iterations, so the ramp would stay at "
+                "its start; use numbers and distributions"
+            )
+        program = compile_program(
+            agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
+        )
+        program.check_memory()
+        return program
+
+    def record(self, steps: int) -> "Experiment":
+        """The same run with environments that keep their last `steps` steps."""
+        env = with_privileged(self.environment)
+        check_rows_fit(env, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
+        return self.replaced(recorded_steps=steps)
+
+    def replaced(self, **changes: Any) -> "Experiment":
+        """The same run on the same environment and data, which are not made again."""
+        new = dataclasses.replace(self, **changes)
+        vars(new).update({name: vars(self)[name] for name in ("environment", "dataset", "_data") if name in vars(self)})
+        return new
+
+    def to_json(self) -> dict[str, Any]:
+        """The experiment as plain data: the part of `config.json` that decides what is computed."""
+        return self._plain() | {"data": self._data}
+
+    def _plain(self) -> dict[str, Any]:
+        kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
+        return {
+            "algorithm": self.name, "class": files.reference(kind), "env": self.env_name,
+            "env_spec": self.env if isinstance(self.env, str) else None,
+            "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
+            "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
+            "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
+            "pbt": None if self.pbt is None else self.pbt.to_json(), "rank_by": self.rank_by, "guard": self.guard,
+            "config": plain_fields({f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}),
+        }  # fmt: skip
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What the folder of a run may not hold or say, as `Result.load` takes it."""
+        fields = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
+        code = code_names.code_of(fields)
+        return {"env": self.env, "env_params": self.env_params} | {n: x for n, x in fields.items() if is_object(x) or n in code}
+
+    @functools.cached_property
+    def _data(self) -> dict[str, Any] | None:
+        """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
+        if self.dataset is None:
+            return None
+        path = self.algorithm.data
+        if isinstance(path, data.Dataset):
+            return {"path": None, "sha256": self.dataset.fingerprint()}
+        known = os.path.exists(path)  # else the id of a data set in the library of its format
+        return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
+
+    @classmethod
+    def from_json(
+        cls,
+        given: Mapping[str, Any],
+        *,
+        env: Environment | str | None = None,  # if it was an object, or the user's word
+        env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
+        data: Any = None,  # the data set; without it, the config has none
+        where: str = "the run",  # in messages
+        trust: bool = False,  # whether code that it names may run
+        **objects: Any,  # fields of the config that were objects
+    ) -> "Experiment":
+        """Reads what `to_json` returned.
+
+        Raises RunFolderError if a part has to be given, or this version cannot read it; TrustError if it names code to run.
+        """
+        objects = {name: x for name, x in objects.items() if x is not None}
+        try:
+            own = {"env", *objects} if env is not None else {*objects}
+            check_trust(where, {name: text for name, text in code_of_run(given).items() if name not in own}, trust)
+            named: Any = given["env_spec"] if env is None else env
+            if named is None:
+                raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
+            if env is None and not isinstance(named, str):
+                raise TypeError(f"env_spec is {named!r}, which is no text")
+            was = given["env_params"]
+            if isinstance(was, str) and env_params is None:
+                raise RunFolderError(f"{where} draws parameters of its environment by a {was}; give it again: env_params=...")
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
+            if unknown := objects.keys() - fields:
+                name = min(unknown)
+                raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give what was an object in its config")
+            fields |= objects
+            for name, held in fields.items():
+                if isinstance(held, Mapping) and held.keys() == {"object"}:
+                    article = "an" if name[0] in "aeiou" else "a"
+                    raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
+            if data is not None:
+                fields["data"] = data
+            elif fields.get("data") is not None:  # the rest of the config is checked without a data set
+                fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
+            return cls(
+                algorithm=algorithms.get(algorithm_of(given))(**fields), env=named,
+                seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
+                env_params=was if env_params is None else env_params,
+                settings={name: tuple(map(float, values)) for name, values in (given["settings"] or {}).items()},
+                pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
+            )  # fmt: skip
+        except (RunFolderError, TrustError):
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
+
+    def difference(self, other: "Experiment") -> tuple[str, Any, Any] | None:
+        """The first fact in which another experiment differs, with both values; None if they compute the same.
+
+        Lengths are left out, because a run may be extended, and so are guards and data sets.
+        """
+        return difference(self._plain(), other._plain())
+
+    def about(self) -> dict[str, Any]:
+        """A description of the run for its data sets."""
+        env = with_privileged(self.environment)
+        space, actions = str(env.observation_space), str(env.action_space)
+        about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(env)}
+        about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
+        about |= {"settings": self.settings} if self.settings else {}
+        return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
+
+
+def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError unless the fields have equally many values, each of which the config takes, with these `constants`."""
+    lengths = {name: len(values) for name, values in settings.items()}
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"{counts} values; give all of these fields equally many values, at least one: the first ones are one setting, the "
+            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
+        )
+    for i, values in enumerate(zip(*settings.values(), strict=True)):
+        setting = dict(zip(settings, values, strict=True))
+        try:
+            algorithms.make(base, {**(constants or {}), **setting})
+        except ValueError as error:
+            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None

@@ -1,0 +1,1 @@
+"""A run in progress: the loop, its hooks and callbacks, and the guard against non-finite values."""

@@ -1,0 +1,237 @@
+"""The guard of a run: notices nan and infinities within one chunk, and may go back. Rooms may find where they came from."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._rooms import Registry
+from msrl_jax.envs.base import release
+from msrl_jax.fragments.runtime.memory import array_bytes
+from msrl_jax.run.disk import checkpoint, folder, store
+from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
+from msrl_jax.run.experiment.agent_transforms import Member, fold_keys
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.loop.hooks import Checkpoints
+from msrl_jax.run.loop.loop import Ending, Run
+from msrl_jax.run.loop.watch import Watch
+
+KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
+MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped
+MOST_ROLLBACKS = 5  # a run goes back at most this often, and diverges after that
+
+CAUSES = (
+    "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
+    "or an observation without a legal action"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something in a run that is not finite."""
+
+    metric: str | None  # the metric that is not finite
+    leaf: str | None  # pytree path of the part of the state that is not finite
+    iteration: int  # the first such iteration as far as known, counted from 1
+    member: int | None  # None for a run of one seed, or if it is not known
+    failure: Any = None  # the computation that is to blame, `Failure` of the room that looked for it
+    note: str = ""  # why there is no `failure`
+    replay: Path | None = None  # the file with which `msrl-jax replay` computes that step again
+
+    def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
+        """The finding in words; `settings` are those of the members of the run."""
+        what = repr(self.metric) if self.metric else f"state{self.leaf}"
+        who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
+        if self.failure is None:
+            return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
+        replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
+        return f"{self.failure}. So {what}{who} is not finite{replay}"
+
+
+class DivergedError(FloatingPointError):
+    """A number of a run was nan or infinite.
+
+    Attributes:
+      metric: name of the metric that was not finite; None if only a part of the state was.
+      iteration: the first such iteration, counted from 1.
+      member: number of the member; None for a run of one seed, or if it is not known.
+      fragment: name of the fragment that made the first nan or infinity; None if it is not known.
+      path: pytree path of that fragment's result, or of the part of the state.
+      replay: the file with which `msrl-jax replay` computes that step again; None if there is none.
+      finding: all that is known.
+      result: the run up to the end of that chunk.
+    """
+
+    def __init__(self, finding: Finding, result: Any):
+        super().__init__(f"{finding.describe(result.settings)}. The history so far is in the error's `result`")
+        self.finding, self.result = finding, result
+        self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member
+        origin = finding.failure.origin if finding.failure else None
+        self.fragment, self.path = (origin.fragment, origin.path) if origin else (None, finding.leaf)
+        self.replay = finding.replay
+
+
+class Guard:
+    """A hook that notices what is not finite, at the end of a chunk, by its metrics and one bool per leaf of the state.
+
+    The programs of the run are those of an unwatched run. Now and then the guard keeps a copy of a small state, from which the
+    run goes again if something is not finite, because a run is deterministic.
+    """
+
+    def begin(self, run: Run) -> None:
+        """Looks at the first state."""
+        state = run.program.unwrap(run.run_state)
+        self.watch = Watch(run.experiment.agent, state)
+        self.can_read = jax.process_count() == 1
+        self._small = self.can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
+        self._first_bad = self.watch.bad(state)
+        self._kept: tuple[Any, int] | None = None
+        self._kept_at, self._begin = time.monotonic(), run.iteration
+        self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
+
+    def after(self, run: Run) -> None:
+        """Looks at the metrics of the chunk and at the state."""
+        if run.experiment.guard == "skip":
+            run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
+            return
+        run.finding = self._check(run)
+        if run.finding is None:
+            self._keep(run)
+
+    def _check(self, run: Run) -> Finding | None:
+        if self._first_bad:
+            return Finding(None, self._first_bad[0], self._begin + 1, None)
+        if found := first_non_finite(run.metrics):
+            metric, within, member = found
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
+        bad = self.watch.bad(run.program.unwrap(run.run_state))
+        return Finding(None, bad[0], run.iteration, None) if bad else None
+
+    def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
+        """What dropped updates cannot repair."""
+        rows = skipped.reshape(len(skipped), -1) > 0
+        self._streak = np.where(rows.all(axis=0), self._streak + len(rows), np.argmax(~rows[::-1], axis=0))
+        worst = int(self._streak.argmax())
+        if self._streak[worst] < MOST_SKIPPED:
+            if not rows.any():
+                self._keep(run)
+            return None
+        first = run.iteration - int(self._streak[worst]) + 1
+        return Finding(SKIPPED, None, first, worst if run.experiment.has_members else None)
+
+    def _keep(self, run: Run) -> None:
+        """Copies the state if the last copy is old."""
+        if not self._small or time.monotonic() - self._kept_at < KEEP_SECONDS:
+            return
+        self._kept_at = time.monotonic()
+        if self.watch.is_whole(run.program.unwrap(run.run_state)):
+            self._kept = run.program.place(run.run_state), run.iteration
+
+    def changed(self, run: Run) -> None:
+        """Notes that the host has changed the state, so that the run cannot go again from an earlier one."""
+        self._kept, self._kept_at = None, -math.inf
+        self._keep(run)
+
+    def earlier(self, run: Run) -> tuple[Any, int, int]:
+        """The last good state, its iteration, and the rollbacks before it: the copy, a newer checkpoint that is finite, or the
+        initial state."""
+        for saved in [] if run.path is None else checkpoint.complete(run.path):
+            if self._kept is not None and saved.iteration <= self._kept[1]:
+                break
+            with contextlib.suppress(checkpoint.CheckpointError):
+                checkpoint.verify(saved)
+                state = store.restore_state(saved, run.experiment, run.program)
+                if self.watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
+                    return state, saved.iteration, saved.progress["rollbacks"]
+        if self._kept is not None:  # since the last rollback
+            return *self._kept, len(run.deployment["rollbacks"])
+        return run.experiment.start(run.program), 0, 0
+
+    def locate(self, run: Run) -> Finding:
+        """Has rooms find where the first nan or infinity came from."""
+        finding: Finding = run.finding
+        if self._kept is None and self._begin == 0 and self._first_bad:
+            leaf = self._first_bad[0]
+            who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
+            note = f"{who} numbers that are not finite: state{leaf} of the initial state"
+            return dataclasses.replace(finding, leaf=leaf, note=note)
+        for explain in EXPLANATIONS.values():
+            finding = explain(run, finding, self)
+        return finding if finding.failure is not None else dataclasses.replace(finding, note=f"{finding.note} {CAUSES}".strip())
+
+
+EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("explanations")
+"""What rooms add: functions that complete a finding, by its `failure` and `replay`, or a `note` why there is none."""
+
+
+class Divergence:
+    """A hook that ends a run in which something is not finite, or takes it back to its last good state."""
+
+    def __init__(self, guard: Guard, saver: Checkpoints | None):
+        self._guard, self._saver = guard, saver
+
+    def after(self, run: Run) -> Ending | None:
+        """Ends the run if it diverged and does not go back."""
+        if run.finding is None:
+            if run.changed_at == run.iteration:
+                self._guard.changed(run)
+            return None
+        if run.experiment.guard != "rollback" or len(run.deployment["rollbacks"]) >= MOST_ROLLBACKS:
+            return Ending("diverged")
+        self._roll_back(run)
+        return None
+
+    def _roll_back(self, run: Run) -> None:
+        """Takes a run back in place; rows after that state are dropped, and the program is compiled again."""
+        rollbacks = run.deployment["rollbacks"]
+        if self._saver is not None:
+            self._saver.wait()
+        state, iteration, before = self._guard.earlier(run)
+        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, before, run.experiment))
+        release(run.experiment.agent.env)
+        config = run.experiment.algorithm
+        names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
+        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(config, name), float)}
+        run.experiment = run.experiment.replaced(algorithm=dataclasses.replace(config, **rates))
+        run.compiled_before += run.program.compile_seconds
+        run.program = run.experiment.compile(run.policy, run.devices)
+        run.run_state = run.program.place(state)
+        rollback = {
+            "from": run.finding.iteration, "to": iteration, "because": run.finding.metric or f"state{run.finding.leaf}",
+            "learning_rate": getattr(run.experiment.algorithm, "learning_rate", None),
+        }  # fmt: skip
+        run.deployment["rollbacks"] = [*rollbacks, rollback]
+        run.iteration, run.finding = iteration, None
+        run.last_episodes = run.last_episodes.until(iteration)
+        run.rows = [row for row in run.rows if row["iteration"] <= iteration]
+        self._guard.begin(run)
+        if run.path is not None:
+            folder.rewind_rows(run.path, len(run.rows))
+            folder.write_json(run.path / folder.CONFIG, run.description)
+        run.compile()
+        if self._saver is not None:
+            self._saver.begin(run)
+
+
+def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
+    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members.
+
+    The state is one that the run had after `before` rollbacks.
+    """
+
+    def slower(part: Any) -> Any:
+        if not isinstance(part, Member):
+            return part
+        # Rates that evolve are halved for each rollback since that state, others as often as the run went back.
+        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
+        rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+        return part._replace(numbers=part.numbers | rates)
+
+    return jax.tree.map(slower, fold_keys(state, number), is_leaf=lambda x: isinstance(x, Member))

@@ -1,0 +1,1 @@
+"""What a run leaves for people: summaries and figures, videos, exported policies."""

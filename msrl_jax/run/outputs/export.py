@@ -1,0 +1,145 @@
+"""A trained policy as one file that acts without this package: a `jax.export` program, or an ONNX model."""
+
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
+from msrl_jax.envs import MaskedObservation
+from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.run.disk.folder import check_target
+from msrl_jax.run.evaluation.evaluate import Behavior
+from msrl_jax.run.experiment.plain_data import to_json
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+one_at_a_time = threading.Lock()  # while jax2onnx converts, functions of JAX are others
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy as a function of named arrays, `inputs -> outputs`, with its parameters as constants.
+
+    Attributes:
+      run: maps arrays by name to arrays by name; the function to export.
+      inputs: shapes of one observation, one memory and a key, and dtypes; in `run` all but the key have a dimension `B` before.
+    """
+
+    run: Callable[..., dict[str, jax.Array]]
+    inputs: Mapping[str, jax.ShapeDtypeStruct]
+
+    def batched(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """The inputs for a number of observations, which may be a symbolic dimension."""
+        one = self.inputs.items()
+        return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
+
+
+def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
+    """The policy of one member's state."""
+    leaves = [np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in behavior.take(state)]
+    observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
+    if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
+        raise ValueError("the memory of this agent does not begin with zeros, so a caller could not start an episode")
+    observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
+    memories = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
+
+    def run(**arrays: jax.Array) -> dict[str, jax.Array]:
+        key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
+        obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
+        size = jax.tree.leaves(obs)[0].shape[0]
+        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in memories.items()]
+        # A barrier, lest operations on parameters alone be done when this is compiled, and be rounded otherwise.
+        state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
+        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
+        after = zip(memories, held, jax.tree.leaves(carry), strict=True)
+        return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
+
+    given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
+    whole_policy = Policy(run, observations | memories | given)
+    # The memory of a critic stays as it is.
+    changes = jax.eval_shape(run, **whole_policy.batched(1))
+    return Policy(run, observations | {n: x for n, x in memories.items() if f"next_{n}" in changes} | given)
+
+
+def _names_of(observed: Any) -> dict[str, Any]:
+    """The arrays of an observation: `obs`, `obs_PATH` of a pytree, and `action_mask`."""
+    if isinstance(observed, MaskedObservation):
+        return _names_of(observed.obs) | {"action_mask": observed.action_mask}
+    paths = jax.tree_util.tree_leaves_with_path(observed)
+    return {"_".join(["obs", *filter(None, [jax.tree_util.keystr(path, simple=True, separator="_")])]): x for path, x in paths}
+
+
+def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | None) -> Path:
+    """Writes a policy to a file, in the format of its suffix; see `Result.export`."""
+    check_target("file", path, tuple(_FORMATS))
+    suffix = path.suffix.lower()
+    if suffix == ".onnx" and "key" in policy.inputs:
+        raise ValueError("ONNX has no random numbers that a key decides; export a policy that samples as .jaxexport")
+    size: Any = jax.export.symbolic_shape("B")[0] if batch is None else whole("batch", batch)
+    inputs = policy.batched(size)
+    try:
+        outputs = jax.eval_shape(policy.run, **inputs)
+    except Exception as error:
+        if batch is not None:
+            raise
+        raise ValueError(
+            f"the policy cannot be traced for any number of observations ({_first_line(error)}); give one, such as batch=1"
+        ) from error
+    text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
+    content = _FORMATS[suffix](policy, inputs, list(outputs), text)
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+    return path
+
+
+def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+    def run(**arrays: jax.Array) -> dict[str, jax.Array]:
+        return policy.run(**arrays)
+
+    run.__name__ = about  # the only text that the format has room for
+    return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
+
+
+def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+    closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
+    # What no action needs, such as keys of the state, has no counterpart there.
+    needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
+    kept = jnp.cumsum
+    try:
+        import jax2onnx  # type: ignore[import-not-found]
+        import onnx  # type: ignore[import-not-found]
+
+        logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # shapes inside that it does not know are no matter
+        model = jax2onnx.to_onnx(
+            lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),
+            output_names=outputs,
+        )  # fmt: skip
+        onnx.checker.check_model(model, full_check=True)
+    except ImportError as error:
+        raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error
+    except Exception as error:
+        hint = "" if all(isinstance(n, int) for x in inputs.values() for n in x.shape) else "give batch=1, say, or "
+        what = f"jax2onnx cannot express this policy ({_first_line(error)})"
+        raise ValueError(f"{what}; {hint}export it as .jaxexport") from error
+    finally:
+        jnp.cumsum = kept  # which jax2onnx replaces for the whole process
+    model.doc_string = about
+    return model.SerializeToString()
+
+
+_FORMATS = {".jaxexport": _jaxexport, ".onnx": _onnx}
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for name, x in arrays.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

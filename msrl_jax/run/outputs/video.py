@@ -1,0 +1,315 @@
+"""Videos of trained agents: the states of episodes are recorded on the device, and drawn afterwards by the environment."""
+
+import base64
+import dataclasses
+import html
+import io
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import has_agents, vectorize
+from msrl_jax.envs.base import env_name, is_on_host, layers, release
+from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.params import with_source
+from msrl_jax.envs.vector import next_states
+from msrl_jax.fragments.graph.host_calls import host_errors
+from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.run import processes
+from msrl_jax.run.disk.folder import check_target
+from msrl_jax.run.evaluation.evaluate import Behavior
+from msrl_jax.run.loop.loop import Run
+
+_CHUNK = 64  # steps that a device records at once
+_FPS = 30.0
+FILMS = "videos"  # a subfolder of a run
+SUFFIXES = (".gif", ".html", ".mp4")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Video:
+    """Episodes as pictures; a notebook shows them.
+
+    Attributes:
+      episodes: the pictures of each episode, from its first state to its last. shape=[T + 1, H, W, 3], dtype=uint8
+      returns: the return of each, of all agents.
+      fps: pictures per second.
+      title: what acts where.
+    """
+
+    episodes: Sequence[np.ndarray]
+    returns: Sequence[float]
+    fps: float
+    title: str
+
+    @property
+    def captions(self) -> list[str]:
+        """What each episode is."""
+        numbers = zip(self.returns, self.episodes, strict=True)
+        return [f"episode {i}: return {r:g}, {len(x) - 1} steps" for i, (r, x) in enumerate(numbers)]
+
+    def __repr__(self) -> str:
+        return f"Video({self.title}; {'; '.join(self.captions)})"
+
+    def _repr_html_(self) -> str:
+        picture = base64.b64encode(_gif(self)).decode()
+        return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_text(self)}</figcaption></figure>'
+
+    def save(self, path: Path) -> Path:
+        """Writes a file in the format of its suffix, `.gif`, `.mp4` or `.html`, a page with a player that loads nothing.
+
+        Raises:
+          ValueError: if the suffix is another one, there is no such folder, or imageio-ffmpeg, which writes MP4, is missing.
+        """
+        check_file(path)
+        with replacing(path) as partial:
+            if path.suffix.lower() == ".mp4":
+                _write_mp4(self, partial)
+            else:
+                partial.write_bytes(_gif(self) if path.suffix.lower() == ".gif" else _page(self).encode())
+        return path
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError if no video can be written there, before one is made."""
+    check_target("video", path, SUFFIXES)
+    if path.suffix.lower() == ".mp4":
+        try:
+            import imageio_ffmpeg  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"imageio-ffmpeg, which writes {path.name}, is not installed: pip install 'msrl-jax[video]'; or write a .gif"
+            ) from error
+
+
+def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
+    """Plays greedy episodes one after another, and draws them."""
+    episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
+    fps = None if fps is None else _rate("fps", fps)
+    leaves = behavior.take(state)
+    if hasattr(behavior.env, "film"):
+        played = [_filmed(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
+        pictures, rates, returns = zip(*played, strict=True)
+        return Video([_checked(behavior.env, x) for x in pictures], returns, fps or rates[0], title)
+    draw, rate = _drawing(behavior.env)
+    play = _recorder(behavior, max_steps)
+    keys = [jax.random.fold_in(key_for("video", jax.random.key(seed)), i) for i in range(episodes)]
+    recorded = [play(leaves, key) for key in keys]
+    pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
+    return Video(pictures, [total for _, total in recorded], fps or rate, title)
+
+
+class Filming:
+    """A hook that films the agent of the first member during training: `RUN/videos/STEPS.gif`, for `train(callbacks=[...])`.
+
+    Args:
+      every: steps between films; the last one is at the end of the run.
+      episodes: number of episodes of each.
+      max_steps: steps after which an episode is cut.
+    """
+
+    def __init__(self, every: int, episodes: int = 1, max_steps: int = 1000):
+        self.every, self.episodes = whole("every", every), whole("episodes", episodes)
+        self.max_steps, self._from = whole("max_steps", max_steps), 0
+
+    def before(self, run: Run) -> None:
+        """Notes where the chunk begins; refuses a run that has no folder, or whose environment nothing draws."""
+        if run.path is None:
+            raise ValueError("films of a run are kept in its folder; give it one, train(..., out=FOLDER)")
+        if not hasattr(env := run.experiment.behavior.env, "film"):
+            _drawing(env)
+        self._from = run.step
+
+    def after(self, run: Run) -> None:
+        """Films if it is time."""
+        due = run.step // self.every > self._from // self.every
+        if run.finding is not None or not (due or run.iteration == run.iterations):
+            return
+        behavior, state = run.experiment.behavior, run.acting_state()
+        if run.experiment.has_members:
+            agent = behavior.agent
+            state = agent.with_data(jax.tree.map(lambda x: x[0], agent.without_data(state)))
+        title = f"{run.experiment.name} on {run.experiment.env_name} after {run.step:,} steps"
+        made = film(behavior, state, self.episodes, 0, self.max_steps, None, title)
+        if processes.is_first():
+            assert run.path is not None
+            (run.path / FILMS).mkdir(exist_ok=True)
+            made.save(run.path / FILMS / f"{run.step}.gif")
+
+
+def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
+    """An episode of an environment that draws itself while it is played."""
+    carry = behavior.initial_carry(1)
+    choose = jax.jit(lambda leaves, obs, carry: behavior.act_with_carry(behavior.restore(leaves), obs, carry))
+
+    def act(obs: Any) -> np.ndarray:
+        nonlocal carry
+        action, carry = choose(leaves, behavior.batched(obs)[0], carry)
+        return np.asarray(action)[0]
+
+    return behavior.env.film(act, seed, max_steps)  # type: ignore[attr-defined]
+
+
+def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
+    """What draws a recorded state, or the observation of one, and how many pictures a second has."""
+    if hasattr(env, "render") and not is_on_host(env):
+        given = next((x.render_fps for x in layers(env) if hasattr(x, "render_fps")), _FPS)
+        return env.render, _rate(f"render_fps of {env_name(env)}", given)
+    space = env.observation_space
+    if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
+        last = 3 if space.shape[-1] % 3 == 0 else 1  # of frames that are stacked, the newest one
+        return lambda obs: np.broadcast_to(np.asarray(obs)[..., -last:], (*obs.shape[:2], 3)), _FPS
+    raise ValueError(
+        f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]"
+    )
+
+
+def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], tuple[list[Any], float]]:
+    """A function that plays an episode and returns what is drawn of it, from its first to its last state, and its return."""
+    copies, several = vectorize(behavior.env, 1), has_agents(behavior.env)
+    has_states = not is_on_host(behavior.env) and hasattr(behavior.env, "render")
+
+    @jax.jit
+    def begin(leaves: Any, key: jax.Array) -> Any:
+        state = behavior.restore(leaves)
+        env_state, obs = with_source(copies, behavior.source(state)).reset(key)
+        return (env_state, obs, behavior.initial_carry(1)), env_state.env_state if has_states else unmasked(obs)
+
+    @jax.jit
+    def chunk(leaves: Any, running: Any) -> Any:
+        state = behavior.restore(leaves)
+        env = with_source(copies, behavior.source(state))
+
+        def step(running: Any, _: None) -> Any:
+            env_state, obs, carry = running
+            action, carry = behavior.act_with_carry(state, obs, carry)
+            after, t = env.step(env_state, action)
+            seen = next_states(env, env_state, action) if has_states else unmasked(t.final_obs)
+            reward = jnp.sum(t.reward[0]) if several else t.reward[0]
+            return (after, t.obs, carry), (seen, reward, t.ended[0])
+
+        return jax.lax.scan(step, running, length=min(_CHUNK, max_steps))
+
+    def play(leaves: Any, key: jax.Array) -> tuple[list[Any], float]:
+        with host_errors():
+            running, first = begin(leaves, key)
+            seen, total, over = [next(_rows(jax.tree.map(lambda x: x[None], first)))], 0.0, False
+            while not over and len(seen) <= max_steps:
+                running, (states, rewards, ended) = chunk(leaves, running)
+                for row, reward, end in zip(_rows(states), np.asarray(rewards), np.asarray(ended), strict=True):
+                    if over or len(seen) > max_steps:
+                        break
+                    seen.append(row)
+                    total, over = total + float(reward), bool(end)
+        release(copies)
+        return seen, total
+
+    return play
+
+
+def _rows(stacked: Any) -> Iterator[Any]:
+    """The states of one environment out of those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    leaves, tree = jax.tree.flatten(stacked)
+    leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
+    for t in range(len(leaves[0]) if leaves else 0):
+        yield jax.tree.unflatten(tree, [x[t, 0] if is_key(x) else np.asarray(x[t, 0]) for x in leaves])
+
+
+def _rate(what: str, value: Any) -> float:
+    number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # of NumPy or JAX
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < np.inf:
+        raise ValueError(f"{what}={value!r}: use a number of pictures per second above 0")
+    return float(number)
+
+
+def _drawn(env: Any, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
+    try:
+        return _checked(env, [draw(state) for state in states])
+    except Exception as error:
+        error.add_note(f"raised while {env_name(env)} was drawn for a video")
+        raise
+
+
+def _checked(env: Any, pictures: Sequence[Any]) -> np.ndarray:
+    arrays = [np.asarray(x) for x in pictures]
+    shapes = {(x.shape, x.dtype.name) for x in arrays}
+    (shape, dtype), *others = sorted(shapes)
+    if len(shape) != 3 or shape[-1] != 3 or 0 in shape or dtype != "uint8":
+        raise ValueError(f"{env_name(env)}.render returned {dtype}{list(shape)}; return an image, uint8[H, W, 3]")
+    if others:
+        raise ValueError(f"{env_name(env)}.render returned images {list(shape)} and {list(others[0][0])}; return one size")
+    return np.stack(arrays)
+
+
+def _text(video: Video) -> str:
+    return html.escape(f"{video.title}. {'; '.join(video.captions)}")
+
+
+def _gif(video: Video) -> bytes:
+    from PIL import Image
+
+    pictures = [Image.fromarray(x) for x in np.concatenate(list(video.episodes))]
+    last = np.cumsum([len(x) for x in video.episodes]) - 1
+    each = max(10, round(100 / video.fps) * 10)  # milliseconds; the format counts hundredths of a second
+    durations = [each + 500 * (i in last) for i in range(len(pictures))]
+    stream = io.BytesIO()
+    pictures[0].save(stream, "GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+    return stream.getvalue()
+
+
+def _write_mp4(video: Video, path: Path) -> None:
+    import imageio_ffmpeg
+
+    pictures = np.concatenate(list(video.episodes))
+    odd = [(0, n % 2) for n in pictures.shape[1:3]]  # the format takes even sizes
+    pictures = np.pad(pictures, [(0, 0), *odd, (0, 0)], mode="edge")
+    height, width = pictures.shape[1:3]
+    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(video.fps), "-i", "-"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *given, "-pix_fmt", "yuv420p", "-f", "mp4", str(path)]
+    ended = subprocess.run(command, input=pictures.tobytes(), capture_output=True, check=False)
+    if ended.returncode:
+        raise OSError(f"ffmpeg could not write the video: {ended.stderr.decode(errors='replace').strip()}")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 48rem }}
+img, input {{ width: 100%; max-width: {width}px; image-rendering: pixelated }}</style></head>
+<body><h1>{title}</h1><img id="picture" alt="{title}"><br><input id="at" type="range" min="0" max="{last}" value="0"
+aria-label="picture"><p><button id="play">pause</button> <span id="caption"></span></p><script>
+const pictures = {pictures}, captions = {captions}, each = 1000 / {fps};
+const [picture, at, play, caption] = ["picture", "at", "play", "caption"].map(id => document.getElementById(id));
+let running = true;
+const show = () => {{ picture.src = "data:image/png;base64," + pictures[at.value]; caption.textContent = captions[at.value]; }};
+at.oninput = () => {{ running = false; play.textContent = "play"; show(); }};
+play.onclick = () => {{ running = !running; play.textContent = running ? "pause" : "play"; }};
+setInterval(() => {{ if (running) {{ at.value = (+at.value + 1) % pictures.length; show(); }} }}, each);
+show();
+</script></body></html>
+"""
+
+
+def _page(video: Video) -> str:
+    from PIL import Image
+
+    encoded, captions = [], []
+    for caption, episode in zip(video.captions, video.episodes, strict=True):
+        for number, picture in enumerate(episode):
+            stream = io.BytesIO()
+            Image.fromarray(picture).save(stream, "PNG")
+            encoded.append(base64.b64encode(stream.getvalue()).decode())
+            captions.append(f"{caption}; step {number}")
+    width = max(360, video.episodes[0].shape[2])
+    return _PAGE.format(
+        title=html.escape(video.title), pictures=json.dumps(encoded), captions=json.dumps(captions), fps=f"{video.fps:g}",
+        last=len(encoded) - 1, width=width,
+    )  # fmt: skip

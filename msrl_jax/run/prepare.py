@@ -1,0 +1,208 @@
+"""From the arguments of `train`, and from what the folder of a run holds, to an `Experiment`."""
+
+import contextlib
+import dataclasses
+import numbers
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax import algorithms, data
+from msrl_jax.algorithms import code_names
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.envs import Environment
+from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
+from msrl_jax.run import processes
+from msrl_jax.run.disk import folder, store
+from msrl_jax.run.experiment.pbt import GivenPBT, read
+from msrl_jax.run.experiment.plain_data import RunFolderError, difference
+from msrl_jax.run.experiment.spec import Experiment, Settings, check_settings
+
+
+def make_experiment(*given: Any, **arguments: Any) -> Experiment:
+    """The experiment of arguments of `train`, as of `experiment_of`, with its agent built."""
+    experiment = experiment_of(*given, **arguments)
+    _ = experiment.behavior if experiment.pbt is None else experiment.agent
+    return experiment
+
+
+def experiment_of(
+    algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
+    overrides: Mapping[str, Any] | None = None, **others: Any,
+) -> Experiment:  # fmt: skip
+    """The experiment of arguments of `train`, whose environment and data are not made; `overrides` are fields of the config."""
+    pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
+    base, overrides = algorithms.make(algo, {}), dict(overrides or {})
+    if pbt is not None:
+        if seeds > 1:
+            raise ValueError(
+                f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"
+            )
+        pbt.check(base, overrides)
+        overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
+    overrides, settings = _split(base, overrides, seeds)
+    return Experiment(
+        algorithm=algorithms.make(base, overrides), env=env, seed=seed, seeds=seeds, settings=settings, pbt=pbt, **others
+    )
+
+
+def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
+    """Separates the fields that have several values from the others, which get the values of the first setting."""
+    kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
+    overrides = {name: _plain(x) for name, x in overrides.items()}
+    several: dict[str, tuple[float, ...]] = {}
+    for name, value in overrides.items():
+        if not is_several(value) or name not in fields:
+            continue
+        if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
+            continue  # a single value of the field may be a sequence
+        if name not in tunable_fields(kind):
+            others = ", ".join(tunable_fields(kind)) or "none of its fields"
+            raise ValueError(
+                f"{kind.__name__}.{name}={shown(value)}: {name} changes the program (its shapes, loops or branches), so the "
+                f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+            )
+        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
+    check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
+    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as Python numbers and lists."""
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
+
+
+def _number(kind: type, name: str, i: int, value: Any) -> float:
+    value, where = _plain(value), f"{kind.__name__}.{name}[{i}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
+        raise ValueError(f"{where}={shown(value)}: use a number for each member")
+    number: Any = value
+    with np.errstate(over="ignore", under="ignore"):
+        data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
+    if (data == 0) != (number == 0) or np.isinf(data):
+        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
+    return float(number)
+
+
+def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
+    """The folder of the run, and whether the run in it goes on."""
+    if isinstance(resume, bool):
+        if resume and out is None:
+            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+        return out, resume and out is not None and store.holds_run(out)
+    if out is not None and out != resume:
+        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders; a run goes on in its own")
+    return resume, True
+
+
+@contextlib.contextmanager
+def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
+    """Locks the folder of the run; gives the run in it that goes on."""
+    if path is None:
+        yield None
+        return
+    store.read_description(path) if goes_on else folder.check_free(path)
+    with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
+        yield store.open_run(path) if goes_on else None
+
+
+def as_asked(
+    given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None, *, trust: bool
+) -> Experiment:
+    """The experiment that the arguments and the folder say."""
+    if isinstance(given["algo"], Experiment):
+        experiment = given["algo"]
+        for name, value in (given | overrides).items():
+            if value is not None and name != "algo":
+                fact = f"{name}={shown(value)}: the experiment says what is computed"
+                raise ValueError(f"{fact}; change that, or leave {name} out")
+    elif saved is None:
+        experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
+    else:
+        experiment = _resumed(saved, given, overrides, trust)
+    if saved is not None and (differs := difference(saved.description, experiment.to_json())):
+        raise _differs(saved, *differs)
+    every = experiment.pbt.every if experiment.pbt else 0
+    if chunk is not None and every % chunk:
+        raise ValueError(
+            f"chunk={chunk} does not divide PBT.every={every}, so a row of the history would mix hyper-parameters from "
+            "before and after an exploit; use a chunk that does, or leave it out"
+        )
+    experiment.check_length()
+    if saved is not None and saved.iteration > experiment.iterations:
+        done = saved.iteration * experiment.steps_per_iteration
+        raise ValueError(
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
+            "it"
+        )
+    return experiment
+
+
+def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any], trust: bool) -> Experiment:
+    """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
+    was, where = saved.description, f"the run in {saved.path}"
+    algo, env = given["algo"], given["env"]
+    named = algorithms.get(algo) if isinstance(algo, str | type) else None
+    asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
+    dataset = _find_dataset(saved, asked.get("data"))
+    nameless = {name for name, held in was["config"].items() if isinstance(held, Mapping)}
+    objects = {name: asked[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in asked}
+    again = {"env": env, "env_params": given["env_params"], "data": dataset} | objects
+    before = Experiment.from_json(was, **again, where=where, trust=trust)
+    known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
+    overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
+    settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
+    is_same = named is type(before.algorithm)
+    chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
+    own = ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "rank_by", "guard")
+    defaults = {name: getattr(before, name) for name in own}
+    algo = before.algorithm if algo is None or is_same else algo
+    kind = named if isinstance(algo, str | type) else type(algo)
+    if kind is not type(before.algorithm):
+        raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
+    return make_experiment(algo, **(defaults | chosen), overrides=settings)
+
+
+def _is_rounded(given: Any, saved: Any) -> bool:
+    """Whether arrays or NumPy numbers are saved numbers in their own dtype, such as `np.float32(3e-4)` of 0.0003."""
+    if not isinstance(given, np.ndarray | np.generic | jax.Array) or not isinstance(saved, float | tuple):
+        return False
+    return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
+
+
+def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderError:
+    was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
+    if isinstance(before, Mapping):
+        remedy = f"give the {name} that it had"
+    if name == "env_object":
+        was, given, remedy = f"the environment {before}", str(now), "give the same one"
+    return RunFolderError(
+        f"the run in {saved.path} has {was}, and cannot go on with {given}; {remedy}, or start a new run in another folder"
+    )
+
+
+def _find_dataset(saved: store.Saved, given: Any) -> Any:
+    """What a config takes to find the data set of a run again; None if the run has none."""
+    was = saved.description.get("data")
+    if was is None:
+        if given is not None:
+            raise RunFolderError(f"the run in {saved.path} has no data set, and cannot take one; leave data out")
+        return None
+    source = was["path"] if given is None else given
+    if source is None:
+        raise RunFolderError(f"the data set of the run in {saved.path} was an object; give it again: data=...")
+    try:
+        found = data.load(source)
+    except (ValueError, OSError) as error:
+        raise RunFolderError(
+            f"the data set of the run in {saved.path} cannot be read: {error}. Give it again: data=..."
+        ) from error
+    if found.fingerprint() != was["sha256"]:
+        raise RunFolderError(
+            f"{source if isinstance(source, str) else 'the given data set'} is not the data set of the run in {saved.path}: "
+            f"its content differs. Give the one with the SHA-256 {was['sha256'][:12]}...: data=..."
+        )
+    return source

@@ -1,0 +1,499 @@
+"""`Result`: the history and state of a run, with methods to act, evaluate, plot, save and load."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.envs import Environment
+from msrl_jax.envs.base import release
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.fragments.support.checks import as_path, check_seed, shown
+from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.run.disk import store
+from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
+from msrl_jax.run.evaluation.history import final
+from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members
+from msrl_jax.run.experiment.pbt import acting_part
+from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.outcome import Outcome
+from msrl_jax.run.outputs import export
+from msrl_jax.run.outputs.summary import plot_history, plot_lineage, saved
+from msrl_jax.run.outputs.video import Video, check_file, film
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Result(Outcome):
+    """The result of a run. `C` denotes the number of chunks, `M` of members: seeds, settings of the config, or both. A run
+    without members has no dimension `M`.
+
+    Attributes:
+      experiment: what the run computed.
+      description: the same, and where it ran, as plain data: the content of `config.json`.
+      history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
+        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
+        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). A population that is
+        trained has `pbt/parent`, the member that each one copied at the last exploit before the chunk (its own number if
+        nobody), and `pbt/FIELD`, the hyper-parameters in the chunk. shape=[C] or [C, M]
+      run_state: the whole state at the end: `state` within what widens the run, such as its count of iterations. A program
+        continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
+      status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
+        finite; "unfinished" for the folder of a run that is in progress or was killed.
+      compile_seconds: time for tracing and compiling the training program and the initial state.
+      wall_seconds: total time of the run, without saving.
+      evaluation: the last evaluation, if there was one.
+      registers: the parameters on their way to the actors at the end, if the policy has staleness.
+      folder: the folder that holds the run; None if it has none, or if it could be saved nowhere.
+      stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
+      timings: other parts of `wall_seconds`: `setup_seconds` (imports, building the agent, planning),
+        `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
+        callbacks and metrics.
+      save_error: why the run could not be saved in its own folder; empty if it was saved there, or has none. `folder` is then
+        another one, or None.
+    """
+
+    experiment: Experiment
+    run_state: Any
+    registers: tuple[jax.Array, ...] = ()
+
+    @property
+    def state(self) -> Any:
+        """The algorithm's state at the end; leaves have a leading dimension `M` if there are members."""
+        return innermost(self.run_state)
+
+    @property
+    def config(self) -> Any:
+        """The algorithm: its config, that of the first member if members differ."""
+        return self.experiment.algorithm
+
+    @property
+    def behavior(self) -> Behavior:
+        """The behavior of one member."""
+        return self.experiment.behavior
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal (such as Ctrl-C) or the time limit ended the run."""
+        return self.status == "interrupted"
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis: the run has several seeds, or fields of its config several values."""
+        return self.experiment.has_members
+
+    @property
+    def best(self) -> int:
+        """The member with the highest mean return, or metric `rank_by`, in the last evaluation, or over the last tenth of
+        training without one.
+
+        In a run that learns from data alone and has no `rank_by`, the best member has the smallest mean `validation_loss` over
+        the last tenth of training instead.
+
+        Raises:
+          ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
+            each other, so that returns do not tell which member is better.
+        """
+        if self.members == 1:
+            return 0
+        last, by = self.evaluation, self.experiment.rank_by
+        if not self.experiment.is_ranked:
+            raise ValueError(f"{UNRANKED}; name one, member=0, or take it with result.select(member=0)")
+        if self.behavior.agent.unit == "updates" and by == "return":
+            if "validation_loss" not in self.history:
+                raise ValueError(
+                    "no data were held out to compare the members of this run; name one, member=0, or train with a "
+                    "validation_fraction above 0"
+                )
+            scores = -np.atleast_1d(self.final("validation_loss"))
+        else:
+            scores = np.atleast_1d(final(self.history, f"episode_{by}") if last is None else last.means[f"eval_{by}"])
+        return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
+
+    def member(self, member: int | None = None) -> int:
+        """The number of a member: from 0 to `members - 1`, or None for the best one.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        if member is None:
+            return self.best
+        if not _is_number(member) or not 0 <= member < self.members:
+            which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
+            raise ValueError(f"member={shown(member)}: this run has {which}; name one of them, or None for the best one")
+        return int(member)
+
+    @entry
+    def member_state(self, member: int | None = None) -> Any:
+        """The state of one member; of the best one if None.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        return innermost(self._of_member(member))
+
+    def _of_member(self, member: int | None) -> Any:
+        """The state of a member, as `behavior` takes it."""
+        number, state = self.member(member), acting_part(self.run_state)
+        if not self.has_members:
+            return state
+        agent = self.behavior.agent
+        return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
+
+    @entry
+    def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":
+        """Some members as the result of a run of their own; saved, it can go on: `train(resume=...)`.
+
+        Args:
+          settings: numbers of settings of the config, which keep all their seeds; None for one member.
+          member: the number of that member; the best one if None.
+
+        Returns:
+          The result. One member of a run whose config has constants only is a run of one seed, without a member axis.
+
+        Raises:
+          ValueError: if the run has no such settings or member, or if both are given.
+        """
+        if settings is not None and member is not None:
+            raise ValueError(f"settings={shown(settings)} and member={shown(member)} are both given; give one")
+        was = self.experiment.settings
+        if settings is not None:
+            count = len(next(iter(was.values()))) if was else 0
+            chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
+            if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
+                has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
+                raise ValueError(f"settings={shown(settings)}: this run has {has}; name some of them, each once")
+            rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
+            return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
+        number = self.member(member)
+        if not self.has_members:
+            return self
+        setting = dict(self.settings[number])
+        changes = {"seed": setting.pop("seed"), "seeds": 1, "settings": {name: (x,) for name, x in setting.items()}}
+        return self._of_rows(np.array([number]) if setting else number, **changes)
+
+    def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
+        """The result of some members; `changes` are those of its experiment."""
+        if self.experiment.pbt:
+            raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
+        algorithm = dataclasses.replace(self.config, **{name: values[0] for name, values in changes["settings"].items()})
+        return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
+
+    @functools.cached_property
+    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, Any]], Callable[..., jax.Array]]:
+        """What `behavior` computes, compiled, `act_with_carry` and `probabilities`, by the number of a member."""
+        behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            def of_member(leaves: list[jax.Array], member: int, *args: Any) -> Any:
+                return function(behavior.restore([x[member] for x in leaves] if many else leaves), *args)
+
+            return functools.partial(jax.jit(of_member), leaves)
+
+        return compiled(behavior.act_with_carry), compiled(behavior.probabilities)
+
+    @entry
+    def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
+        """Chooses actions for raw observations of the environment.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`. It is normalized with the statistics of training if
+            training normalizes. A `MaskedObservation` if the environment names its legal actions.
+          key: key for sampling the action; None takes the most probable one.
+          member: number of the member that acts; the best one if None.
+
+        Returns:
+          The action, or the actions `[B, ...]`.
+
+        Raises:
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
+            run has no such member, or if the agent is recurrent; use `act_with_carry` then.
+        """
+        if self.behavior.agent.is_recurrent:
+            raise ValueError(
+                f"an agent of {self.experiment.name!r} remembers earlier observations, so one is not enough; "
+                "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
+            )
+        return self.act_with_carry(obs, None, key, member=member)[0]
+
+    @entry
+    def act_with_carry(
+        self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
+
+        Args:
+          obs: as in `act`.
+          carry: None at the start of an episode, later the carry that the last call returned.
+          key: as in `act`.
+          member: as in `act`.
+
+        Returns:
+          The action, or the actions `[B, ...]`, and the carry for the next step.
+
+        Raises:
+          ValueError: as in `act`, or if the carry does not fit the number of observations.
+        """
+        obs, single = self.behavior.batched(obs)
+        count = jax.tree.leaves(obs)[0].shape[0]
+        carry = self.behavior.checked_carry(carry, count)
+        actions, carry = self._compiled[0](self.member(member), obs, carry, key)
+        return (actions[0] if single else actions), carry
+
+    @entry
+    def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
+        """The probabilities with which `act` chooses discrete actions if it has a key.
+
+        Args:
+          obs: as in `act`.
+          member: as in `act`.
+
+        Returns:
+          The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
+          If an action is `K` integers of at most `N` values, the last dimensions are `[K, N]`; they are independent.
+
+        Raises:
+          ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or
+            for several agents) or is recurrent, or as in `act`.
+        """
+        obs, single = self.behavior.batched(obs)
+        probabilities = self._compiled[1](self.member(member), obs)
+        return probabilities[0] if single else probabilities
+
+    @entry
+    def evaluate(
+        self,
+        episodes: int = 128,
+        seed: int = 0,
+        *,
+        member: int | None = None,
+        max_steps: int = MAX_STEPS,
+        env_params: GivenParams | None = None,
+    ) -> Evaluation:
+        """Plays greedy episodes in parallel.
+
+        Args:
+          episodes: number of episodes.
+          seed: seed of the environments' randomness.
+          member: number of the member that plays; the best one if None.
+          max_steps: maximum length of an episode, in steps.
+          env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
+            it drew them from at its end; `{}` leaves all constant.
+
+        Returns:
+          The returns and lengths of the episodes.
+
+        Raises:
+          ValueError: if a number is out of range, or the run has no such member.
+        """
+        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
+        evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
+        try:
+            return evaluator(self._of_member(member), key_for("play", jax.random.key(check_seed(seed))))
+        finally:
+            release(evaluator.env)
+
+    @entry
+    def video(
+        self,
+        path: str | os.PathLike | None = None,
+        *,
+        episodes: int = 1,
+        seed: int = 0,
+        member: int | None = None,
+        max_steps: int = 1000,
+        fps: float | None = None,
+        env_params: GivenParams | None = None,
+    ) -> Video:
+        """Plays greedy episodes, and draws them: states are recorded on the device, and drawn afterwards.
+
+        A custom environment is drawn by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without
+        one, images that the agent sees are shown.
+
+        Args:
+          path: a file that ends in `.gif`, `.mp4` or `.html`; None writes none.
+          episodes: number of episodes, one after another.
+          seed: seed of the environments' randomness.
+          member: number of the member that plays; the best one if None.
+          max_steps: steps after which an episode is cut.
+          fps: pictures per second; those of the environment if None.
+          env_params: as in `evaluate`.
+
+        Returns:
+          The video; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: if a number is out of range, nothing draws the environment, or the file cannot be written.
+        """
+        file = None if path is None else as_path("path", path)
+        if file is not None:
+            check_file(file)
+        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
+        title = f"{self.experiment.name} on {self.experiment.env_name}"
+        made = film(behavior, self._of_member(member), episodes, check_seed(seed), max_steps, fps, title)
+        if file is not None:
+            made.save(file)
+        return made
+
+    @entry
+    def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
+        """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
+
+        Up to ten settings of the config have a line each, over their seeds.
+
+        Args:
+          path: file for the figure, in the format of its suffix; None writes no file.
+          metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
+
+        Returns:
+          The figure; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: on a column that the history does not have.
+        """
+        return saved(plot_history(self, metrics), path)
+
+    @entry
+    def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
+        """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
+
+        Args:
+          path: as in `plot`.
+
+        Returns:
+          The figure, as in `plot`.
+
+        Raises:
+          ValueError: if the members of the run are independent, or the run has no chunk yet.
+        """
+        if self.experiment.pbt is None or not len(self.history.get("step", ())):
+            raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
+        return saved(plot_lineage(self), path)
+
+    @entry
+    def export(
+        self, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
+    ) -> Path:
+        """Writes the policy to one file that acts without this package, with all that `act` does: normalization, legal actions,
+        scaling, memory.
+
+        The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` of an
+        observation of several arrays; `action_mask`) to `action`. An agent with a memory takes `memory_0`, ... too, which are
+        zeros at the start of an episode, and returns them for the next step. The file says which run it is of, and its inputs
+        and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
+
+        Args:
+          path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
+            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX meanwhile.
+          sample: whether actions are sampled, by the data `[2]` uint32 of a key, `key`; the most probable ones if not. Only for
+            `.jaxexport`.
+          member: number of the member; the best one if None.
+          batch: number of observations per call; None for any, which a custom network may not allow.
+
+        Returns:
+          The file.
+
+        Raises:
+          ValueError: if the suffix is another one, there is no such folder or member, or the format cannot express the policy.
+        """
+        number = self.member(member)
+        about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
+        steps = int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0
+        about |= {"run": self.folder, "member": number, **self.settings[number], "steps": steps, "sample": sample}
+        with export.one_at_a_time:
+            policy = export.policy_of(self.behavior, self._of_member(number), sample)
+            return export.write(policy, as_path("path", path), about, batch)
+
+    @entry
+    def save(self, path: str | os.PathLike) -> Path:
+        """Writes the run to a new folder, for `Result.load`.
+
+        Args:
+          path: a folder that does not exist or is empty.
+
+        Returns:
+          The folder.
+
+        Raises:
+          ValueError: if `path` exists and is not an empty folder.
+        """
+        return store.save(self, Path(path))
+
+    @classmethod
+    @entry
+    def load(
+        cls,
+        path: str | os.PathLike,
+        *,
+        env: Environment | str | None = None,
+        env_params: GivenParams | None = None,
+        checkpoint: Literal["newest", "best"] | int = "newest",
+        trust: bool = False,
+        **objects: Any,
+    ) -> "Result":
+        """Reads a run from its folder, also while it is in progress or after it was killed.
+
+        Args:
+          path: a folder that `save`, `train(out=...)` or the command line wrote.
+          env: the environment, if `train` got an environment object, or the name of one in a module.
+          env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
+          checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
+            of iterations.
+          trust: whether the code that the folder names may run: modules (`my_module:MyEnv`) and files of algorithms. Say so
+            for folders of people whose code you would run, your own among them; or give again what is named.
+          **objects: fields of the config that are objects or names in modules, if `train` got such: `network=`, `optimizer=`.
+
+        Returns:
+          The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
+          loaded without the data (`config.data` is None; `description["config"]` describes them); it can act and be evaluated
+          as before.
+
+        Raises:
+          RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
+          TrustError: a ValueError, if it names code to run, and is not trusted.
+        """
+        return cls(**store.load(Path(path), env, env_params, checkpoint, objects, trust))
+
+
+def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:
+    """The run of an experiment out of `parts`: other runs, which have equally many chunks, and the rows of members in them."""
+    run, agent = parts[0][0], parts[0][0].behavior.agent
+
+    def rows_of(*xs: Any) -> Any:
+        found = [x[rows] for x, (_, rows) in zip(xs, parts, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        return (jnp if isinstance(found[0], jax.Array) else np).concatenate(found)
+
+    def of_run(run: Result) -> Any:
+        """What has a leading dimension of all members, besides the state."""
+        columns = {name: x.T for name, x in run.history.items() if x.ndim > 1}
+        return columns, run.registers, vars(run.evaluation) if evaluated else None
+
+    evaluated = all(run.evaluation is not None for run, _ in parts)
+    columns, registers, last = jax.tree.map(rows_of, *(of_run(run) for run, _ in parts))
+    states = [agent.without_data(run.run_state) for run, _ in parts]
+    about = experiment.to_json()
+    if about["data"] is None:  # the data set of a loaded result is described as it was
+        about |= {"data": run.description["data"]}
+        about["config"] |= {"data": run.description["config"]["data"]} if "data" in about["config"] else {}
+    return dataclasses.replace(
+        run, experiment=experiment, description={**run.description, **about}, folder=None,
+        history={name: columns[name].T if name in columns else x for name, x in run.history.items()},
+        run_state=agent.with_data(map_members(rows_of, *states)), registers=registers,
+        evaluation=Evaluation(**last) if evaluated else None,
+    )  # fmt: skip

@@ -1,0 +1,304 @@
+"""Training: what is asked for is checked, the hooks do what the host has to do, and the loop runs the chunks."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from msrl_jax import policies
+from msrl_jax.algorithms.replay_ratio import replay_ratio
+from msrl_jax.envs import Environment
+from msrl_jax.envs.base import is_on_host, release
+from msrl_jax.envs.images import unseen_images
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.support import compiling
+from msrl_jax.fragments.support.checks import as_path, whole
+from msrl_jax.fragments.support.naming import check_trust
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.run import processes, recipes
+from msrl_jax.run.auto_policy import is_auto, resolved
+from msrl_jax.run.disk import folder, store
+from msrl_jax.run.evaluation.history import stack_rows
+from msrl_jax.run.experiment.pbt import GivenPBT
+from msrl_jax.run.experiment.spec import Experiment, GuardPolicy
+from msrl_jax.run.experiment.trust import code_of
+from msrl_jax.run.loop.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
+from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
+from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
+from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.run.loop.loop import Ending, Pace, Run, finish, loop
+from msrl_jax.run.prepare import as_asked, find_folder, opened
+from msrl_jax.run.result import Result
+
+_LONGEST = 500  # characters of an error of which hooks hear
+
+
+@entry
+@processes.in_words()
+def train(
+    algo: Any = None,
+    env: str | Environment | None = None,
+    *,
+    policy: str | DistributionPolicy | None = None,
+    total_steps: int | None = None,
+    seed: int | None = None,
+    seeds: int | None = None,
+    devices: Sequence[Device] | None = None,
+    out: str | os.PathLike | None = None,
+    resume: bool | str | os.PathLike = False,
+    actors_at: str | None = None,
+    chunk: int | None = None,
+    eval_episodes: int | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    time_limit: float | str | None = None,
+    guard: GuardPolicy | None = None,
+    record: str | os.PathLike | None = None,
+    env_params: GivenParams | None = None,
+    pbt: GivenPBT | None = None,
+    rank_by: str | None = None,
+    trust: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = "auto",
+    **overrides: Any,
+) -> Result:
+    """Trains an agent.
+
+    If several processes run the program (`jax.distributed`), all of them call this with the same arguments. Process 0 shows
+    progress and writes files; a request to stop, on any process, stops all after the same chunk.
+
+    Args:
+      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An
+        `Experiment` stands for all arguments that decide what is computed.
+      env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
+        default `"CartPole-v1"`.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); `"auto"` measures which is the
+        fastest of those that compute the same mathematics, see `choose_policy`. By default `"GPUOnly"`, or `"MultiLearner"` if
+        the host simulates the environment. It decides where the parts run, and changes numbers only by float rounding, unless
+        it has staleness or a codec that loses bits.
+      total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
+        default 500,000.
+      seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
+      seeds: number of independent runs to train at once, vectorized; by default 1. Run `i` equals a single run with the seed
+        `seed + i`, up to float tolerance.
+      devices: the devices to use; all if None.
+      out: folder of the run (config, metrics and checkpoints during the run, summary at its end); None writes nothing.
+      resume: the folder of a run to go on with, exactly where its newest checkpoint is. What is not given comes from the
+        folder. What decides what the run computes must be equal if it is given again; policy, devices, `chunk` and
+        evaluations may differ, and more `total_steps` extend the run. True goes on with the run in `out`, or starts it
+        there if there is none.
+      actors_at: `HOST:PORT` at which this process, the learner, listens for actors in other processes (`msrl-jax act`), which
+        may come and go. The policy is then a `SingleLearnerCoarse`, by default with `staleness=8`: unrolls that were made with
+        older parameters are dropped.
+      chunk: iterations between two ticks. None chooses about a second, and at least about 50 ticks in a run; chunks then
+        also end where evaluations and checkpoints are due.
+      eval_episodes: number of greedy episodes per evaluation, by default 32; 0 never evaluates.
+      eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A
+        finished run always ends with an evaluation.
+      checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
+        or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
+      keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
+        best mean return of the last 100 episodes of training; see `rank_by`). Evaluations that are the best so far have one of
+        their own.
+      time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
+      guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
+        updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
+        numbers, at most 5 times; "ignore" goes on, which changes no other member.
+      record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
+        until its end, so they must fit there. Recording does not change the run.
+      env_params: what parameters of the environment are drawn from at each reset, as in `envs.RandomizeParams`: name -> a
+        number, `envs.uniform(low, high)` and the like, also as text (`"length=uniform:0.25:1,gravity=9.8"`); a function
+        `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them (`Tick.set_env_params`). Evaluations
+        draw from the same.
+      pbt: trains a population: `msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, members=8, every=20)`,
+        or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
+      rank_by: what tells which checkpoint is the best, which member is (`Result.best`), and whom members of a population copy:
+        `"return"`, the default, or the name of a metric of the environment, of which more is better.
+      trust: whether a run that goes on may run the code that its folder names: modules (`my_module:MyEnv`) and files of
+        algorithms. What is given again by name (`env="my_module:MyEnv"`) needs no trust.
+      callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
+        calls its own. Hooks, as `msrl_jax.run.loop.loop` describes them, may be among them.
+      progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
+      **overrides: fields of the algorithm's config. A tunable number, such as `learning_rate`, may have a list of values: each
+        is a setting, which has a member for every seed.
+
+    Returns:
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; it is saved, and the result
+      so far has `interrupted` True. A second signal ends the process at once.
+
+    Raises:
+      ValueError: before anything compiles, on an unknown name or field, or an invalid value.
+      RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
+      TrustError: a ValueError, if the folder of a run that goes on names code to run, and is not trusted.
+      DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
+      ProcessError: if another process of the run ended.
+      Exception: the first one that `end` of a hook raised, after all hooks have ended and the run is saved; a note names the
+        hook, and the error's `result` is the result.
+    """
+    started = time.perf_counter()
+    limit = None if time_limit is None else seconds("time_limit", time_limit)
+    display = choose_display(progress if processes.is_first() else False)
+    if policy is not None and not is_auto(policy):
+        policy = policies.get(policy)  # before an algorithm is built, which may take long
+    execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
+    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
+    given = {
+        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
+        "pbt": pbt, "rank_by": rank_by, "guard": guard,
+    }  # fmt: skip
+    watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
+    watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
+    # Absolute, because a callback may change the working directory.
+    out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
+    path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compiling.on_disk())
+        requests = stack.enter_context(stop_requests(limit))
+        with processes.together("setting up the run"):
+            saved = stack.enter_context(opened(path, goes_on))
+            kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
+            watching = {name: kept[name] if x is None else x for name, x in watching.items()}
+            experiment = as_asked(given, overrides, saved, watching["chunk"], trust=trust)
+            if saved is not None and saved.iteration == experiment.iterations:
+                return _already_done(saved, experiment)
+            if experiment.guard == "rollback" and record is not None:
+                raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+            if experiment.guard == "rollback" and jax.process_count() > 1:
+                raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
+            execution.check(experiment, policy, record)
+            simulated = saved is None and is_on_host(experiment.environment)
+            usual = saved.description["policy"] if saved else execution.default_policy(experiment)
+            say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
+            if saved and policy is None:
+                check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
+            where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
+            experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
+            program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
+            saver = None if path is None else Checkpoints(path, every, keep, recording)
+        stack.callback(release, experiment.agent.env)
+        agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
+        if progress is not False and processes.is_first():
+            tuned = recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
+            if tuned is not None and isinstance(algo, str | None) and tuned.fields:
+                print(f"these are defaults; settings for this environment: the recipe {tuned.name}", file=sys.stderr)
+            if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
+                for note in unseen_images(experiment.environment):
+                    print(note, file=sys.stderr)
+            if agent.learning_starts:
+                print(replay_ratio(agent, experiment.algorithm), file=sys.stderr)
+            if policy is None and simulated:
+                print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
+        total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
+        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit, experiment.members))
+        evaluating = None
+        if watching["eval_episodes"]:
+            evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
+            stack.callback(release, evaluating.env)
+        guarding = None if experiment.guard == "ignore" else Guard()
+        rows = Rows()
+        hooks = [
+            requests, recording, guarding, evaluating, rows if path is not None and processes.is_first() else None,
+            *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
+            guarding and Divergence(guarding, saver), saver,
+        ]  # fmt: skip
+        hooks = execution.hooks([hook for hook in hooks if hook is not None])
+        to = recording and str(recording.writer.path)
+        deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
+        asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
+        if experiment.pbt is not None:
+            asked.append(experiment.pbt.every * experiment.steps_per_iteration)
+        boundaries = tuple(int(steps) for steps in asked if steps is not None)
+        run = Run(
+            experiment, where, devices, path, deployment, program, None,
+            Pace(most, fixed=watching["chunk"] is not None), boundaries, started,
+        )  # fmt: skip
+        _begin(run, saved)
+        try:
+            loop(run, hooks)
+        except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
+            run.ending = Ending("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
+            lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
+            for problem in lost:
+                text = f"the run ends with an error, and could not be saved: {problem}"
+                warnings.warn(text, folder.SaveWarning, stacklevel=2)
+            raise
+        errors = finish(run, hooks)
+        if errors and processes.is_loss(errors[-1]):
+            raise errors[-1]
+        result = _result(run)
+        if path is not None and processes.is_first():
+            assert saver is not None
+            result = store.complete(result, path, saver.error or rows.error)
+        processes.gathered("")  # no process ends while another one writes
+    if run.finding is not None:
+        assert guarding is not None
+        errors.insert(0, DivergedError(guarding.locate(run), result))
+    for other in errors[1:]:
+        errors[0].add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
+    if errors:
+        vars(errors[0])["result"] = result
+        raise errors[0]
+    return result
+
+
+def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
+    now = {
+        "format": store.FORMAT, "unit": unit, "policy": policy_text(policy), "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],
+    }  # fmt: skip
+    if saved is not None:
+        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
+        now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
+        now["rollbacks"] = list(saved.description["rollbacks"])
+    return now
+
+
+def _begin(run: Run, saved: store.Saved | None) -> None:
+    """Makes the state of a run, or reads it from its folder, while the program is compiled; compiles what a chunk needs."""
+    run.program.begin(run.most_at_once)
+    if saved is None or saved.checkpoint is None:
+        state = run.experiment.start(run.program)
+    else:
+        state = store.restore_state(saved.checkpoint, run.experiment, run.program)
+        # The run may have been killed after a rollback, before its next checkpoint.
+        number, before = len(run.deployment["rollbacks"]), saved.checkpoint.progress["rollbacks"]
+        if number > before:
+            state = run.program.place(again(state, number, before, run.experiment))
+    run.run_state = jax.block_until_ready(state)
+    run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
+    if saved is not None:
+        store.take_over(saved, run)
+        store.warn_of_schedules(saved, run.experiment, run.step)
+    if run.iteration < run.iterations:
+        run.compile()
+
+
+def _result(run: Run) -> Result:
+    times = run.times
+    return Result(
+        experiment=run.experiment, description=run.description, history=stack_rows(run.rows),
+        run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
+        stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
+        timings=run.seconds, evaluation=run.evaluation, folder=run.path,
+    )  # fmt: skip
+
+
+def _already_done(saved: store.Saved, experiment: Experiment) -> Result:
+    """The result of a run that has done all its steps, and may have been killed before its summary."""
+    result = Result.load(saved.path, **experiment.objects)
+    if result.status == "unfinished":
+        result = dataclasses.replace(result, status="finished")
+        if processes.is_first():
+            store.finish(result, saved.path)
+    return result

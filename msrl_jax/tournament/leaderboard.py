@@ -1,0 +1,233 @@
+"""The leaderboard of a tournament, a folder:
+
+    leaderboard.json     the environment, and how many members there may be
+    members/ID/          a run, as `Result.load` reads it, and `entry.json`: its score and where it comes from
+    workers/             runs in progress; those of processes that have ended are removed by the next one
+    rounds.jsonl         one line for each round of a worker
+    lock                 held while members change
+
+Members appear and disappear by renaming their folder, so every reader sees whole runs, whoever is killed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax.fragments.support.checks import as_path, parse_json, whole, writing
+from msrl_jax.fragments.support.terminal import table
+from msrl_jax.run.disk.folder import check_links, locked, read_json, write_json
+from msrl_jax.run.disk.store import ResumeWarning
+from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
+
+SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK = "leaderboard.json", "members", "workers", "rounds.jsonl", "lock"
+ENTRY = "entry.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A member of a leaderboard.
+
+    Attributes:
+      id: its name on the board.
+      score: mean return of the evaluation at the end of its last round.
+      algorithm: name of its algorithm.
+      step: environment steps of its run, those of its ancestors included.
+      finished: whether it has done all its steps, so that nobody trains it further.
+      parent: the member that it was trained from; None if it began anew.
+      worker: the process that trained it last.
+      seconds: when it was put there, in seconds since the board was made.
+      path: the folder of its run, for `Result.load`.
+    """
+
+    id: str
+    score: float
+    algorithm: str
+    step: int
+    finished: bool
+    parent: str | None
+    worker: str
+    seconds: float
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaderboard:
+    """The members of a tournament: `entries`, of which `best` is the first, and `rounds`; `print` shows a table.
+
+    Attributes:
+      path: its folder. What the board holds is read from it each time.
+    """
+
+    path: Path
+
+    def __post_init__(self):
+        object.__setattr__(self, "path", as_path("path", self.path).absolute())
+
+    @classmethod
+    def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
+        """Finds a leaderboard, or makes an empty one; RunFolderError if it is another one, or if the folder holds other files.
+
+        A `size` of None is that of the board, or 8 for a new one; `env_params` are plain data.
+        """
+        board = cls(as_path("path", path))
+        size = None if size is None else whole("size", size)
+        if board.path.exists() and not board.path.is_dir():
+            raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
+        board.path.mkdir(parents=True, exist_ok=True)
+        check_links(board.path, (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
+        others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
+        if others and not (board.path / SETTINGS).exists():
+            raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")
+        with board._locked():
+            if not (board.path / SETTINGS).exists():
+                new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
+                write_json(board.path / SETTINGS, new)
+        was = board.settings
+        for name, now in {"env": env, "env_params": to_json(env_params), "size": size or was["size"]}.items():
+            if now != was[name]:
+                raise RunFolderError(
+                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
+                    "out, or name another folder"
+                )
+        return board
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its environment, its size, and when it was made (seconds since 1970); RunFolderError if there is no leaderboard."""
+        if not (self.path / SETTINGS).exists():
+            remedy = f"msrl.tournament.compete({str(self.path)!r}, ...) makes one"
+            raise RunFolderError(f"{self.path} holds no leaderboard; {remedy}")
+        return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its members, the best one first."""
+        _ = self.settings
+        found = []
+        for path in (self.path / MEMBERS).glob("[!.]*"):
+            try:
+                about = parse_json((path / ENTRY).read_text())
+                found.append(Entry(path=path, **about))
+                if found[-1].id != path.name or not isinstance(found[-1].score, int | float):
+                    found.pop()
+                    raise ValueError("it is not what a worker wrote")
+            except FileNotFoundError:
+                continue  # another process has just removed it
+            except (TypeError, ValueError) as error:
+                note = "so this member is left out; restore the file, or delete the folder"
+                warnings.warn(f"{path / ENTRY} is damaged ({error}), {note}", ResumeWarning, stacklevel=2)
+        return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
+
+    @property
+    def best(self) -> Entry:
+        """The member with the highest score.
+
+        Raises:
+          ValueError: if there is no member yet.
+        """
+        if not (entries := self.entries):
+            raise ValueError(f"the leaderboard in {self.path} has no members yet; its workers put them there after a round")
+        return entries[0]
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """What workers did: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score then) and `seconds`."""
+        if not (self.path / ROUNDS).exists():
+            return []
+        rounds = []
+        for line in (self.path / ROUNDS).read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the line of a process that was killed while it wrote
+                rounds.append(parse_json(line))
+        return rounds
+
+    def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
+        """Draws a member of an algorithm to train on: each rank has half the probability of the one above it.
+
+        It has not finished, and has done fewer steps than `below`; None if there is none.
+        """
+        fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
+        if not fitting:
+            return None
+        weights = 0.5 ** np.arange(len(fitting))
+        return fitting[rng.choice(len(fitting), p=weights / weights.sum())]
+
+    def put(
+        self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
+    ) -> bool:
+        """Offers the folder of a run to the board, which keeps it if it is better than what it replaces.
+
+        That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
+        a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
+        """
+        settings = self.settings
+        with self._locked():
+            entries = self.entries
+            rival = next((entry for entry in entries if parent is not None and entry.id == parent.id), None)
+            if rival is None and len(entries) >= settings["size"]:
+                rival = entries[-1]
+            kept = math.isfinite(score) and (rival is None or score > rival.score)
+            about = {
+                "score": score, "algorithm": algorithm, "step": step, "parent": parent and parent.id, "worker": worker,
+                "seconds": time.time() - settings["made"],
+            }  # fmt: skip
+            if kept:
+                new = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
+                write_json(run / ENTRY, about | {"id": new.id, "finished": finished})
+                (self.path / MEMBERS).mkdir(exist_ok=True)
+                os.replace(run, self.path / MEMBERS / new.id)
+                entries.append(new)
+                best_first = sorted((entry for entry in entries if entry is not rival), key=lambda entry: -entry.score)
+                for loser in [*filter(None, [rival]), *best_first[settings["size"] :]]:  # more than one only after a kill
+                    gone = self.path / MEMBERS / f".gone-{loser.id}"
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(self.path / MEMBERS / loser.id, gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+            row = about | {"accepted": kept, "best": max((entry.score for entry in entries), default=score)}
+            with writing(self.path / ROUNDS), (self.path / ROUNDS).open("a") as file:
+                file.write(json.dumps(to_json(row)) + "\n")
+        return kept
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets no other process change members meanwhile; the system ends the lock with the process."""
+        with writing(self.path / LOCK), (self.path / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """A folder for the runs of one worker, which is removed with its end; also removes what killed workers left."""
+        folder = self.path / WORKERS
+        folder.mkdir(exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            with self._locked():
+                for other in folder.iterdir():
+                    with contextlib.suppress(RunFolderError, OSError), locked(other):  # a lock ends with its process
+                        shutil.rmtree(other, ignore_errors=True)
+                for gone in (self.path / MEMBERS).glob(".gone-*"):
+                    shutil.rmtree(gone, ignore_errors=True)
+                own = folder / uuid.uuid4().hex[:12]
+                stack.enter_context(locked(own))
+            stack.callback(shutil.rmtree, own, ignore_errors=True)
+            yield own
+
+    def __str__(self) -> str:
+        head = ("rank", "score", "algorithm", "steps", "member", "parent", "worker")
+        rows = [
+            (str(i + 1), f"{e.score:.6g}", e.algorithm, f"{e.step:,}", e.id, e.parent or "", e.worker)
+            for i, e in enumerate(self.entries)
+        ]
+        about = f"leaderboard of {self.settings['env']} in {self.path}, {len(self.rounds)} rounds"
+        return "\n".join([about, *(table(head, rows) if rows else ["no members yet"])])

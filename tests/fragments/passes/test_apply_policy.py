@@ -1,0 +1,200 @@
+"""What is wrong with a loop, a policy or JAX's settings is refused before anything compiles."""
+
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax.fragments import codecs
+from msrl_jax.fragments.passes import apply_policy
+from msrl_jax.fragments.passes.apply_policy import Fit, check_effects
+from msrl_jax.policies import (
+    Edge,
+    GPUOnly,
+    Layout,
+    SingleLearnerCoarse,
+)
+from tests.support import toy
+
+COARSE = msrl.policies.SingleLearnerCoarse()
+
+
+@msrl.fragment(role="actor")
+def act(x):
+    return x + 1
+
+
+@msrl.fragment(role="learner")
+def fit(x):
+    return x * 2
+
+
+def compile_(iteration, state, policy=COARSE, **options):
+    return msrl.compile(iteration, state, policy=policy, **options)
+
+
+class Packed:
+    """A policy with codecs added to its edges."""
+
+    def __init__(self, policy, *codecs):
+        self.policy, self.codecs = policy, codecs
+
+    def layout(self, devices, sizes):
+        layout = self.policy.layout(devices, sizes)
+        return Layout(layout.roles, layout.staleness, self.codecs, layout.policy)
+
+
+def test_a_mesh_around_a_program_is_refused():
+    iteration, state = lambda s: (fit(act(s)), {}), jnp.ones(8)
+    program = compile_(iteration, state)
+    with jax.set_mesh(jax.make_mesh((4,), ("d",))):
+        for call in (lambda: program.run(state, 1), lambda: program(state), lambda: program.place(state)):
+            with pytest.raises(RuntimeError, match=r"jax\.set_mesh has set .*Leave the context"):
+                call()
+        with pytest.raises(RuntimeError, match="Leave the context"):
+            compile_(iteration, state)
+
+
+def test_unknown_codecs_and_placements_are_refused():
+    def refused(policy, message):
+        with pytest.raises(ValueError, match=message):
+            msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+
+    refused(SingleLearnerCoarse(trajectory_codec="bf16"), r"unknown codec 'bf16'; there are bfloat16, scaled_uint8, uint8")
+    refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
+    wrong = SingleLearnerCoarse(trajectory_codec={"stat.x": "bfloat16"})
+    refused(wrong, r"packs values named 'stat.x' from 'actors' to 'learners', but .* no such value .did you mean 'state.x'")
+    with pytest.raises(ValueError, match="at least 2 frames"):
+        codecs.frame_stack(1)
+
+
+def test_ordered_callbacks_are_for_a_single_process(monkeypatch):
+    """JAX would end the process; callbacks without an order run."""
+
+    def effects(ordered):
+        show = lambda x: jax.experimental.io_callback(print, None, x, ordered=ordered)  # noqa: E731
+        return jax.make_jaxpr(show)(1.0).effects
+
+    check_effects(effects(ordered=True))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    check_effects(effects(ordered=False))
+    with pytest.raises(ValueError, match=r"OrderedIO.*2 processes; use ordered=False"):
+        check_effects(effects(ordered=True))
+
+
+def test_environments_that_do_not_divide_are_refused():
+    state = {"x": jnp.ones(6)}
+    policy = msrl.policies.SingleLearnerCoarse(actors=4)
+    with pytest.raises(ValueError, match=r"num_envs=6 cannot be split over the 4 devices of placement 'actors'.*1 or 2 or 3"):
+        compile_(lambda s: ({"x": fit(act(s["x"]))}, {}), state, policy, axes={"x": P("env")})
+    state = {"x": jnp.ones(16), "groups": jnp.ones((2, 8))}
+    with pytest.raises(ValueError, match=r"axis 'env' of state\['groups'\], which is of size 2, cannot be split over the 4"):
+        compile_(lambda s: ({**s, "x": fit(act(s["x"]))}, {}), state, policy, axes={"x": P("env"), "groups": P("env")})
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        msrl.policies.GPUOnly(num_devices=9),
+        msrl.policies.MultiLearner(num_devices=16),
+        msrl.policies.SingleLearnerCoarse(actors=8, learners=1),
+        msrl.policies.SingleLearnerFine(learners=8),
+        msrl.policies.Environments(envs=8, agents=1),
+        msrl.policies.Central(workers=7, shards=2),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_more_devices_than_there_are_is_refused(policy):
+    with pytest.raises(ValueError, match=r"there are [78]|there are 0"):
+        compile_(lambda s: (s, {}), {"x": jnp.ones(8)}, policy)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_device_counts_are_positive_integers(count):
+    with pytest.raises(ValueError, match=r"actors=.* must be an integer of at least 1"):
+        compile_(lambda s: (s, {}), {"x": jnp.ones(8)}, msrl.policies.SingleLearnerCoarse(actors=count))
+
+
+class NoLayout:
+    def layout(self, devices, sizes):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "GPUOnly"}, TypeError, r"policy='GPUOnly' is no policy.*policies\.get\('GPUOnly'\)"),
+        ({"policy": None}, TypeError, "policy=None is no policy"),
+        ({"policy": NoLayout()}, TypeError, r"layout\(\.\.\.\) returned None"),
+        ({"devices": ["cpu:0"]}, TypeError, r"devices holds 'cpu:0'.*jax\.devices\(\)"),
+        ({"groups": 4}, TypeError, "groups=4 must map"),
+        ({"groups": {"env": 0}}, ValueError, r"groups\['env'\]=0 must be an integer of at least 1"),
+        ({"groups": {"env": 3}}, ValueError, r"groups\['env'\]=3 does not divide the 8 entries of state"),
+        ({"groups": {"emv": 2}}, ValueError, "axis 'emv', which no leaf of the state has.*'env'"),
+        ({"axes": P(1)}, ValueError, "axes of state hold 1; name logical axes by text"),
+    ],
+)
+def test_options_that_are_none_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        msrl.compile(lambda s: (s, {}), jnp.ones(8), **{"policy": COARSE, "axes": P("env"), **options})
+
+
+def test_groups_of_one_entry_divide_anything():
+    program = msrl.compile(lambda s: (s, {}), jnp.ones(8), policy=COARSE, axes=P("env"), groups={"env": 1})
+    assert program.run(jnp.ones(8), 1)[0].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("axis", ["env", "agent", "member", "worker", "shard"])
+def test_workers_and_shards_divide_as_the_first_axis_of_a_placement_does(axis):
+    leaves = {"env": [("state.obs", 8)], axis: [("state.leaf", 6)]}
+    it = Fit(GPUOnly(num_devices=4), tuple(jax.devices()), leaves)
+    if axis in ("agent", "member"):  # these lie whole beside environments
+        assert len(it.layout.devices) == 4
+        return
+    with pytest.raises(ValueError, match=r"=6.* cannot be split over the 4 devices of placement 'all'.* 1 or 2 or 3 devices"):
+        _ = it.layout
+
+
+class Markets:
+    """A custom policy with a logical axis of its own."""
+
+    def __init__(self, *separate):
+        self.separate = separate
+
+    def layout(self, devices, sizes):
+        placement = msrl.policies.Placement.over("all", devices, split=("env", "market"))
+        placement = dataclasses.replace(placement, separate=self.separate)
+        return msrl.policies.Layout({"env": placement, "learner": placement}, policy="Markets")
+
+
+def test_a_policy_says_which_of_its_axes_are_separate():
+    leaves = {"env": [("state.obs", 8)], "market": [("state.prices", 6)]}
+    assert len(Fit(Markets(), tuple(jax.devices()[:4]), leaves).layout.devices) == 4
+    with pytest.raises(ValueError, match="the size of axis 'market'=6 cannot be split over the 4 devices of placement 'all'"):
+        _ = Fit(Markets("market"), tuple(jax.devices()[:4]), leaves).layout
+
+
+def test_sizes_of_an_axis_have_a_common_divisor_that_counts_whole_groups():
+    it = Fit(GPUOnly(), tuple(jax.devices()), {"env": [("state.obs", 12), ("state.rows", 8)]}, {"env": 2})
+    assert it.sizes == {"env": 2}
+    assert len(it.layout.devices) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """A device of some process."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+def test_devices_are_interleaved_over_processes():
+    devices = [FakeDevice(0, 0), FakeDevice(1, 0), FakeDevice(2, 0), FakeDevice(7, 1), FakeDevice(5, 1)]
+    assert [d.id for d in apply_policy.interleaved(devices)] == [0, 7, 1, 5, 2]
+    alone = jax.devices()[::-1]
+    assert apply_policy.interleaved(alone) == tuple(alone)
