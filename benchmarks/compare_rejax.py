@@ -17,7 +17,7 @@ PPO = SHARED | {
     "num_epochs": 4, "num_minibatches": 4, "activation": "tanh", "max_grad_norm": 0.5, "gae_lambda": 0.95, "clip_ratio": 0.2,
     "entropy_coef": 0.01, "value_coef": 0.5,
 }  # fmt: skip
-OURS = {"network": "mlp", "clip_value": 0.2, "scale_values": False}
+OURS = {"network": "mlp", "clip_value": 0.2, "normalize_values": False}
 OFF_POLICY = SHARED | {"activation": "relu", "max_grad_norm": 10.0, "tau": 0.02, "unroll_length": 1}
 SIZES = [
     {"num_envs": e, "num_updates": k, "batch_size": b, "capacity": c, "learning_starts": 2 * b}

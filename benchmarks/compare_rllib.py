@@ -42,7 +42,7 @@ PPO = SHARED | {
 }  # fmt: skip
 IMPALA = SHARED | {"unroll_length": 32, "max_grad_norm": 40.0}
 OURS = {
-    "ppo": {"scale_values": False},
+    "ppo": {"normalize_values": False},
     "impala": {"optimizer": "adam", "epsilon": 1e-8, "vtrace_lambda": 1.0},
 }  # fmt: skip
 SETTINGS = [

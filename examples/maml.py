@@ -226,7 +226,7 @@ class MAML:
         return Agent(
             init=init, iteration=iteration, axes=State(P(), P(), P("env"), P()), updates_per_iteration=self.num_epochs,
             env=envs.vectorize(env, self.num_envs), steps_per_iteration=2 * shape[0] * shape[1] * self.unroll_length,
-            act=lambda state, obs, key=None: of_env(policy.apply(state.params, obs)[0]),  # without adaptation
+            act=lambda state, obs, key, carry: (of_env(policy.apply(state.params, obs)[0]), carry),  # without adaptation
         )  # fmt: skip
 
 

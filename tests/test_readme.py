@@ -371,7 +371,7 @@ def test_parts_of_ones_own(run_sections):
     for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(mean), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    np.testing.assert_array_equal(result.act(obs), agent.act(own._replace(params=mean), obs))
+    np.testing.assert_array_equal(result.act(obs), agent.act(own._replace(params=mean), obs, None, ())[0])
     assert plateau["result"].status in ("finished", "stopped") and "at best" in output
 
 

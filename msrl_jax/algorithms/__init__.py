@@ -24,11 +24,11 @@ from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
 from msrl_jax.algorithms.networks.layers import Whole as Whole
 from msrl_jax.algorithms.ppo import PPO as PPO
+from msrl_jax.algorithms.ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.pqn import PQN as PQN
 from msrl_jax.algorithms.qmix import QMIX as QMIX
 from msrl_jax.algorithms.qmix import VDN as VDN
 from msrl_jax.algorithms.r2d2 import R2D2 as R2D2
-from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.registry import get as get
 from msrl_jax.algorithms.registry import make as make
 from msrl_jax.algorithms.registry import names as names

@@ -18,31 +18,17 @@ from msrl_jax.algorithms.config import (
     NetworkKind,
     OptimizerKind,
     Tunable,
-    TunableOrNone,
     config,
     field,
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.memory import (
-    Memory,
-    acting_policy,
-    completed_values,
-    evaluate,
-    final_values,
-    last_values,
-    make_network,
-    outside,
-    remember,
-    starting,
-)
-from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, final_notes, outside_training, values
+from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part
@@ -52,13 +38,12 @@ from msrl_jax.fragments import fragment
 class A2CState(NamedTuple):
     """The state of a run."""
 
-    params: Any  # of the `ActorCritic`
+    params: Any
     opt_state: optax.OptState
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
-    novelty: Any = ()  # of `random_network_distillation`
-    memory: Memory | tuple[()] = ()  # of the actors; () without a core
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
 @config("a2c", privileged=True)
@@ -85,37 +70,35 @@ class A2C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = make_network(self, venv)
+        network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> A2CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params, memory = starting(network, params_key, obs)
+            params = network.init(params_key)
             return A2CState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs, begin_novelty(key),
-                memory,
+                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
         axes = logical_axes(
-            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
-            memory=P("env"),
+            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+            carry=P("env"),
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, memory, keys):
-            policy, carry = acting_policy(network, params, obs, memory)
+        def act(params, obs, carry, keys):
+            policy, _, carry = network.act(params, obs, carry)
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -127,15 +110,15 @@ class A2C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_values(network, params, final_obs, carries, truncated)
+            return final_notes(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def gradients(params, trajectory, last_obs, bootstrap_value, memory):
+        def gradients(params, trajectory, bootstrap_value, carry):
             loss = functools.partial(advantage_loss, self, network)
-            return jax.grad(loss, has_aux=True)(params, trajectory, last_obs, bootstrap_value, memory)
+            return jax.grad(loss, has_aux=True)(params, trajectory, bootstrap_value, carry)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
@@ -143,32 +126,32 @@ class A2C:
             return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, trajectory, last_obs, final_obs, values, memory):
-            bootstrap_value = completed_values(network, params, final_obs, values)
+        def learn(params, opt_state, progress, trajectory, final_obs, last_notes, carry):
+            bootstrap_value = values(network, params, final_obs, last_notes)
             learning_rate = step_size(self, progress)
-            grads, stats = gradients(params, trajectory, last_obs, bootstrap_value, memory)
+            grads, stats = gradients(params, trajectory, bootstrap_value, carry)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
 
-        def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
+        def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[A2CState, Metrics]:
             def step(before, keys):
-                env_state, obs, memory = before
-                action, log_prob, carry = act(state.params, actor_part(obs), memory, keys)
+                env_state, obs, carry = before
+                action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.memory
-            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            values = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            novelty, trajectory, intrinsic = explore(state.novelty, trajectory, obs, progress)
+            trajectory = add_bonus(trajectory, obs)
             params, opt_state, metrics = learn(
-                state.params, state.opt_state, progress, trajectory, obs, final_obs, values, state.memory
+                state.params, state.opt_state, progress, trajectory, final_obs, last_notes, state.carry
             )
-            after = A2CState(params, opt_state, actor_keys, env_state, obs, novelty, memory)
-            return after, {**metrics, **intrinsic, **episodes}
+            after = A2CState(params, opt_state, actor_keys, env_state, obs, carry)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,
@@ -177,28 +160,25 @@ class A2C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=1,
             env=venv,
-            **outside(network, venv),
+            **outside_training(network, venv.action_space),
         )
 
 
 def advantage_loss(
     config: Any,
-    network: ActorCritic | RecurrentNetwork,
+    network: ActorCritic,
     params: Any,
     t: Trajectory,
-    last_obs: jax.Array,
     bootstrap_value: jax.Array,
-    memory: Memory | tuple[()],
+    carry: Carry,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
-    log_prob, entropy, value, carry = evaluate(network, params, t, memory)
-    now = jax.lax.stop_gradient(value)
-    last_value = jax.lax.stop_gradient(last_values(network, params, last_obs, carry))
-    advantage, _, target, _ = estimate(config, t, now, last_value, bootstrap_value)
+    policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
+    advantage, _, target, _ = estimate(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     stats = {
-        "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),
+        "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.present),
         "value_loss": mean(value_loss(value, target), t.present),
-        "entropy": mean(entropy, t.present),
+        "entropy": mean(policy.entropy(), t.present),
     }
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

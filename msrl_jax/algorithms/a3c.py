@@ -25,18 +25,9 @@ from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.memory import (
-    Memory,
-    acting_policy,
-    completed_values,
-    final_values,
-    make_network,
-    outside,
-    remember,
-    starting,
-)
 from msrl_jax.algorithms.loops.trajectory import Trajectory
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
+from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -54,7 +45,7 @@ class A3CState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
-    memory: Memory | tuple[()] = ()  # of the actors; () without a core
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
 @config("a3c", privileged=True)
@@ -82,7 +73,7 @@ class A3C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
     normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
@@ -99,7 +90,7 @@ class A3C:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = make_network(self, venv)
+        network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
         to_env_action = action_transform(venv.action_space)
@@ -107,15 +98,16 @@ class A3C:
         def init(key: jax.Array) -> A3CState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params, memory = starting(network, params_key, obs)
+            params = network.init(params_key)
             return A3CState(
                 params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
-                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs, memory,
+                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
         axes = logical_axes(
             A3CState, params=P(), opt_state=P(), worker_params=P("worker"), fetched=P("worker"), actor_keys=P("env"),
-            env_state=venv.axes, obs=P("env"), memory=P("env"),
+            env_state=venv.axes, obs=P("env"), carry=P("env"),
         )  # fmt: skip
 
         def by_worker(tree: Any, axis: int = 0) -> Any:
@@ -130,12 +122,12 @@ class A3C:
             """A function of parameters and arrays `[E, ...]` in which every worker has its own parameters."""
             return lambda params, *inputs: jax.tree.map(merge, jax.vmap(function)(params, *by_worker(inputs)))
 
-        acting = ("step", "value") if isinstance(network, RecurrentNetwork) else ("policy", "value")
-        workers = network._replace(**{name: of_workers(getattr(network, name)) for name in acting})
+        note = network.note and of_workers(network.note)
+        workers = network._replace(act=of_workers(network.act), note=note, value=of_workers(network.value))
 
         @fragment(role="actor")
-        def act(params, obs, memory, keys):
-            policy, carry = acting_policy(workers, params, obs, memory)
+        def act(params, obs, carry, keys):
+            policy, _, carry = workers.act(params, obs, carry)
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -147,18 +139,18 @@ class A3C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_values(workers, params, final_obs, carries, truncated)
+            return final_notes(workers, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def gradients(worker_params, trajectory, last_obs, final_obs, values, memory):
-            bootstrap_value = completed_values(workers, worker_params, final_obs, values)
+        def gradients(worker_params, trajectory, final_obs, last_notes, carry):
+            bootstrap_value = values(workers, worker_params, final_obs, last_notes)
             trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
             loss = functools.partial(advantage_loss, self, network)
-            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1, 0))
-            return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value, by_worker(memory))
+            gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 1, 0))
+            return gradient(worker_params, trajectory, bootstrap_value, by_worker(carry))
 
         @fragment(role="server")
         def apply_updates(params, opt_state, progress, fetched, grads):
@@ -185,22 +177,22 @@ class A3C:
 
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
             def step(before, keys):
-                env_state, obs, memory = before
-                action, log_prob, carry = act(state.worker_params, actor_part(obs), memory, keys)
+                env_state, obs, carry = before
+                action, log_prob, carry = act(state.worker_params, actor_part(obs), carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.memory
-            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            values = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            last_notes = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            grads, stats = gradients(state.worker_params, trajectory, obs, final_obs, values, state.memory)
+            grads, stats = gradients(state.worker_params, trajectory, final_obs, last_notes, state.carry)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )
-            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, memory)
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
             return after, {**metrics, **summarize(stats), **episodes}
 
         return Agent(
@@ -210,5 +202,5 @@ class A3C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=num_workers,
             env=venv,
-            **outside(network, venv),
+            **outside_training(network, venv.action_space),
         )

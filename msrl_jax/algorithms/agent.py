@@ -27,14 +27,15 @@ class Agent:
     Attributes:
       init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
       iteration: one training iteration, `(state, progress) -> (state, metrics)`; it calls fragments and knows no placement.
-      act: `(state, obs [E, ...], key) -> action [E, ...]`. Observations and actions are those of `env`; the action is the
-        most probable one if `key` is None. A recurrent agent has `(state, obs, key, carry) -> (action, carry)` instead.
+      act: `(state, obs [E, ...], key, carry) -> (action [E, ...], carry)`. Observations and actions are those of `env`; the
+        action is the most probable one if `key` is None.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps per iteration, over all environments.
       updates_per_iteration: largest number of gradient steps per iteration.
       learning_starts: environment steps that a replay buffer must hold before the first update; 0 without a buffer.
       env: the vector environment that `iteration` steps.
-      initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if the agent has none.
+      initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode: a pytree, which has no leaves
+        if the agent has no recurrent core.
       env_group: size of a group of adjacent environments; all environments of a group must be on one device.
       probabilities: `(state, obs [E, ...]) -> [E, ..., N]`, or `[E, ..., K, N]` of `K` integers: what the agent plays outside
         of training with a key; None if its policy is not categorical, or if it is recurrent.
@@ -52,13 +53,18 @@ class Agent:
     steps_per_iteration: int
     updates_per_iteration: int
     env: VectorEnvironment
-    initial_carry: Callable[[int], Any] | None = None
+    initial_carry: Callable[[int], Any] = lambda num_envs: ()
     env_group: int = 1
     probabilities: Callable[[Any, Any], jax.Array] | None = None
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: Literal["environment steps", "updates"] = "environment steps"
     ranked: bool = True
     learning_starts: int = 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it has a recurrent state."""
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.initial_carry(1))))
 
     def with_data(self, state: Any) -> Any:
         """A state with its data filled in."""
@@ -68,31 +74,6 @@ class Agent:
         """A state without its data."""
         empty = dict.fromkeys(self.data, ())
         return with_innermost(state, innermost(state)._replace(**empty)) if self.data else state
-
-
-def check_learns(agent: Agent, steps: int) -> None:
-    """Raises ValueError if a run of so many steps ends before the first update."""
-    if steps < agent.learning_starts:
-        each = agent.steps_per_iteration
-        raise ValueError(
-            f"a run of {steps:,} steps learns nothing: the first update is after {agent.learning_starts:,}; use a total_steps "
-            f"of at least {-(-agent.learning_starts // each) * each}, or a smaller learning_starts"
-        )
-
-
-def replay_ratio(agent: Agent, config: Any) -> str:
-    """The updates per environment step of an agent with a replay buffer, in words; and those of the config's defaults."""
-    found = agent.updates_per_iteration / agent.steps_per_iteration
-    text = f"replay ratio: {found:.3g} updates per environment step"
-    if not hasattr(config, "num_updates"):  # several teams, each with a config of its own
-        return text
-    text += f", of batch_size={config.batch_size}"
-    usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
-    before = usual["num_updates"] / (usual["num_envs"] * usual["unroll_length"])
-    if config.num_updates == usual["num_updates"] and before != found:
-        same = max(1, round(before * agent.steps_per_iteration))
-        text += f" ({before:.3g} with the default num_envs and unroll_length; num_updates={same} keeps about that)"
-    return text
 
 
 def innermost(state: Any) -> Any:

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
@@ -80,7 +80,7 @@ class ES:
         venv = counting_environment(env, self.num_envs, normalize_observations=self.normalize_observations)
         # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
         starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-        network = actor_critic(make_torso(venv.observation_space, self), venv.action_space)
+        network = policy_and_value(make_torso(venv.observation_space, self), venv.action_space)
         to_env_action = action_transform(venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-8)
 
@@ -186,9 +186,9 @@ class ES:
             env_state, episodes = pop_episodes(env_state)
             return ESState(params, opt_state, actor_keys, env_key, env_state, obs, midway), {**metrics, **episodes}
 
-        def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             del key
-            return choose(state.params, obs)
+            return choose(state.params, obs), carry
 
         return Agent(
             init=init,

@@ -2,8 +2,9 @@
 
 Every iteration makes one update from the unrolls of all environments. With replay, a queue keeps whole batches, and every
 iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too; a
-memory starts as it was when a batch was made. The distribution policy's staleness sets the age of the acting parameters; it is
-0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
+recurrent core starts from the carry of when a batch was made. The distribution policy's staleness sets the age of the acting
+parameters; it is 0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is
+`num_updates`.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -20,30 +21,18 @@ from msrl_jax.algorithms.config import (
     NetworkKind,
     OptimizerKind,
     Tunable,
-    TunableOrNone,
     config,
     field,
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.memory import (
-    Memory,
-    acting_policy,
-    completed_values,
-    evaluate,
-    final_values,
-    last_values,
-    make_network,
-    outside,
-    remember,
-    starting,
-)
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, next_values, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
+from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_part, are_privileged
@@ -63,8 +52,7 @@ class IMPALAState(NamedTuple):
     obs: jax.Array  # for the next actions, [E, ...]
     replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
     replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
-    novelty: Any = ()  # of `random_network_distillation`
-    memory: Memory | tuple[()] = ()  # of the actors; () without a core
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
 class Batch(NamedTuple):
@@ -74,7 +62,7 @@ class Batch(NamedTuple):
     last_obs: jax.Array  # after the trajectory, [E, ...]
     bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
     version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
-    memory: Memory | tuple[()] = ()  # of the actors, before the trajectory
+    carry: Carry = ()  # of the actors, before the trajectory
 
 
 @config("impala", privileged=True)
@@ -102,7 +90,7 @@ class IMPALA:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='layer with a memory. Usual: "none", or "gru".')
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     vtrace_lambda: Tunable = tunable(
         default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95."
@@ -113,46 +101,39 @@ class IMPALA:
     normalize_advantage: Literal["batch", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
     replay_batches: int = field(default=0, low=0, doc="batches kept for replay, with the newest. Usual: 0, 10 to 1000.")
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError unless there is a batch for every update, and nothing kept whose novelty has gone."""
+        """Raises ValueError unless there is a batch for every update."""
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
                 "from; use num_updates=1, or replay_batches of at least 1"
             )
-        if self.intrinsic_coef is not None and self.replay_batches:
-            raise ValueError(
-                f"{type(self).__name__}.intrinsic_coef={self.intrinsic_coef}: what was new when a batch was kept is not new "
-                "when it is replayed; use replay_batches=0, or intrinsic_coef=None"
-            )
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = make_network(self, venv)
+        network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def begin(key: jax.Array) -> IMPALAState:
             params_key, env_key, actor_key = jax.random.split(key, 3)
             env_state, obs = venv.reset(env_key)
-            params, memory = starting(network, params_key, obs)
+            params = network.init(params_key)
             return IMPALAState(
                 params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
-                novelty=begin_novelty(key), memory=memory,
+                carry=network.initial_carry((self.num_envs,)),
             )  # fmt: skip
 
         axes = logical_axes(
-            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), novelty=P(),
-            memory=P("env"),
+            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+            carry=P("env"),
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, memory, keys):
-            policy, carry = acting_policy(network, params, obs, memory)
+        def act(params, obs, carry, keys):
+            policy, _, carry = network.act(params, obs, carry)
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -164,33 +145,33 @@ class IMPALA:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_values(network, params, final_obs, carries, truncated)
+            return final_notes(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def complete(params, final_obs, values):
-            return completed_values(network, params, final_obs, values)
+        def complete(params, final_obs, notes):
+            return values(network, params, final_obs, notes)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
-                env_state, obs, memory = before
-                action, log_prob, carry = act(state.params, actor_part(obs), memory, keys)
+                env_state, obs, carry = before
+                action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, remember(memory, t, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.memory
-            (env_state, obs, memory), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             version = parameter_version(progress.version) if self.replay_batches else ()
             bootstrap_value = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
-            batch = Batch(trajectory, obs, bootstrap_value, version, state.memory)
+            batch = Batch(trajectory, obs, bootstrap_value, version, state.carry)
             env_state, episodes = pop_episodes(env_state)
-            return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, memory=memory), batch, episodes
+            return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, carry=carry), batch, episodes
 
         queue = None
         if self.replay_batches:
@@ -198,7 +179,7 @@ class IMPALA:
             example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
             batch_axes = logical_axes(
                 Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
-                memory=P("env"),
+                carry=P("env"),
             )  # fmt: skip
             queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)
             axes = axes._replace(replay=queue.axes, replay_key=P())
@@ -220,14 +201,16 @@ class IMPALA:
             return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
 
         @fragment(role="learner")
-        def gradients(params, trajectory, last_obs, bootstrap_value, memory):
-            t = trajectory
+        def gradients(params, batch):
+            t = batch.trajectory
 
             def loss(params):
-                log_prob, entropy, value, carry = evaluate(network, params, t, memory)
+                policy, value, carries = network.unroll(params, t.obs, t.is_first, batch.carry)
+                log_prob = policy.log_prob(t.action)
                 now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-                last_value = jax.lax.stop_gradient(last_values(network, params, last_obs, carry))
-                next_value = next_values(now, last_value, bootstrap_value, t.truncated)
+                _, note, _ = network.act(params, actor_part(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
+                last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, note))
+                next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
                     log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
                     discount=self.discount, lambda_=self.vtrace_lambda,
@@ -240,7 +223,7 @@ class IMPALA:
                 stats = {
                     "policy_loss": policy_gradient_loss(log_prob, advantage),
                     "value_loss": value_loss(value, target),
-                    "entropy": entropy,
+                    "entropy": policy.entropy(),
                     "approx_kl": approximate_kl(log_ratio),
                 }
                 stats = {name: mean(x, t.present) for name, x in stats.items()}
@@ -260,7 +243,7 @@ class IMPALA:
 
             def update(carry, batch):
                 params, opt_state = carry
-                grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value, batch.memory)
+                grads, stats = gradients(params, batch)
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
                 return (params, opt_state), {**stats, "grad_norm": grad_norm}
 
@@ -272,16 +255,15 @@ class IMPALA:
                 metrics = jax.tree.map(lambda x: x.mean(0), metrics)
             return params, opt_state, {**metrics, **in_force(learning_rate)}
 
-        def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
+        def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
-            novelty, trajectory, found = explore(state.novelty, batches.trajectory, batches.last_obs, progress)
-            batches = batches._replace(trajectory=trajectory)
+            batches = batches._replace(trajectory=add_bonus(batches.trajectory, batches.last_obs))
             if queue is not None:  # draw K of the kept batches
                 replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
                 after = after._replace(replay=replay, replay_key=replay_key)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
-            after = after._replace(params=params, opt_state=opt_state, novelty=novelty)
-            return after, {**metrics, **found, **episodes}
+            after = after._replace(params=params, opt_state=opt_state)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,
@@ -290,5 +272,5 @@ class IMPALA:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            **outside(network, venv),
+            **outside_training(network, venv.action_space),
         )

@@ -37,15 +37,16 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels import global_norm, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
+from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, values
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, forget, head
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, pick, recurrent_network, shuffle_members
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
+from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
 
@@ -56,7 +57,7 @@ class Learner(NamedTuple):
     opt_state: optax.OptState  # one for each network
     key: jax.Array  # the learner's, which shuffles
     actor_keys: jax.Array  # one per agent, which samples actions, [E, A]
-    value_scale: ValueScale | tuple[()]  # running statistics of the targets of each critic; () if values are not normalized
+    value_size: ValueSize | tuple[()]  # how large the targets of each critic are, if values are normalized
 
 
 class Batch(NamedTuple):
@@ -104,11 +105,11 @@ class IPPO:
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
     central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
+    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
-        check_minibatches(self, recurrent=self.core != "none")
+        check_minibatches(self)
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -116,12 +117,11 @@ class IPPO:
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
         """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        shared, recurrent = self.share_parameters, self.core != "none"
+        shared = self.share_parameters
         identify = shared and num_agents > 1
         network = _make_network(venv, num_agents, self)
         optimizer = make_optimizer(self, epsilon=1e-5)
-        memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
-        leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
+        dims = 3 if shared else 2  # of a batch of one network, before those of an example
 
         def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
             """Runs a function for the network of every agent, or for the one that they share."""
@@ -133,8 +133,8 @@ class IPPO:
             params = network.init(keys) if shared else jax.lax.map(network.init, keys)
             opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
             actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
-            scale = value_scale(*() if shared else (num_agents,)) if self.normalize_values else ()
-            return params, Learner(opt_state, learner_key, actor_keys, scale)
+            size = value_size(*() if shared else (num_agents,)) if self.normalize_values else ()
+            return params, Learner(opt_state, learner_key, actor_keys, size)
 
         def inputs_of(obs: Any, state: jax.Array) -> Any:
             """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
@@ -161,68 +161,51 @@ class IPPO:
             actor_keys, keys = draw_keys(rest.actor_keys)
             return params, rest._replace(actor_keys=actor_keys), keys
 
-        def step(params: Any, obs: Any, state: jax.Array, carry: Any) -> tuple[Any, Any]:
-            """Distributions and values `[E, A]`, and the carry."""
-            one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
-            return one(params, inputs_of(obs, state), carry)
+        calls = {name: getattr(network, name) for name in ("act", "note", "value")}  # of rows, for all agents
+        team = network._replace(**{n: per_network(call, (0, agents_at(1), 1), 1) for n, call in calls.items()})
 
         @fragment(role="actor")
         def choose(params, now, carry, keys):
-            carry = forget(now.is_first, carry)
-            (policy, value), carry = step(params, now.obs, now.state, carry)
+            policy, note, carry = team.act(params, inputs_of(now.obs, now.state), forget(now.is_first, carry))
             action = policy.sample(keys)
-            return action, policy.log_prob(action), value, carry
+            return action, policy.log_prob(action), note, carry
 
         def act(params: Any, now: Now, carry: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
-            # The actors of recurrent networks compute the values, since they have the carries; the learner computes the others.
-            action, log_prob, value, carry = choose(params, now, carry, keys)
-            return action, (log_prob, value, carry) if recurrent else (log_prob,), carry
+            action, log_prob, note, carry = choose(params, now, carry, keys)
+            return action, (log_prob, note, carry), carry
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
-            value, final = lambda params, final: step(params, *final)[0][1], (final_obs, final_state, carries)
-            return truncated_values(value, params, final, truncated, and_last=recurrent)
+            def note(params: Any, final: Any) -> jax.Array:
+                obs, state, carry = final
+                return team.note(params, inputs_of(obs, state), carry)
+
+            return truncated_values(note, params, (final_obs, final_state, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
-            t, last = experience, bootstrap_value[-1]
-            if not recurrent:
-                values = lambda params, x: network.unroll(params, x, None, memoryless)[0][1]  # noqa: E731
-                value = per_network(values, (0, agents_at(2)), 2)(params, inputs_of(t.obs, t.state))
-                last = per_network(values, (0, agents_at(1)), 1)(params, inputs_of(now.obs, now.state))
-            if scale:
-                value, last, bootstrap_value = (scale.restore(x) for x in (value, last, bootstrap_value))
+        def estimate_advantages(params, experience, notes, bootstrap_value, size):
+            t, value = experience, values(team, params, inputs_of(experience.obs, experience.state), notes)
+            if size:
+                value, bootstrap_value = value * size.size, bootstrap_value * size.size
             truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
-            next_value = next_values(value, last, bootstrap_value, truncated)
+            next_value = next_values(value, bootstrap_value[-1], bootstrap_value, truncated)
             advantage = gae(
                 t.reward, value, next_value, t.terminated, truncated, discount=self.discount, gae_lambda=self.gae_lambda
             )
             target = value + advantage
-            if scale:
-                scale = scale.updated(target, t.present)
-                value, target = scale.normalize(value), scale.normalize(target)
-            return value, advantage, target, scale
-
-        def rows(x: Any) -> Any:
-            """Merges `[T, E, ...]` or `[T, E, A, ...]` into rows; `E` comes first, so that they stay split over devices."""
-            return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[leading:]), x)
-
-        def sequences(x: Any) -> Any:
-            """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
-            return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
+            if size:
+                size = size.updated(target, t.present)
+                value, target = value / size.size, target / size.size
+            return value, advantage, target, size
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
-            if recurrent:
-                carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
-                b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
-            else:
-                b = rows(jax.tree.map(lambda x: x[chosen], batch))
+            b, carry = take(self, batch, chosen, dims), take_carry(self, carry, chosen, dims)
             advantage = standardize(b.advantage, b.present) if self.normalize_advantage == "minibatch" else b.advantage
 
             def loss(params):
-                (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
+                policy, value, _ = network.unroll(params, b.inputs, b.is_first, carry)
                 return ppo_loss(self, policy, value, b, advantage, b.old_value, b.target)
 
             return jax.grad(loss, has_aux=True)(params)
@@ -249,37 +232,37 @@ class IPPO:
             return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
-        def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):
+        def update_networks(params, opt_state, progress, key, size, experience, carry, notes, bootstrap_value):
             t = experience
-            value, advantage, target, scale = estimate_advantages(params, t, now, value, bootstrap_value, scale)
+            value, advantage, target, size = estimate_advantages(params, t, notes, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
             batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
             learning_rate = step_size(self, progress)
-            key, minibatches = shuffle_members(key, self) if recurrent else shuffle_times(key, self)
+            key, minibatches = shuffle(key, self)
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
+            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, Learner, Metrics]:
             t = experience
-            value, carries = t.extras[1:] if recurrent else ((), memoryless)
+            _, notes, carries = t.extras
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
             # What only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-            params, opt_state, key, scale, metrics = update_networks(
-                params, rest.opt_state, progress, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value
+            params, opt_state, key, size, metrics = update_networks(
+                params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, notes, bootstrap_value
             )
-            return params, Learner(opt_state, key, rest.actor_keys, scale), metrics
+            return params, Learner(opt_state, key, rest.actor_keys, size), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Distributions over actions `[E, A]` outside of training, and the carry."""
             num_envs = jax.tree.leaves(obs)[0].shape[0]
             state = jnp.zeros((num_envs, venv.state_size), jnp.float32)  # only values depend on it
-            (policy, _), carry = step(params, obs, state, carry)
+            policy, _, carry = team.act(params, inputs_of(obs, state), carry)
             return policy, carry
 
         def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
@@ -290,7 +273,7 @@ class IPPO:
             return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
 
         def probabilities(params: Any, rest: Learner, obs: Any) -> jax.Array:
-            return policy_of(params, obs, memoryless)[0].probabilities()
+            return policy_of(params, obs, network.initial_carry(()))[0].probabilities()
 
         agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
         return Team(
@@ -301,10 +284,9 @@ class IPPO:
             learn=learn,
             choose_action=choose_action,
             initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
-            recurrent=recurrent,
             updates_per_iteration=self.num_epochs * self.num_minibatches,
-            probabilities=None if recurrent or has_scale(check_policy_space(venv.action_space)) else probabilities,
-            env_group=self.num_minibatches if recurrent else 1,
+            probabilities=None if has_core(self) or has_scale(check_policy_space(venv.action_space)) else probabilities,
+            env_group=self.num_minibatches if has_core(self) else 1,
             agent_axes=env,
         )
 
@@ -323,11 +305,10 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
         return _centralized_network(space, actions, venv.state_size + (num_agents if identify else 0), config)
-    shared = config.shared_torso or config.core != "none"
-    return recurrent_network(space, lambda torso: actor_critic(torso, actions, shared_torso=shared), config)
+    return actor_critic(config, space, actions)
 
 
-def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> RecurrentNetwork:
+def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> ActorCritic:
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
     actor = recurrent_network(observation_space, lambda torso: _Policy(torso.of("actor"), space), config)
     critic = recurrent_network(states, lambda torso: _Value(torso.of("critic")), config)
@@ -336,20 +317,27 @@ def _centralized_network(observation_space: Space, action_space: Space, state_si
         actor_key, critic_key = jax.random.split(key)
         return {"actor": actor.init(actor_key), "critic": critic.init(critic_key)}
 
-    def step(params: Any, inputs: Any, carry: Any) -> tuple[Any, Any]:
+    def act(params: Any, inputs: Any, carry: Any) -> tuple[Any, Any, Any]:
         policy, actor_carry = actor.step(params["actor"], inputs[0], carry[0])
         value, critic_carry = critic.step(params["critic"], inputs[1], carry[1])
-        return (policy, value), (actor_carry, critic_carry)
+        return policy, value if has_core(config) else (), (actor_carry, critic_carry)
 
-    def unroll(params: Any, inputs: Any, is_first: jax.Array, carry: Any) -> tuple[Any, Any]:
+    def unroll(params: Any, inputs: Any, is_first: jax.Array, carry: Any) -> tuple[Any, Any, Any]:
         policy, actor_carry = actor.unroll(params["actor"], inputs[0], is_first, carry[0])
         value, critic_carry = critic.unroll(params["critic"], inputs[1], is_first, carry[1])
-        return (policy, value), (actor_carry, critic_carry)
+        return policy, value, (actor_carry, critic_carry)
 
-    def initial_carry(batch_shape: tuple[int, ...]) -> Any:
-        return actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)
+    def value(params: Any, inputs: Any, note: Any) -> jax.Array:
+        return critic.step(params["critic"], inputs[1], ())[0] if isinstance(note, tuple) else note
 
-    return RecurrentNetwork(init, initial_carry, step, unroll)
+    return ActorCritic(
+        init=init,
+        initial_carry=lambda batch_shape: (actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)),
+        act=act,
+        note=lambda params, inputs, carry: critic.step(params["critic"], inputs[1], carry[1])[0],
+        value=value,
+        unroll=unroll,
+    )
 
 
 class _Policy(nn.Module):

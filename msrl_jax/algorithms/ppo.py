@@ -1,10 +1,10 @@
 """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) with generalized advantage estimation.
 
 In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minibatch holds `T / num_minibatches` time steps of
-all environments, so a shuffle moves nothing along `E`, which may be split over devices.
+all environments. With a recurrent core, it holds whole unrolls of some environments, and gradients flow back to the first step.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import (
     Activation,
+    CoreKind,
     NetworkKind,
     Normalization,
     OptimizerKind,
@@ -22,34 +23,35 @@ from msrl_jax.algorithms.config import (
     config,
     field,
     tunable,
+    variant,
 )
-from msrl_jax.algorithms.kernels import global_norm, truncated_values
+from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, estimate, shuffle_times
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
+from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, outside_training, values
-from msrl_jax.algorithms.networks.layers import flatten, make_torsos
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
+from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part, are_privileged
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
 
 
 class PPOState(NamedTuple):
     """The state of a run."""
 
-    params: Any  # of the `ActorCritic`
+    params: Any
     opt_state: optax.OptState
     key: jax.Array  # the learner's, which shuffles, []
     actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
     value_size: ValueSize | tuple[()] = ()  # how large the critic's targets are, if values are scaled
-    novelty: Any = ()  # of `random_network_distillation`
 
 
 @config("ppo", privileged=True)
@@ -79,42 +81,42 @@ class PPO:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer; "min_gru" is fastest. Usual: "none", "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    scale_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
-    intrinsic_coef: TunableOrNone = tunable(default=None, above=0, doc="weight of novelty's advantage (RND). Usual: None, 0.5.")
+    normalize_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
 
     def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
-        check_minibatches(self, recurrent=False)
+        """Raises ValueError unless `num_minibatches` divides `unroll_length`, or `num_envs` with a recurrent core."""
+        check_minibatches(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         venv = training_env(env, self)
-        network = actor_critic(make_torsos(venv.observation_space, self), venv.action_space, shared_torso=self.shared_torso)
+        network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-5)
         to_env_action = action_transform(venv.action_space)
-        begin_novelty, explore = random_network_distillation(self, venv, optimizer)
 
         def init(key: jax.Array) -> PPOState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs)
+            params = network.init(params_key)
             return PPOState(
                 params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                value_size() if self.scale_values else (), begin_novelty(key),
+                network.initial_carry((self.num_envs,)), value_size() if self.normalize_values else (),
             )  # fmt: skip
 
         axes = logical_axes(
             PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            value_size=P(), novelty=P(),
+            carry=P("env"), value_size=P(),
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, keys):
-            policy = network.policy(params, obs)
+        def act(params, obs, carry, keys):
+            policy, note, carry = network.act(params, obs, carry)
             action = policy.sample(keys)
-            return action, policy.log_prob(action)
+            return action, policy.log_prob(action), note, carry
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -124,26 +126,26 @@ class PPO:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not;
-        # the learner does if only critics see what they depend on.
-        @fragment(role="learner" if are_privileged(venv.observation_space) else "actor")
-        def bootstrap(params, final_obs, truncated):
-            return truncated_values(network.value, params, final_obs, truncated)
+        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        @fragment(role="actor")
+        def bootstrap(params, final_obs, carries, truncated):
+            return final_notes(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def estimate_advantages(params, size, t, last_obs, bootstrap_value):
-            value = values(network, params, t.obs)
-            advantage, value, target, size = estimate(self, t, value, network.value(params, last_obs), bootstrap_value, size)
+        def estimate_advantages(params, size, t, notes, final_obs, last_notes):
+            value, bootstrap_value = values(network, params, t.obs, notes), values(network, params, final_obs, last_notes)
+            advantage, value, target, size = estimate(self, t, value, bootstrap_value, size)
             return size, (t, advantage, value, target)
 
         @fragment(role="learner")
-        def gradients(params, batch, times):
-            minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+        def gradients(params, batch, carry, chosen):
+            minibatch, advantage, old_value, target = take(self, batch, chosen)
+            carry = take_carry(self, carry, chosen)
             if self.normalize_advantage == "minibatch":
                 advantage = standardize(advantage, minibatch.present)
 
             def loss(params):
-                policy, value = network.apply(params, minibatch.obs)
+                policy, value, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
                 return ppo_loss(self, policy, value, minibatch, advantage, old_value, target)
 
             return jax.grad(loss, has_aux=True)(params)
@@ -154,14 +156,14 @@ class PPO:
             return *learned, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, size, trajectory, last_obs, bootstrap_value):
-            size, batch = estimate_advantages(params, size, trajectory, last_obs, bootstrap_value)
+        def learn(params, opt_state, progress, key, size, trajectory, notes, final_obs, last_notes, carry):
+            size, batch = estimate_advantages(params, size, trajectory, notes, final_obs, last_notes)
             learning_rate = step_size(self, progress)
-            key, minibatches = shuffle_times(key, self)
+            key, minibatches = shuffle(key, self)
 
-            def update(learned, times):
+            def update(learned, chosen):
                 params, opt_state, divergence = learned
-                grads, metrics = gradients(params, batch, times)
+                grads, metrics = gradients(params, batch, carry, chosen)
                 divergence = diverged(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
@@ -170,24 +172,26 @@ class PPO:
             params, opt_state, _ = learned
             return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
 
-        def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
-            def step(carry, keys):
-                env_state, obs = carry
-                action, log_prob = act(state.params, actor_part(obs), keys)
+        def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[PPOState, Metrics]:
+            def step(before, keys):
+                env_state, obs, carry = before
+                action, log_prob, note, carry = act(state.params, actor_part(obs), carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs), (experience, t.final_obs)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, note, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-            bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
+            last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            novelty, trajectory, found = explore(state.novelty, trajectory, obs, progress)
+            trajectory = add_bonus(trajectory, obs)
             params, opt_state, key, size, metrics = learn(
-                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, obs, bootstrap_value
-            )
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, size, novelty)
-            return after, {**metrics, **found, **episodes}
+                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, notes, final_obs, last_notes,
+                state.carry,
+            )  # fmt: skip
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, carry, size)
+            return after, {**metrics, **episodes}
 
         return Agent(
             init=init,
@@ -196,5 +200,12 @@ class PPO:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
+            env_group=self.num_minibatches if has_core(self) else 1,
             **outside_training(network, venv.action_space),
         )
+
+
+RecurrentPPO = variant(
+    PPO, "RecurrentPPO", "recurrent_ppo", "PPO with a recurrent core; for any observations, and actions as PPO has them.",
+    unroll_length=64, num_minibatches=4, learning_rate=0.001, hidden_sizes=(64,), core="gru",
+)  # fmt: skip

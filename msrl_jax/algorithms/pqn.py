@@ -15,8 +15,9 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logica
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.buffers import check_discrete
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, shuffle
 from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
-from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, shuffle_times
+from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -83,7 +84,7 @@ class PQN:
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
-        check_minibatches(self, recurrent=False)
+        check_minibatches(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -158,7 +159,7 @@ class PQN:
         def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
             batch = t, lambda_targets(params, t, last_obs, bootstrap_value)
             learning_rate = step_size(self, progress)
-            key, minibatches = shuffle_times(key, self)
+            key, minibatches = shuffle(key, self)
 
             def update(learned, times):
                 grads, metrics = gradients(learned[0], batch, times)
@@ -187,8 +188,8 @@ class PQN:
             )
             return PQNState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
-        def act(state: PQNState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-            return to_env_action(action_values(state.params, obs).argmax(-1))
+        def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(action_values(state.params, obs).argmax(-1)), carry
 
         return Agent(
             init=init,

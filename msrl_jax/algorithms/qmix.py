@@ -168,7 +168,7 @@ class QMIX:
             rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
             return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
 
-        initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if self.core != "none" else None
+        initial_carry = lambda num_envs: network.initial_carry((num_envs,))  # noqa: E731
         rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
         return off_policy_team(self, view, buffer, rule, explore)
 

@@ -18,7 +18,7 @@ from msrl_jax.fragments.support.naming import reference as reference
 from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
 from msrl_jax.fragments.support.tracebacks import entry
 
-_WITH_MEMORY = {"ppo": "recurrent_ppo", "dqn": "r2d2", "apex_dqn": "r2d2"}
+_WITH_MEMORY = {"dqn": "r2d2", "apex_dqn": "r2d2"}
 """Algorithms whose form with a memory is another algorithm."""
 
 

@@ -257,7 +257,6 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int, see
         learn=learn,
         choose_action=choose_action,
         initial_carry=lambda num_envs: (jnp.zeros(num_envs, jnp.int32),),
-        recurrent=True,
         updates_per_iteration=0,
         agent_axes=P("env"),
     )

@@ -20,7 +20,6 @@ from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
 from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
-from msrl_jax.algorithms.networks.recurrent import CELLS
 from msrl_jax.algorithms.optimizers import NAMED, Named
 from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import Environment, MultiAgentEnvironment
@@ -61,7 +60,7 @@ def objects(config: Any) -> Any:
     own: dict[str, Any] = {}
     if not is_name(network := getattr(config, "network", "auto")):
         own["network"] = as_network(network)
-    if (core := getattr(config, "core", "none")) not in ("none", *CELLS):
+    if (core := getattr(config, "core", "none")) != "none":
         own["core"] = (lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core)
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
         own["optimizer"] = _own_optimizer(optimizer) if is_own(optimizer) else _named_optimizer(optimizer)

@@ -38,9 +38,9 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, values
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Carry, make_torso
+from msrl_jax.algorithms.networks.layers import Carry, flatten, make_torso, unflatten
+from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
@@ -145,7 +145,7 @@ class AlphaZero:
 
         @fragment(role="actor")
         def worth(params, estimate, move, outcome):
-            next_value = values(network, params, outcome.obs)  # type: ignore[arg-type]
+            next_value = unflatten(network.value(params, flatten(outcome.obs)), self.unroll_length)
             return position_worth(estimate, move, outcome, next_value, self.discount)
 
         pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
@@ -175,7 +175,7 @@ class AlphaZero:
         return Agent(
             init=init,
             iteration=iteration,
-            act=lambda state, obs, key=None: choose_action(state.params, obs, key, ())[0],
+            act=lambda state, obs, key, carry: choose_action(state.params, obs, key, carry),
             axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
@@ -191,13 +191,13 @@ class AlphaZero:
 
 
 def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
-    """Makes the search of a config in one game, and its network, an `ActorCritic`; raises what `build` raises."""
+    """Makes the search of a config in one game, and its network, a `PolicyAndValue`; raises what `build` raises."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
     check_turns("alphazero", env)
     state, _ = emitted(env.reset)
     check_trees(config, action_space.n, tree_bytes(state))
-    network: Any = actor_critic(make_torso(env.observation_space, config), action_space, shared_torso=True)
+    network: Any = policy_and_value(make_torso(env.observation_space, config), action_space, shared_torso=True)
 
     def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]

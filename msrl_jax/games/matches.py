@@ -190,12 +190,12 @@ def _of_result(result: Result, game: Any) -> Player:
             f"an agent of {result.experiment.name!r} was trained in {env_name(own)!r}, with observations "
             f"{own.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; give agents of this game"
         )
-    if behavior.agent.initial_carry is not None:
+    if behavior.agent.is_recurrent:
         raise ValueError(f"an agent of {result.experiment.name!r} remembers earlier observations, and matches have no memory")
     state = result._of_member(None)
 
     def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
-        return behavior.act_with_carry(behavior.restore(leaves), obs, ())[0]
+        return behavior.act_with_carry(behavior.restore(leaves), obs, behavior.initial_carry(1))[0]
 
     return Player(choose, behavior.take(state))
 

@@ -164,11 +164,11 @@ class MuZero:
         def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
             return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
 
-        def act(state: OffPolicyState, obs: Any, key: jax.Array | None = None) -> jax.Array:
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             if not self.act_simulations:
-                return to_env_action(choose_action(state.params, obs, key, ())[0])
+                return to_env_action(choose_action(state.params, obs, key, ())[0]), carry
             action, policy = searched(state, obs)
-            return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game))
+            return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
             """What a search without noise finds, which is the same with every key."""

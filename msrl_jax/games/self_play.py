@@ -40,7 +40,7 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.trajectory import check_minibatches
+from msrl_jax.algorithms.loops.minibatches import check_minibatches
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
@@ -110,7 +110,7 @@ class SelfPlay:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
+    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
     pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
     latest_share: Tunable = tunable(
@@ -125,7 +125,7 @@ class SelfPlay:
 
     def check(self) -> None:
         """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
-        check_minibatches(self, recurrent=False)
+        check_minibatches(self)
         block = 2 * self.num_opponents
         if self.num_envs % block:
             raise ValueError(

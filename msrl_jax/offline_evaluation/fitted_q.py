@@ -132,7 +132,7 @@ def estimate_return(
     Raises:
       ValueError: if the run has no such member, the data do not fit, or the agent remembers earlier observations.
     """
-    if result.behavior.agent.initial_carry is not None:
+    if result.behavior.agent.is_recurrent:
         raise ValueError(
             f"an agent of {result.experiment.name!r} remembers earlier observations, so single steps of data do not tell what "
             "it would do; result.evaluate(episodes) plays"

@@ -223,7 +223,7 @@ class Result(Outcome):
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
             run has no such member, or if the agent is recurrent; use `act_with_carry` then.
         """
-        if self.behavior.agent.initial_carry is not None:
+        if self.behavior.agent.is_recurrent:
             raise ValueError(
                 f"an agent of {self.experiment.name!r} remembers earlier observations, so one is not enough; "
                 "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"

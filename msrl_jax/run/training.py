@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
-from msrl_jax.algorithms.agent import replay_ratio
+from msrl_jax.algorithms.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.images import unseen_images

@@ -124,7 +124,7 @@ def test_implicit_quantiles_take_legal_actions_alone(options):
     agent, _ = reference.build("dqn", Maze(), **IMPLICIT, **options)
     state = reference.start(agent, 12)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    action = np.asarray(agent.act(state, state.obs, None))
+    action = np.asarray(agent.act(state, state.obs, None, ())[0])
     assert np.asarray(state.obs.action_mask)[np.arange(len(action)), action].all()
 
 

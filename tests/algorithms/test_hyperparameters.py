@@ -89,8 +89,6 @@ def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     assert set(settings) == set(tunable_fields(algorithm)), "every field of every algorithm"
     if "target_gap" in settings and name != "cql+lagrange":
         settings.pop("target_gap")  # asks for continuous actions
-    if not name.endswith("+rnd"):
-        settings.pop("intrinsic_coef", None)
     configs = [algorithm(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
     one = with_numbers(lambda config: build(config, env), configs[0], tuple(settings))
     agent = counted(members(one, {k: np.float32(v) for k, v in settings.items()}), LENGTH)

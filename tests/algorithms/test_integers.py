@@ -139,7 +139,7 @@ def test_choices_that_start_elsewhere_train_as_those_from_0(algo, config):
         state = jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=4)[0])(state)
         states.append(state.inner.params)
         obs = {"walk": jnp.linspace(-1, 1, 24).reshape(8, 3), "time": jnp.arange(8) % 6 + first}
-        chosen.append(jax.jit(agent.act)(state, obs, None))
+        chosen.append(jax.jit(agent.act)(state, obs, None, ())[0])
     jax.tree.map(np.testing.assert_array_equal, *states)
     np.testing.assert_array_equal(chosen[0] + 10, chosen[1])
     assert {*np.unique(chosen[0])} <= {0, 1, 2}
@@ -171,7 +171,7 @@ def test_every_choice_reaches_the_environment_in_its_space(algo, config):
     start = jax.eval_shape(agent.init, jax.random.key(0))
     jax.eval_shape(lambda state: agent.iteration(state, Progress(counter())), start)
     still = start._replace(params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start.params))
-    action = agent.act(still, jnp.ones((8, 3)), None)
+    action = agent.act(still, jnp.ones((8, 3)), None, ())[0]
     assert action.dtype == np.uint8 and action.tolist() == [10] * 8
 
 

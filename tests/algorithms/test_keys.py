@@ -22,7 +22,6 @@ SMALL = {
     "replay_batches": 2, "num_samples": 1,
 }  # fmt: skip
 PARTICULAR = {
-    "ppo": {"intrinsic_coef": 0.5},
     "teams": {"teams": "player_0=ippo:num_minibatches=2 player_1=ippo:num_minibatches=2"},
 }
 CONTINUOUS = ("sac", "td3", "ddpg")

@@ -40,7 +40,7 @@ def test_one_agent_trains_as_alone(core):
     """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""
     env = Homes(num_agents=1)
     options = {"learning_rate": 1e-3, **(RECURRENT if core == "gru" else {})}
-    alone = build("recurrent_ppo" if core == "gru" else "ppo", Alone(env), scale_values=False, **options)
+    alone = build("recurrent_ppo" if core == "gru" else "ppo", Alone(env), normalize_values=False, **options)
     team = build("ippo", env, **options)
     states = [jax.jit(agent.init)(jax.random.key(3)) for agent in (alone, team)]
     for agent, i in ((alone, 0), (team, 1)):

@@ -27,7 +27,7 @@ PARTS = ("actor", "critic")
 
 def build(name, env=None, **options):
     config = msrl.algorithms.get(name)(**SMALL | options)
-    return config.build(env or RandomWalk(True)), config
+    return msrl.algorithms.build(config, env or RandomWalk(True)), config
 
 
 def dense(p, x):
@@ -209,6 +209,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence():
     with pytest.raises(ValueError, match=r"SAC\.core='gruu': use 'gru'"):
         SAC(core="gruu")
     with pytest.raises(ValueError, match=r"TD3, whose burn_in \+ trace_length .*learning_starts=1000: a batch of 256 windows"):
-        TD3(core="gru").build(RandomWalk(True))
-    with pytest.raises(ValueError, match=r"network=Whole\(\.\.\.\) has no place for a memory"):
+        msrl.algorithms.build(TD3(core="gru"), RandomWalk(True))
+    with pytest.raises(ValueError, match=r"network=Whole\(\.\.\.\) has no place for a core"):
         build("sac", network=Whole())

@@ -28,7 +28,7 @@ INTEGERS = ("ppo", "recurrent_ppo", "a2c", "impala", "a3c", "es", "bc")
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
-    *((f"{name}+rnd", "CartPole-v1") for name in ("ppo", "recurrent_ppo", "a2c", "impala")),
+    *((name, "CartPole-v1") for name in ("ppo_rnd", "ppo_rnd+memory", "a2c_rnd", "impala_rnd")),
     ("recurrent_ppo", "CartPole-v1"),
     ("recurrent_ppo+min_gru", "CartPole-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"),

@@ -54,8 +54,8 @@ def test_a_key_samples_and_no_key_is_greedy(walk):
     continuous = agent.env.action_space.shape != ()
     outputs, _ = plain_network(state.params, state.obs, continuous)
     want = np.clip(outputs, -1, 1) * 0.5 + np.float32([0, 0.5]) if continuous else np.argmax(outputs, -1)
-    np.testing.assert_allclose(agent.act(state, state.obs, None), want, rtol=1e-5, atol=1e-6)
-    drawn = np.stack([agent.act(state, state.obs, jax.random.key(i)) for i in range(30)])
+    np.testing.assert_allclose(agent.act(state, state.obs, None, ())[0], want, rtol=1e-5, atol=1e-6)
+    drawn = np.stack([agent.act(state, state.obs, jax.random.key(i), ())[0] for i in range(30)])
     assert len(np.unique(drawn)) > 2
     assert all(agent.env.action_space.contains(action) for action in drawn.reshape(-1, *drawn.shape[2:]))
 

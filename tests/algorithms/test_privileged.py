@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.algorithms import counted, get
+from msrl_jax.algorithms import build, counted, get
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
@@ -51,7 +51,7 @@ def recorded(env, steps=400):
 def loss_of_values(algorithm, env, iterations):
     """The mean squared error of values at the end of training, halved."""
     options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm in ("iql", "cql") else {})
-    agent = counted(get(algorithm.partition("+")[0])(**options).build(env), None)
+    agent = counted(build(get(algorithm.partition("+")[0])(**options), env), None)
 
     def run(key):
         return jax.lax.scan(lambda state, _: agent.iteration(state), agent.with_data(agent.init(key)), None, iterations)[1]
@@ -92,7 +92,7 @@ MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2
 def test_only_the_critic_has_parameters_for_it(algorithm, options):
     env = pendulum() if algorithm in ("sac", "td3", "ddpg", "cql") else cartpole()
     sizes = {} if "network" in options and options["network"] is not MODULE["network"] else {"hidden_sizes": (16,)}
-    agent = get(algorithm)(**sizes, **options).build(env)
+    agent = build(get(algorithm)(**sizes, **options), env)
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
     inputs = {"actor": set(), "critic": set()}
     for path, x in jax.tree.leaves_with_path(params):
@@ -114,7 +114,7 @@ class Pictured(Unseen):
 
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_each_part_has_the_network_of_its_space(algorithm):
-    agent = counted(get(algorithm)().build(Pictured()), None)
+    agent = counted(build(get(algorithm)(), Pictured()), None)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     convolutions = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.inner.params) if "Conv" in str(p)]
     assert convolutions and all("critic" in name for name in convolutions)
@@ -136,7 +136,7 @@ def number_of(tree):
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     env, copies, steps = pendulum() if algorithm == "sac" else cartpole(), SMALL["num_envs"], SMALL["unroll_length"]
-    agent = counted(get(algorithm)(**SMALL | PARTICULAR[algorithm]).build(env), None)
+    agent = counted(build(get(algorithm)(**SMALL | PARTICULAR[algorithm]), env), None)
     state = jax.jit(agent.init)(jax.random.key(0))
     plan = msrl.compile(agent.iteration, state, policy=Apart(), axes=agent.axes, devices=jax.devices()[:3]).explain()
     to_actors = [c for c in plan.crossings if c.destination == "actors"]
@@ -220,6 +220,6 @@ def test_actors_and_critics_share_no_torso():
         get("ppo")(shared_torso=True).build(cartpole())
     get("ppo")(shared_torso=True).build(Unseen())
     with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
-        get("a2c")(core="gru", shared_torso=True).build(cartpole())
-    with pytest.raises(ValueError, match="no place for a memory before its last layers"):
+        build(get("a2c")(core="gru", shared_torso=True), cartpole())
+    with pytest.raises(ValueError, match="no place for a core before its last layers"):
         get("recurrent_ppo")(network=WHOLE).build(cartpole())

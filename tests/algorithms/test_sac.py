@@ -118,7 +118,7 @@ def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardiz
     np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-4, atol=1e-5)
     obs = np.linspace(-3, 3, 4 * 3, dtype=np.float32).reshape(4, 3)
     want = np.tanh(plain_mlp(state.params.params["actor"], standardized(obs, statistics))[:, :2]) * 0.5 + np.array([0, 0.5])
-    np.testing.assert_allclose(agent.act(state, obs, None), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(agent.act(state, obs, None, ())[0], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -170,8 +170,8 @@ def test_acting_is_greedy_without_a_key():
     state = jax.jit(agent.init)(jax.random.key(0))
     obs = jnp.linspace(-1, 1, 4 * 3).reshape(4, 3)
     squashed = np.tanh(plain_mlp(state.params["actor"], obs)[:, :2])
-    np.testing.assert_allclose(agent.act(state, obs, None), squashed * 0.5 + np.array([0, 0.5]), rtol=1e-5, atol=1e-6)
-    one, other = (np.asarray(agent.act(state, obs, jax.random.key(k))) for k in (1, 2))
+    np.testing.assert_allclose(agent.act(state, obs, None, ())[0], squashed * 0.5 + np.array([0, 0.5]), rtol=1e-5, atol=1e-6)
+    one, other = (np.asarray(agent.act(state, obs, jax.random.key(k), ())[0]) for k in (1, 2))
     assert (one != other).all() and (np.abs(one - np.array([0, 0.5])) <= 0.5).all()
 
 

@@ -62,7 +62,7 @@ def echo(monkeypatch):
             def iteration(state, progress):
                 return state, {"rate": jnp.float32(self.learning_rate), "bonus": jnp.float32(self.entropy_coef)}
 
-            acts = lambda state, obs, key=None: jnp.float32(self.entropy_coef)  # noqa: E731
+            acts = lambda state, obs, *key_and_carry: jnp.float32(self.entropy_coef)  # noqa: E731
             return dataclasses.replace(agent, iteration=iteration, act=acts, probabilities=acts)
 
     return Echo
@@ -79,7 +79,7 @@ def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the
     state, metrics = run(agent)
     np.testing.assert_allclose(metrics["rate"], 8 - np.arange(8), rtol=1e-6)
     np.testing.assert_allclose(metrics["bonus"], np.exp(-np.arange(8) / 8), rtol=1e-6)
-    for found in (agent.act(state, None, None), agent.probabilities(state, None)):
+    for found in (agent.act(state, None, None, ()), agent.probabilities(state, None)):
         np.testing.assert_allclose(found, math.exp(-7 / 8), rtol=1e-6)
     with pytest.raises(ValueError, match=r"schedules of learning_rate, entropy_coef need the length of the run"):
         run(counted(build(algorithm, msrl.envs.make("CartPole-v1"))))

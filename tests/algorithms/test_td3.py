@@ -114,8 +114,8 @@ def test_exploration_adds_noise_of_the_declared_deviation():
     noise = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)
     want = np.clip(np.tanh(plain_mlp(state.params["actor"], obs)) + deviation * noise, -1, 1)
     np.testing.assert_allclose(action, want, rtol=1e-4, atol=1e-5)
-    greedy = agent.act(after, obs[0], None)
-    np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0)), greedy)
+    greedy = agent.act(after, obs[0], None, ())[0]
+    np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0), ())[0], greedy)
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])

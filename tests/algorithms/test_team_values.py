@@ -332,7 +332,7 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
         time = np.broadcast_to(np.arange(length, dtype=np.int32)[:, None, None], (*shape, A))  # as actions, to find steps again
         experience = Experience(
             jax.tree.map(lambda x: x[:-1], now.obs), now.state[:-1], np.zeros(shape, bool), time,
-            (np.zeros((*shape, A), np.float32),), reward, terminated, truncated, present, final.obs, final.state,
+            (np.zeros((*shape, A), np.float32), (), ((), ())), reward, terminated, truncated, present, final.obs, final.state,
         )  # fmt: skip
         after = Now(jax.tree.map(lambda x: x[-1], now.obs), now.state[-1], np.zeros(num_envs, bool))
         metrics = jax.jit(team.learn)(params, rest, experience, after, team.initial_carry(num_envs), Progress(counter()))[2]

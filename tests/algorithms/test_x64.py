@@ -26,7 +26,7 @@ PARTICULAR = {
     "r2d2": {"burn_in": 0, **WINDOWS}, "qmix": {"trace_length": 4}, "vdn": {"trace_length": 4},
     "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"}, "apex_dqn": {"distribution": "c51"},
     "sac": {"distribution": "qr", "normalize_observations": True},
-    "ppo": {"intrinsic_coef": 0.5}, "mappo": {"normalize_values": True}, "impala": {"core": "lru"}, "a2c": {"core": "gru"},
+    "mappo": {"normalize_values": True}, "impala": {"core": "lru"}, "a2c": {"core": "gru"},
     "muzero": {"model_steps": 2, "n_step": 2},
     "teams": {"teams": {"walker": "ippo:num_epochs=1,num_minibatches=2,hidden_sizes=[8]"}},
 }  # fmt: skip

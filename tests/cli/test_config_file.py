@@ -213,7 +213,7 @@ EXPERIMENTS = {
     "a metric": {"env": "tests.support.measured:Measured", "rank_by": "place"},
     "parameters": {"env": "CartPole-v1:max_steps_in_episode=30", "env_params": {"length": envs.uniform(0.25, 1), "gravity": 9}},
     "schedules": {"learning_rate": "cosine:3e-4,warmup=0.1", "entropy_coef": "linear:0.01"},
-    "a rate that adapts": {"learning_rate": "kl:0.01", "intrinsic_coef": 0.5},
+    "a rate that adapts": {"algo": "ppo_rnd", "learning_rate": "kl:0.01", "intrinsic_coef": 0.25},
     "an own optimizer": {"optimizer": "tests.support.transformations:falling"},
     "an optimizer of optax": {"optimizer": "adamw:weight_decay=0.1"},
     "critics": {"algo": "sac", "env": "Pendulum-v1", "distribution": "qr", "num_critics": 3},

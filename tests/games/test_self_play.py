@@ -233,7 +233,8 @@ def test_each_agent_has_the_probabilities_of_its_own_network():
     p = agent.probabilities(state, obs)
     assert p.shape == (6, 2, 3) and (p[..., 0] == 0).all()
     assert (p[:, 0, 2] > 0.6).all() and (p[:, 1, 2] < 0.4).all()
-    actions = jax.jit(jax.vmap(lambda key: agent.act(state, obs, key)))(jax.random.split(jax.random.key(1), 4000))
+    act = jax.vmap(lambda key: agent.act(state, obs, key, agent.initial_carry(1))[0])
+    actions = jax.jit(act)(jax.random.split(jax.random.key(1), 4000))
     np.testing.assert_allclose((actions[..., None] == np.arange(3)).mean(0), p, atol=0.04)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 
 from msrl_jax.algorithms.networks.distributions import Categorical
+from tests.support.ppo import plain_value_size
 from tests.support.recurrent import plain_core
 
 T, E, MINIBATCHES, EPOCHS = 8, 8, 2, 2
-DECAY = 0.99999  # of the statistics of targets
 
 
 def _layer(p, x):
@@ -99,19 +99,6 @@ def plain_rollout(agent, state, shared):
     return obs, is_first, carry, [np.stack([np.asarray(x) for x in column]) for column in zip(*columns, strict=True)]
 
 
-def plain_scale(scale, target, present):
-    """The decaying mean and deviation of targets, before and with new ones; of one network."""
-    mean, variance, weight = (float(x) for x in (scale.mean, scale.variance, scale.weight))
-    before = (mean, np.sqrt(max(variance, 1e-2))) if weight else (0.0, 1.0)
-    if target is None:
-        return before
-    new = target[present]
-    old, total = DECAY * weight, DECAY * weight + 1 - DECAY
-    after = (old * mean + (1 - DECAY) * new.mean()) / total
-    square = (old * (variance + mean**2) + (1 - DECAY) * (new**2).mean()) / total
-    return after, np.sqrt(max(square - after**2, 1e-2))
-
-
 def plain_update(agent, config, state, rollout, shared):
     """Advantages by a loop; then, for every network, one optax update per minibatch, from a loss written out here."""
     obs, joint, is_first, action, log_prob, value, future, reward, terminated, truncated, present = rollout
@@ -146,20 +133,20 @@ def plain_update(agent, config, state, rollout, shared):
         of = lambda x, agents=agents: x[:, :, list(agents)]  # noqa: E731
         own = lambda tree, i=i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: E731
         ends, counts, advantage, after = of(terminated | truncated), of(present), np.zeros((T, E, len(agents))), 0.0
-        center, spread = plain_scale(own(learner.value_scale), None, None)
-        old, later = of(value) * spread + center, np.where(of(terminated), 0, of(future) * spread + center)
+        size = plain_value_size(own(learner.value_size))
+        old, later = of(value) * size, np.where(of(terminated), 0, of(future) * size)
         for t in reversed(range(T)):
             after = of(reward)[t] + config.discount * later[t] - old[t] + config.discount * config.gae_lambda * np.where(
                 ends[t], 0, after
             )  # fmt: skip
             advantage[t] = after
         target = old + advantage
-        center, spread = plain_scale(own(learner.value_scale), target, counts)
+        size = plain_value_size(own(learner.value_size), target[counts])
         data = [
             *map(of, (obs, joint, is_first, action, log_prob)),
             advantage,
-            (old - center) / spread,
-            (target - center) / spread,
+            old / size,
+            target / size,
         ]
         opt_state = own(learner.opt_state)[:2]
         for times, envs in minibatches:
@@ -168,5 +155,5 @@ def plain_update(agent, config, state, rollout, shared):
             batch = [x.astype(np.float32) if x.dtype == np.float64 else x for x in batch]
             updates, opt_state = tx.update(slope(params, carry, *batch), opt_state)
             params = optax.apply_updates(params, updates)
-        found.append((params, (center, spread)))
+        found.append((params, size))
     return found

@@ -62,9 +62,10 @@ CRITICS = {
 }
 for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
-for _name in ("ppo", "recurrent_ppo", "a2c", "impala"):
-    PARTICULAR[f"{_name}+rnd"] = PARTICULAR.get(_name, {}) | {"intrinsic_coef": 0.5}
-PARTICULAR["a2c+memory"] = {"core": "lstm", "memory_size": 16, "intrinsic_coef": 0.5}
+for _name in ("ppo", "impala"):
+    PARTICULAR[f"{_name}_rnd"] = PARTICULAR.get(_name, {})
+PARTICULAR["a2c+memory"] = PARTICULAR["a2c_rnd"] = {"core": "lstm", "memory_size": 16}
+PARTICULAR["ppo_rnd+memory"] = PARTICULAR["ppo"] | {"core": "gru", "memory_size": 16}
 PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru", "memory_size": 16}
 PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru", "memory_size": 16}
 PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}

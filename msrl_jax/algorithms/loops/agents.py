@@ -60,8 +60,7 @@ class Team:
     learn: Callable[..., tuple[Any, Any, Metrics]]
     # (params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)
     choose_action: Callable[..., tuple[jax.Array, Any]]
-    initial_carry: Callable[[int], Any]  # num_envs -> carry [E, A, ...], an empty pytree for networks without a memory
-    recurrent: bool  # whether the team remembers
+    initial_carry: Callable[[int], Any]  # num_envs -> carry [E, A, ...], an empty pytree for networks without a core
     updates_per_iteration: int  # the largest number of gradient steps
     agent_axes: P  # of its arrays [E, A, ...]: P("env", "agent") if every agent has its own network
     # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or remembers
@@ -173,8 +172,6 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         each = {name: (team.probabilities, state.params[name], state.teams[name]) for name, team in teams.items()}
         return together({n: of(params, rest, of_team(n, obs)) for n, (of, params, rest) in each.items() if of is not None})
 
-    recurrent = any(team.recurrent for team in teams.values())
-    nothing = {name: team.initial_carry(1) for name, team in teams.items()}
     agent_axes = {name: team.agent_axes for name, team in teams.items()}
     axes = logical_axes(
         TeamsState,
@@ -187,12 +184,12 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     return Agent(
         init=init,
         iteration=iteration,
-        act=act if recurrent else lambda state, obs, key=None: act(state, obs, key, nothing)[0],
+        act=act,
         axes=axes,
         steps_per_iteration=venv.num_envs * unroll_length,
         updates_per_iteration=max(team.updates_per_iteration for team in teams.values()),
         env=venv,  # type: ignore[arg-type]
-        initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
+        initial_carry=lambda num_envs: {name: team.initial_carry(num_envs) for name, team in teams.items()},
         ranked=len(teams) == 1,
         learning_starts=max(team.learning_starts for team in teams.values()),
         env_group=math.lcm(*(team.env_group for team in teams.values())),

@@ -181,7 +181,7 @@ def split_batch(config: Any) -> tuple[int, int, int]:
     return config.batch_size - shards * given, shards * given, shards
 
 
-def load_data(source: str | Dataset, env: Environment) -> Dataset:
+def load_data(source: str | os.PathLike[str] | Dataset, env: Environment) -> Dataset:
     """Reads a data set for an environment, with a policy's actions; raises ValueError if it cannot be read, or does not fit."""
     dataset = data.check_spaces(data.load(source), env)
     return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))

@@ -67,12 +67,12 @@ Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What an algorithm learns from a batch; networks without a recurrent state have no `initial_carry`."""
+    """What an algorithm learns from a batch, and how it acts."""
 
     init: Callable[[jax.Array, Any], Learner]  # (key, obs [..., *observation_shape]); only the shapes of observations matter
     update: Update
     choose_action: ChooseAction
-    initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
+    initial_carry: Callable[[int], Carry] = lambda num_envs: ()  # zeros
 
 
 def updater(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[Any, Any]]:
@@ -105,7 +105,7 @@ def gradient_rule(
     choose_action: ChooseAction,
     *,
     target: Callable[[Any], Any] | None = lambda params: params,
-    initial_carry: Callable[[int], Carry] | None = None,
+    initial_carry: Callable[[int], Carry] = lambda num_envs: (),
 ) -> Rule:
     """The rule that descends along gradients, and moves target parameters by `config.tau`, every `target_period` updates.
 
@@ -291,8 +291,7 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
         params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
         env_state, obs = venv.reset(env_key)
         begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
-        carry = rule.initial_carry(num_envs) if rule.initial_carry else ()
-        return begun._replace(carry=carry, env_state=env_state, obs=obs)
+        return begun._replace(carry=rule.initial_carry(num_envs), env_state=env_state, obs=obs)
 
     act: Any = fragment(role="actor", name="explore")(explore)
 
@@ -317,9 +316,9 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
         done, metrics = replayer.finish(begun, items, progress)
         return done._replace(carry=carry, env_state=env_state, obs=obs), {**metrics, **episodes}
 
-    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None, carry: Carry = ()) -> Any:
+    def act_in_env(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         action, carry = rule.choose_action(state.params, obs, key, carry)
-        return (to_env_action(action), carry) if rule.initial_carry else to_env_action(action)
+        return to_env_action(action), carry
 
     return Agent(
         init=init,

@@ -19,6 +19,7 @@ from msrl_jax import data, envs
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.loops.buffers import load_data, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
+from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -105,9 +106,9 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
             metrics |= {f"validation_{name}": x for name, x in measured.items()}
         return learner, key, metrics
 
-    def act(state: OfflineState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
-        action, _ = rule.choose_action(state.params, obs, key, ())
-        return transform(action)
+    def act(state: OfflineState, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        action, carry = rule.choose_action(state.params, obs, key, carry)
+        return transform(action), carry
 
     data_axes: Any = P()
     if source is not None:

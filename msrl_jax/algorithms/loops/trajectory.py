@@ -1,18 +1,26 @@
-"""The experience of an unroll, and the shuffled minibatches of PPO, for the actor-critic algorithms.
+"""The experience of an unroll, for the actor-critic algorithms.
 
-In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `M` the number of minibatches of
-an epoch and `U` the number of updates. A minibatch holds `T / M` time steps of all environments, so a shuffle moves nothing
-between devices.
+In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.algorithms.networks.layers import first_steps
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_size import ValueSize
+
+AddBonus = Callable[["Trajectory", Any], "Trajectory"]
+"""`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
+
+
+def no_bonus(trajectory: "Trajectory", last_obs: Any) -> "Trajectory":
+    """The trajectory as it is."""
+    return trajectory
 
 
 class Trajectory(NamedTuple):
@@ -25,7 +33,12 @@ class Trajectory(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
-    bonus: jax.Array | None = None  # added to the advantages, those of `rnd.py`; nothing if None
+    bonus: jax.Array | None = None  # added to the advantages, such as for what is new; nothing if None
+
+    @property
+    def is_first(self) -> jax.Array:
+        """Where a carry is cleared within the unroll: at the first step of an episode; before the unroll it was. bool"""
+        return first_steps(self.terminated | self.truncated)
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
@@ -39,7 +52,6 @@ def estimate(
     config: Any,
     t: Trajectory,
     value: jax.Array,
-    last_value: jax.Array,
     bootstrap_value: jax.Array,
     size: ValueSize | tuple[()] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array, ValueSize | tuple[()]]:
@@ -49,16 +61,15 @@ def estimate(
       config: of the algorithm.
       t: the experience.
       value: the critic's outputs. `[T, E]`
-      last_value: those for the observations after the unroll. `[E]`
-      bootstrap_value: those for the last observations of episodes, see `next_values`. `[T, E]`
+      bootstrap_value: those for the last observations of episodes, see `next_values`, and of the unroll. `[T, E]`
       size: a `ValueSize`, by which values are divided for the critic; `()` if they are not.
 
     Returns:
       Advantages; values and their targets, as the critic's outputs should be; `[T, E]` each; and the size with these targets.
     """
     if size:
-        value, last_value, bootstrap_value = (x * size.size for x in (value, last_value, bootstrap_value))
-    next_value = next_values(value, last_value, bootstrap_value, t.truncated)
+        value, bootstrap_value = value * size.size, bootstrap_value * size.size
+    next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
     advantage = gae(
         t.reward, value, next_value, t.terminated, t.truncated, t.present,
         discount=config.discount, gae_lambda=config.gae_lambda,
@@ -73,21 +84,3 @@ def estimate(
         # Not centered: while the mean of the targets moves, the critic would have to move every value with it.
         value, target = value / size.size, target / size.size
     return advantage, value, target, size
-
-
-def check_minibatches(config: Any, *, recurrent: bool) -> None:
-    """Raises ValueError unless `num_minibatches` divides the time steps, or the environments of recurrent networks."""
-    name, groups = ("num_envs", "whole sequences") if recurrent else ("unroll_length", "time steps")
-    size = getattr(config, name)
-    if size % config.num_minibatches:
-        raise ValueError(
-            f"{type(config).__name__}.{name}={size} cannot be split into num_minibatches={config.num_minibatches} groups of "
-            f"{groups}; use {name}={size + -size % config.num_minibatches}, or a num_minibatches that divides it"
-        )
-
-
-def shuffle_times(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Shuffles the time steps of every epoch: the next key, and the time steps of every minibatch. `[U, T / M]` int32."""
-    key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
-    times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
-    return key, times.reshape(config.num_epochs * config.num_minibatches, -1)

@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.kernels import truncated_values
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.layers import Carry, first_steps
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.replay import Transition
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
     """Outputs `[T, B, ...]` and carries `[T, B, H]` along windows `[S, B, ...]`, after `burn_in` steps to refresh the carry."""
-    ends = window.terminated | window.truncated
-    # The stored carry is already zero if the step is the first of an episode.
-    is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    is_first = first_steps(window.terminated | window.truncated)
     carry = tuple(x[0] for x in window.carry)
     if burn_in:
         before = jax.tree.map(lambda x: x[:burn_in], window.obs)

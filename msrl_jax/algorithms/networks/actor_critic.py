@@ -1,112 +1,133 @@
-"""The actor-critic network for a space of actions."""
+"""Actor-critics with a recurrent core or without one, by the same calls.
 
-import functools
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `N` any number of them.
+"""
+
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
-from flax import linen as nn
 
-from msrl_jax.algorithms.networks.distributions import (
-    Distribution,
-    check_policy_space,
-    choose,
-    has_scale,
-    num_outputs,
-    policy_of,
-)
-from msrl_jax.algorithms.networks.layers import Torso, TwoTorsos, flatten, head, unflatten
-from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.algorithms.kernels import truncated_values
+from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, choose, has_scale
+from msrl_jax.algorithms.networks.layers import Carry, flatten, make_torsos, unflatten
+from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
+from msrl_jax.envs import Space
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.privileged import PrivilegedObservation
-
-
-class _Module(nn.Module):
-    """The network of `actor_critic`."""
-
-    actor_torso: Torso
-    critic_torso: Torso | None  # None if they share the actor's
-    action_space: Discrete | Box
-
-    def setup(self):
-        """Makes the heads."""
-        size = num_outputs(self.action_space)
-        self.actor_head = head(self.actor_torso, size, 0.01)
-        self.critic_head = head(self.critic_torso or self.actor_torso, 1, 1.0)
-        self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
-
-    def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
-        """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`.
-
-        Without the privileged state that the critic sees, the second is the features of the actor.
-        """
-        features = self.actor_torso(obs)
-        policy = self._distribution(features, obs)
-        if not self._sees(obs):
-            return policy, features
-        return policy, self._value(features if self.critic_torso is None else self.critic_torso(obs))
-
-    def policy(self, obs: jax.Array) -> Distribution:
-        """The distribution over actions alone."""
-        return self._distribution(self.actor_torso(obs), obs)
-
-    def value(self, obs: jax.Array) -> jax.Array:
-        """The values alone. `[...]`."""
-        return self._value((self.critic_torso or self.actor_torso)(obs))
-
-    def _sees(self, obs: Any) -> bool:
-        """Whether the critic sees in observations what it needs for values."""
-        sees_all = self.critic_torso is None or self.critic_torso.sees == "obs"
-        return sees_all or isinstance(unmasked(obs), PrivilegedObservation)
-
-    def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
-        return policy_of(self.action_space, self.actor_head(features), obs, self.log_scale)
-
-    def _value(self, features: jax.Array) -> jax.Array:
-        return self.critic_head(features)[..., 0]
+from msrl_jax.envs.privileged import are_privileged, with_privileged_of
+from msrl_jax.envs.spaces import zeros
 
 
 class ActorCritic(NamedTuple):
-    """A policy and a value function as pure functions of their parameters, from any network library."""
+    """A policy and a value function as pure functions of their parameters.
 
-    init: Callable[[jax.Array, jax.Array], Any]  # (key, obs [..., *observation_shape]) -> params
-    apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]  # (params, obs) -> (policy, value [...])
-    policy: Callable[[Any, jax.Array], Distribution]  # (params, obs) -> distribution over actions
-    value: Callable[[Any, jax.Array], jax.Array]  # (params, obs) -> value [...]
-    is_privileged: bool = False  # whether values depend on what only critics see
+    With a recurrent core, values depend on carries, which stay with the actors. So actors note what a learner needs for values:
+    the values themselves, or the features before them if critics see more than actors. Without a core, carries and these notes
+    are `()`, and a learner computes values from observations.
+    """
+
+    init: Callable[[jax.Array], Any]  # (key) -> params
+    initial_carry: Callable[[tuple[int, ...]], Any]  # (batch_shape) -> zeros
+    # (params, obs [N, ...], carry) -> (policy, note, carry); obs may be without what only critics see
+    act: Callable[[Any, Any, Carry], tuple[Distribution, Any, Carry]]
+    # (params, obs [N, ...], carry) -> a note, also without a core: the value; None if it depends on what only critics see
+    note: Callable[[Any, Any, Carry], Any] | None
+    # (params, obs [N, ...], note) -> value [N]; computed from the observations if the note is `()`
+    value: Callable[[Any, Any, Any], jax.Array]
+    # (params, obs [T, E, ...], is_first [T, E] bool, carry [E, ...]) -> (policy, value [T, E], carries after every step); the
+    # carry is cleared before the first step of every episode
+    unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Distribution, jax.Array, Carry]]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it has a core."""
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.initial_carry(()))))
 
 
-def actor_critic(torso: Torso | TwoTorsos, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
-    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
-    actor = torso.of("actor")
-    if shared_torso and actor.is_whole:
-        raise ValueError("network=Whole(...) shares no torso; use shared_torso=False, or give a module of features")
-    if shared_torso and isinstance(torso, TwoTorsos):
-        raise ValueError(
-            "shared_torso=True: the critic sees the environment's privileged_state and the actor does not, so they share no "
-            "torso; use shared_torso=False"
-        )
-    critic = None if shared_torso else torso.of("critic").clone()
-    module = _Module(actor, critic, check_policy_space(action_space))
-    policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
-    apply, policy, value = (cast(Any, f) for f in (module.apply, policy, value))
-    return ActorCritic(module.init, apply, policy, value, isinstance(torso, TwoTorsos))
+def actor_critic(config: Any, observation_space: Space, action_space: Space) -> ActorCritic:
+    """Makes the actor-critic of a config. With a core, policy and value share all but their heads, unless critics see more."""
+    if config.core == "none":
+        return _feed_forward(config, observation_space, action_space)
+    shared = config.shared_torso or not are_privileged(observation_space)
+    heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)  # noqa: E731
+    network = recurrent_network(observation_space, heads, config)
+
+    def act(params: Any, obs: Any, carry: Carry) -> tuple[Distribution, Any, Carry]:
+        (policy, note), carry = network.step(params, obs, carry)
+        return policy, note, carry
+
+    def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Distribution, jax.Array, Carry]:
+        (policy, value), carries = network.unroll(params, obs, is_first, carry)
+        return policy, value, carries
+
+    return ActorCritic(
+        init=network.init,
+        initial_carry=network.initial_carry,
+        act=act,
+        note=lambda params, obs, carry: act(params, obs, carry)[1],
+        value=lambda params, obs, note: network.value(params, with_privileged_of(unmasked(obs), note)),
+        unroll=unroll,
+    )
 
 
-def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
-    """The values `[T, E]` of observations `[T, E, ...]`."""
-    return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
+def _feed_forward(config: Any, observation_space: Space, action_space: Space) -> ActorCritic:
+    network = policy_and_value(make_torsos(observation_space, config), action_space, shared_torso=config.shared_torso)
+
+    def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Distribution, jax.Array, Carry]:
+        policy, value = jax.tree.map(lambda x: unflatten(x, len(is_first)), network.apply(params, flatten(obs)))
+        return policy, value, carry
+
+    return ActorCritic(
+        init=lambda key: network.init(key, zeros(observation_space)),
+        initial_carry=lambda batch_shape: (),
+        act=lambda params, obs, carry: (network.policy(params, obs), (), carry),
+        note=None if are_privileged(observation_space) else lambda params, obs, carry: network.value(params, obs),
+        value=lambda params, obs, note: network.value(params, obs) if isinstance(note, tuple) else note,
+        unroll=unroll,
+    )
+
+
+def values(network: ActorCritic, params: Any, obs: Any, notes: Any) -> jax.Array:
+    """The values `[T, E]` of observations `[T, E, ...]`, from the notes of actors."""
+    return unflatten(network.value(params, flatten(obs), flatten(notes)), len(jax.tree.leaves(obs)[0]))
+
+
+def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array) -> Any:
+    """The notes of actors of the last observations of episodes: right where one was truncated, and at the end of an unroll.
+
+    Args:
+      network: the actor-critic.
+      params: its parameters.
+      final_obs: the observations before a reset, without what only critics see. `[T, E, ...]`
+      carries: the carries after the steps to them. `[T, E, ...]`
+      truncated: whether an episode was truncated. `[T, E]` bool
+
+    Returns:
+      The notes `[T, E, ...]`; `()` if there are none.
+    """
+    if network.note is None:
+        return ()
+    note = network.note
+    return truncated_values(lambda params, final: note(params, *final), params, (final_obs, carries), truncated, and_last=True)
 
 
 def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
-    """`act` of an `Agent` whose state has the parameters, and `probabilities`, which is None if actions are floats."""
+    """`act`, `initial_carry` and `probabilities` of an `Agent` whose state has the parameters."""
     to_env_action = action_transform(space)
 
-    def act(state: Any, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return to_env_action(choose(network.policy(state.params, obs), key))
+    def act(state: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        policy, _, carry = network.act(state.params, obs, carry)
+        return to_env_action(choose(policy, key)), carry
 
-    def probabilities(state: Any, obs: jax.Array) -> jax.Array:
-        return cast(Any, network.policy(state.params, obs)).probabilities()
+    def probabilities(state: Any, obs: Any) -> jax.Array:
+        policy: Any = network.act(state.params, obs, ())[0]
+        return policy.probabilities()
 
-    return {"act": act, "probabilities": None if has_scale(check_policy_space(space)) else probabilities}
+    is_categorical = not network.is_recurrent and not has_scale(check_policy_space(space))
+    return {
+        "act": act,
+        "initial_carry": lambda num_envs: network.initial_carry((num_envs,)),
+        "probabilities": probabilities if is_categorical else None,
+    }

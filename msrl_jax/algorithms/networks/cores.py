@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax.algorithms.networks.cells import CELLS, stepwise
 from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
 from msrl_jax.algorithms.networks.modules import check_gradients, is_name
-from msrl_jax.algorithms.networks.recurrent import CELLS, stepwise
 from msrl_jax.algorithms.networks.transformer import gtrxl
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import parse_spec

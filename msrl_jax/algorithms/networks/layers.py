@@ -264,6 +264,11 @@ def forget(is_first: jax.Array, carry: ArraysT) -> ArraysT:
     return jax.tree.map(lambda x: jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x), carry)
 
 
+def first_steps(ended: jax.Array) -> jax.Array:
+    """The steps after those that ended an episode, `[T, ...]`, but the first step of all: a carry before it is cleared."""
+    return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
+
+
 class Core(NamedTuple):
     """A layer with a memory as pure functions of its parameters: `I` numbers come in, `F` go out."""
 

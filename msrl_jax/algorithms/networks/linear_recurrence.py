@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.networks.cells import Gates, per_gate
 from msrl_jax.algorithms.networks.layers import Carry, Core, forget
-from msrl_jax.algorithms.networks.recurrent import Gates, per_gate
 
 LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""

@@ -1,172 +1,20 @@
-"""Networks with a memory; GRU and LSTM, whose steps wait for each other.
+"""Networks with a recurrent core, or with none, as pure functions.
 
-In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
-the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array of a GRU or an
-LSTM is its output. An episode starts with zeros. Each of `M` minibatches of sequences holds one environment from every group of
-`M` adjacent ones, so a shuffle moves nothing between devices that hold whole groups; `U` denotes the number of updates.
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `H` the size of the recurrent
+state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; without a core it is `()`. An episode starts with zeros.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
-from msrl_jax.algorithms.kernels import matmul
-from msrl_jax.algorithms.networks.layers import (
-    Carry,
-    Core,
-    Torso,
-    TwoTorsos,
-    Whole,
-    flatten,
-    forget,
-    make_torsos,
-    unflatten,
-)
+from msrl_jax.algorithms.networks.layers import Carry, Torso, TwoTorsos, Whole, flatten, make_torsos, unflatten
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
-
-Gates = tuple[jax.Array, ...]
-"""One array `[..., H]` for each gate."""
-
-
-def per_gate(x: jax.Array, num_gates: int) -> Gates:
-    """Splits `[..., G * H]` into gates."""
-    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
-    # times as long.
-    return tuple(jnp.split(x, num_gates, axis=-1))
-
-
-class Cell(NamedTuple):
-    """One step of a recurrent network, without its matrices."""
-
-    biases: tuple[float, ...]  # initial bias of every gate
-    num_arrays: int  # in a carry
-    # (from_input, from_carry, carry) -> carry, elementwise; `from_input` is the product of the input and its matrix, plus the
-    # bias, `from_carry` the product of the last output and the recurrent matrix
-    update: Callable[[Gates, Gates, Carry], Carry]
-
-
-def _gru(x: Gates, u: Gates, carry: Carry) -> Carry:
-    (h,) = carry
-    reset, keep = jax.nn.sigmoid(x[0] + u[0]), jax.nn.sigmoid(x[1] + u[1])
-    candidate = jnp.tanh(x[2] + reset * u[2])
-    return (candidate + keep * (h - candidate),)
-
-
-def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
-    _, c = carry
-    write, keep, read = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
-    c = keep * c + write * jnp.tanh(x[3] + u[3])
-    return read * jnp.tanh(c), c
-
-
-CELLS: dict[str, Cell] = {
-    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product per step.
-    "gru": Cell((0.0, 0.0, 0.0), 1, _gru),
-    # Gers et al., 2000; the forget gate starts open (Jozefowicz et al., 2015).
-    "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
-}
-
-
-def stepwise(name: str, size: int) -> Core:
-    """The layer "gru" or "lstm": gates depend on its last output, and the products of its inputs are one for all steps."""
-    if name not in CELLS:
-        raise ValueError(f"core={name!r} is made by msrl_jax.algorithms.build(config, env); build takes {', '.join(CELLS)}")
-    cell = CELLS[name]
-    num_gates = len(cell.biases)
-
-    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        input_key, *keys = jax.random.split(key, 1 + num_gates)
-        orthogonal = nn.initializers.orthogonal(dtype=jnp.float32)
-        return {
-            "input": nn.initializers.lecun_normal(dtype=jnp.float32)(input_key, (input_size, num_gates * size)),
-            "recurrent": jnp.concatenate([orthogonal(k, (size, size)) for k in keys], axis=-1),
-            "bias": jnp.repeat(jnp.array(cell.biases, jnp.float32), size),
-        }
-
-    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
-        return (jnp.zeros((*batch_shape, size), jnp.float32),) * cell.num_arrays
-
-    def gates(params: Any, inputs: jax.Array) -> Gates:
-        return per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
-
-    def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        carry = cell.update(gates(params, inputs), per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
-        return carry[0], carry
-
-    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        carries: Any = _scan(cell.update, params["recurrent"], gates(params, inputs), is_first, carry)
-        return carries[0], carries
-
-    return Core(init, initial_carry, step, unroll, size)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(
-    update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
-) -> Carry:
-    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
-    return _scan_forward(update, kernel, x, is_first, carry)[0]
-
-
-def _scan_forward(update, kernel, x, is_first, carry):
-    def step(carry, inputs):
-        x, is_first = inputs
-        carry = forget(is_first, carry)
-        product = carry[0] @ kernel  # for all gates, one after another
-        carry = update(x, per_gate(product, len(x)), carry)
-        return carry, (carry, product)
-
-    carries, products = jax.lax.scan(step, carry, (x, is_first))[1]
-    return carries, (kernel, x, is_first, carry, carries, products)
-
-
-def _scan_backward(update, residuals, cotangents):
-    kernel, x, is_first, carry, carries, products = residuals
-    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
-    before = forget(is_first, before)
-    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
-    # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
-    # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
-    _, pullback = jax.vjp(update, x, per_gate(products, len(x)), before)
-    ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
-    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
-    by_x, by_u, by_carry = zip(*slopes, strict=True)
-    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, one multiplication per step
-
-    def through_gates(cotangent: Carry, by_u: Gates) -> jax.Array:
-        terms = (c[..., None, :] * by for c, by in zip(cotangent, by_u, strict=True))
-        du = functools.reduce(jnp.add, terms)
-        return du.reshape(*du.shape[:-2], -1)
-
-    def step(later, inputs):
-        is_first, cotangent, by_u, by_carry = inputs
-        cotangent = tuple(map(jnp.add, later, cotangent))
-        output, *rest = _chain(cotangent, by_carry)
-        output += jax.lax.optimization_barrier(through_gates(cotangent, by_u)) @ transposed
-        return forget(is_first, (output, *rest)), cotangent
-
-    # Without the barriers, XLA fuses transpose, chain rule and product for one row: a loop that took ten times as long.
-    transposed = jax.lax.optimization_barrier(kernel.T)
-    start = tuple(map(jnp.zeros_like, carry))
-    dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
-    du = through_gates(cotangents, by_u)
-    (dkernel,) = jax.vjp(lambda kernel: matmul(before[0], kernel), kernel)[1](du)
-    return dkernel, _chain(cotangents, by_x), None, dcarry
-
-
-def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
-    """The elementwise chain rule: combines the cotangents of the carries with their derivatives by each of several arrays."""
-    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
-
-
-_scan.defvjp(_scan_forward, _scan_backward)
 
 
 class RecurrentNetwork(NamedTuple):
@@ -194,9 +42,10 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
     if isinstance(torso.network, Whole):
-        raise ValueError("network=Whole(...) has no place for a memory before its last layers; give a module of features")
-    core = config.core
-    memory = stepwise(core, config.memory_size) if isinstance(core, str) else core(torso.num_features)
+        raise ValueError("network=Whole(...) has no place for a core before its last layers; give a module of features")
+    if isinstance(config.core, str):
+        raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")
+    memory = config.core(torso.num_features)
     space = Box(-np.inf, np.inf, (memory.num_outputs,))
     head_torso: Any = Torso(space, (), config.activation)
     if isinstance(torsos, TwoTorsos):
@@ -232,26 +81,15 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
 
 
 def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
-    """A network without a memory in the form of a recurrent one."""
+    """A network without a core in the form of a recurrent one."""
+
+    def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
+        outputs = network.apply(params, flatten(obs))
+        return jax.tree.map(lambda x: unflatten(x, len(is_first)), outputs), carry
+
     return RecurrentNetwork(
         init=lambda key: network.init(key, zeros(space)),
         initial_carry=lambda batch_shape: (),
         step=lambda params, obs, carry: (network.apply(params, obs), carry),
-        unroll=lambda params, obs, is_first, carry: (network.apply(params, obs), carry),
+        unroll=unroll,
     )
-
-
-def shuffle_members(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Shuffles environments within groups of `M`: the next key, and who is in each minibatch, for `pick`. `[U, E / M]`."""
-    key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
-    size = config.num_minibatches
-    order = jnp.broadcast_to(jnp.arange(size)[:, None], (size, config.num_envs // size))
-    return key, jnp.concatenate([jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys])
-
-
-def pick(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    """One environment of every group: `[T, E, ...] -> [T, E / M, ...]`, for `chosen` `[E / M]`."""
-    groups = len(chosen)
-    x = x.reshape(len(x), groups, -1, *x.shape[2:])
-    index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
-    return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")[:, :, 0]

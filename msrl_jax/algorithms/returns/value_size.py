@@ -1,10 +1,10 @@
 """The running size of value targets, by which values are divided for the critic.
 
-Then the errors of large values do not outweigh the policy's, and the critic's first weights are about right. Unlike in
-`value_scale.py`, the mean is not subtracted: while it moves, the critic would have to move every value with it.
+Then the errors of large values do not outweigh the policy's, and the critic's first weights are about right. The mean is not
+subtracted: while it moves, the critic would have to move every value with it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ _SMALL = 2.0**-80
 
 
 class ValueSize(NamedTuple):
-    """The root of the decaying mean square of value targets; squares of large targets would overflow.
+    """The root of the decaying mean square of value targets, one for each network, `[]` or `[A]`; squares would overflow.
 
     An update moves it by less than the precision of float32, so the rest keeps what was rounded off; see `RunningStatistics`.
     """
 
-    root: jax.Array  # 0 before the first target, []
-    weight: jax.Array  # sum of the weights, which corrects the bias of the start, []
-    rest: jax.Array  # the part of the root that `root` does not hold, []
+    root: jax.Array  # 0 before the first target
+    weight: jax.Array  # sum of the weights, which corrects the bias of the start
+    rest: jax.Array  # the part of the root that `root` does not hold
 
     @property
     def size(self) -> jax.Array:
@@ -34,9 +34,10 @@ class ValueSize(NamedTuple):
         return jnp.maximum(self.root, 1.0)
 
     def updated(self, target: jax.Array, counts: jax.Array | None) -> "ValueSize":
-        """Adds the targets `[T, E]` that count, all if None; if none do, nothing changes."""
-        number = target.size if counts is None else counts.sum()
-        old, added = self.root, _root_mean_square(target, counts, number)
+        """Adds the targets `[T, E]` or `[T, E, A]` that count, all if None; if none do, nothing changes."""
+        axes = tuple(range(target.ndim - self.root.ndim))
+        number = target.size // self.root.size if counts is None else counts.sum(axes)
+        old, added = self.root, _root_mean_square(target, counts, number, axes)
         weight = _DECAY * self.weight + (1 - _DECAY)
         share = (1 - _DECAY) / weight
         # The difference of the squares, divided by the sum of the roots; in halves, which do not overflow.
@@ -47,15 +48,15 @@ class ValueSize(NamedTuple):
         return new if counts is None else ValueSize(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
 
 
-def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: jax.Array | int) -> jax.Array:
-    """The root of the mean square of the values that count, also where squares overflow. `[]`"""
+def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
+    """The root of the mean square over `axes` of the values that count, also where squares overflow. `[]` or `[A]`"""
     square = jnp.square(jnp.stack([x, x * _SMALL]).astype(jnp.float32))  # one sum, so one round of communication
     if counts is not None:
         square = jnp.where(counts, square, 0.0)
-    root, small = jnp.sqrt(square.sum(range(1, square.ndim)) / jnp.maximum(number, 1))
+    root, small = jnp.sqrt(square.sum(tuple(axis + 1 for axis in axes)) / jnp.maximum(number, 1))
     return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 
 
-def value_size() -> ValueSize:
+def value_size(*shape: int) -> ValueSize:
     """The size before any target: 1."""
-    return ValueSize(*[jnp.zeros((), jnp.float32)] * 3)
+    return ValueSize(*[jnp.zeros(shape, jnp.float32)] * 3)

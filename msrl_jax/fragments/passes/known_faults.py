@@ -14,7 +14,7 @@ from msrl_jax._compat import JAXLIB, ClosedJaxpr, jaxprs_in
 
 # No fusions of YNNPACK: a product of many rows that is reduced may be wrong (https://github.com/jax-ml/jax/issues/39103), and
 # reductions of seven or more dimensions end the process or never return (https://github.com/jax-ml/jax/issues/39257).
-CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""} if (0, 10, 2) <= JAXLIB < (0, 11, 1) else None
+CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""} if (0, 10, 2) <= JAXLIB < (0, 11, 1) else {}
 """Compiler options for programs on CPUs, which turn off what fails in this version of jaxlib."""
 
 

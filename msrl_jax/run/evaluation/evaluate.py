@@ -49,19 +49,16 @@ class Behavior:
 
     def initial_carry(self, num_envs: int) -> Any:
         """The carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
-        return () if self.agent.initial_carry is None else self.agent.initial_carry(num_envs)
+        return self.agent.initial_carry(num_envs)
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Chooses actions for raw observations, both `[E, ...]`; gives them and the carry for the next step, which is
         `initial_carry` at the start of an episode. None as the key takes the most probable actions."""
-        observed = self.agent.env.observe(innermost(state).env_state, obs)
-        if self.agent.initial_carry is None:
-            return self.agent.act(state, observed, key), carry
-        return self.agent.act(state, observed, key, carry)
+        return self.agent.act(state, self.agent.env.observe(innermost(state).env_state, obs), key, carry)
 
     def probabilities(self, state: Any, obs: Any) -> jax.Array:
         """The probabilities of discrete actions, or of the values of every integer of an action."""
-        if self.agent.initial_carry is not None:
+        if self.agent.is_recurrent:
             raise ValueError(
                 "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
                 "actions with act_with_carry"

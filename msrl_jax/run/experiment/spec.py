@@ -11,9 +11,10 @@ import numpy as np
 
 from msrl_jax import algorithms, data, envs
 from msrl_jax.algorithms import code_names, files, words
-from msrl_jax.algorithms.agent import Agent, check_learns, innermost
+from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
 from msrl_jax.algorithms.registry import check_env
+from msrl_jax.algorithms.replay_ratio import check_learns
 from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment

@@ -7,8 +7,24 @@ import pytest
 
 from msrl_jax.algorithms.returns.value_size import value_size
 from tests.support.agents import make_still
+from tests.support.many_agents import Homes
 from tests.support.random_walk import RandomWalk
 from tests.support.slow import slow_unless
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_network_has_a_size_of_its_own(masked):
+    rng = np.random.default_rng(0)
+    targets = (5 + 3 * rng.normal(size=(4, 7, 2, 3)) * [1, 10, 100]).astype(np.float32)
+    counts = rng.random((4, 7, 2, 3)) < 0.7 if masked else [None] * 4
+    together, alone = value_size(3), [value_size() for _ in range(3)]
+    for target, count in zip(targets, counts, strict=True):
+        together = together.updated(jnp.asarray(target), None if count is None else jnp.asarray(count))
+        alone = [
+            size.updated(jnp.asarray(target[..., i]), None if count is None else jnp.asarray(count[..., i]))
+            for i, size in enumerate(alone)
+        ]
+    np.testing.assert_allclose(together.size, [size.size for size in alone], rtol=1e-6)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -65,20 +81,20 @@ def test_the_size_of_targets_whose_squares_are_no_float32(large, masked):
     ("algorithm", "scaled"),
     [
         slow_unless(name == "ppo" and scaled, name, scaled)
-        for name in ("ppo", "recurrent_ppo") for scaled in (True, False)
+        for name in ("ppo", "recurrent_ppo", "mappo") for scaled in (True, False)
     ],
 )  # fmt: skip
 def test_critics_learn_values_of_the_size_of_one(algorithm, scaled):
     """Rewards of hundreds give value losses of thousands, and of the size of 1 where values are scaled."""
 
-    class InCents(RandomWalk):
+    class InCents(Homes if algorithm == "mappo" else RandomWalk):
         def step(self, key, state, action):
             state, obs, reward, terminated, truncated = super().step(key, state, action)
             return state, obs, 1000 * reward, terminated, truncated
 
     agent = make_still(
         algorithm, InCents(), num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1,
-        scale_values=scaled,
+        normalize_values=scaled,
     )  # fmt: skip
     _, metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=3))(
         jax.random.key(0)

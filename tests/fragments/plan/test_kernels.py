@@ -172,7 +172,7 @@ MOST = {
 @pytest.mark.parametrize("algorithm", MOST)
 def test_an_iteration_launches_few_kernels(algorithm):
     fields, of_loops, of_all = MOST[algorithm]
-    agent = counted(msrl.algorithms.make(algorithm, fields).build(msrl.envs.make("CartPole-v1")), 100)
+    agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, fields), msrl.envs.make("CartPole-v1")), 100)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     policy = msrl.policies.GPUOnly()
     plan = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=gpu()).explain()

@@ -139,9 +139,9 @@ def test_acting_uses_the_statistics_of_training(trained):
     assert np.abs(mean).max() > 1e-3, "the statistics have seen data"
     obs = np.random.default_rng(0).normal(0, 0.1, (16, 4)).astype(np.float32)
     normalized = np.clip((obs - mean) / np.sqrt(variance + 1e-8), -10, 10).astype(np.float32)
-    expected = trained.behavior.agent.act(trained.state, jnp.asarray(normalized), None)
+    expected = trained.behavior.agent.act(trained.state, jnp.asarray(normalized), None, ())[0]
     np.testing.assert_array_equal(trained.act(obs), expected)
-    raw = trained.behavior.agent.act(trained.state, jnp.asarray(obs), None)
+    raw = trained.behavior.agent.act(trained.state, jnp.asarray(obs), None, ())[0]
     assert (np.asarray(raw) != np.asarray(expected)).any(), "normalizing matters here"
 
 

@@ -131,7 +131,7 @@ def train_unsteady(guard, rate):
     return msrl.train(
         "ppo", Faulty(), pbt=pbt, guard=guard, total_steps=9 * 32, chunk=1, eval_episodes=0, devices=jax.devices()[:1],
         progress=False, learning_rate=[rate, 1e-3], max_grad_norm=1e30, num_envs=4, unroll_length=8, hidden_sizes=(8,),
-        num_epochs=1, num_minibatches=2, scale_values=False,
+        num_epochs=1, num_minibatches=2, normalize_values=False,
     )  # fmt: skip
 
 

@@ -180,7 +180,7 @@ def train_unsteady(out, **options):
     options = {"total_steps": 8 * 32, "learning_rate": 4e18, **options}
     return msrl.train(
         "ppo", Faulty(), policy=TOGETHER, chunk=1, eval_episodes=0, guard="rollback", out=out, checkpoint_every=32,
-        devices=jax.devices()[:1], progress=False, max_grad_norm=1e30, scale_values=False, **CONFIGS["ppo"], **options,
+        devices=jax.devices()[:1], progress=False, max_grad_norm=1e30, normalize_values=False, **CONFIGS["ppo"], **options,
     )  # fmt: skip
 
 

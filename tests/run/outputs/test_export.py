@@ -203,7 +203,11 @@ def test_a_network_that_needs_to_know_how_many_there_are(tmp_path):
     """A symbolic number of rows is no Python number; a given one is."""
     behavior, state = policy("ppo+normal", "Pendulum-v1")
     act = behavior.agent.act
-    knows = lambda state, obs, key: act(state, obs, key) * (len(obs) > 2 and int(obs.shape[0]) < 9)  # noqa: E731
+
+    def knows(state, obs, key, carry):
+        action, carry = act(state, obs, key, carry)
+        return action * (len(obs) > 2 and int(obs.shape[0]) < 9), carry
+
     behavior = dataclasses.replace(behavior, agent=dataclasses.replace(behavior.agent, act=knows))
     exported = policy_of(behavior, state, False)
     with pytest.raises(ValueError, match=r"cannot be traced for any number of observations \(.*\); give one, such as batch=1"):

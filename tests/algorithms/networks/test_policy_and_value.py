@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import ACTIVATIONS, make_torso
+from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
 from msrl_jax.envs.actions import action_transform
 
@@ -20,7 +20,7 @@ VECTOR = Box(-1.0, 1.0, (5,))
 
 @pytest.mark.parametrize("shared_torso", [False, True])
 def test_policy_and_value_are_the_parts_of_the_whole(shared_torso):
-    network = actor_critic(make_torso(VECTOR, CONFIG), Discrete(3), shared_torso=shared_torso)
+    network = policy_and_value(make_torso(VECTOR, CONFIG), Discrete(3), shared_torso=shared_torso)
     obs = jax.random.normal(jax.random.key(1), (4, 5))
     params = network.init(jax.random.key(0), obs)
     policy, value = network.apply(params, obs)
@@ -32,7 +32,7 @@ def test_policy_and_value_are_the_parts_of_the_whole(shared_torso):
 
 
 def test_layers_start_orthogonal_and_the_policy_almost_uniform():
-    network = actor_critic(make_torso(VECTOR, CONFIG), Discrete(3))
+    network = policy_and_value(make_torso(VECTOR, CONFIG), Discrete(3))
     params = network.init(jax.random.key(0), jnp.zeros((1, 5)))["params"]
     kernel = np.asarray(params["actor_torso"]["Dense_0"]["kernel"])
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(5), atol=1e-5)
@@ -42,7 +42,7 @@ def test_layers_start_orthogonal_and_the_policy_almost_uniform():
 
 @pytest.mark.parametrize("batch_shape", [(), (2,), (3, 2)])
 def test_images_are_convolved_by_default(batch_shape):
-    network = actor_critic(make_torso(Box(0.0, 1.0, (10, 10, 4)), CONFIG), Discrete(6))
+    network = policy_and_value(make_torso(Box(0.0, 1.0, (10, 10, 4)), CONFIG), Discrete(6))
     obs = jnp.ones((*batch_shape, 10, 10, 4), bool)
     params = network.init(jax.random.key(0), obs)
     assert params["params"]["critic_torso"]["Conv_0"]["kernel"].shape == (3, 3, 4, 16)
@@ -51,18 +51,18 @@ def test_images_are_convolved_by_default(batch_shape):
 
 
 def test_large_images_pass_through_three_convolutions():
-    network = actor_critic(make_torso(Box(0, 255, (84, 84, 4), np.uint8), CONFIG), Discrete(6))
+    network = policy_and_value(make_torso(Box(0, 255, (84, 84, 4), np.uint8), CONFIG), Discrete(6))
     obs = np.random.default_rng(0).integers(0, 256, (2, 84, 84, 4), np.uint8)
     params = network.init(jax.random.key(0), obs)
     torso = params["params"]["actor_torso"]
     assert [torso[f"Conv_{i}"]["kernel"].shape for i in range(3)] == [(8, 8, 4, 32), (4, 4, 32, 64), (3, 3, 64, 64)]
     assert torso["Dense_0"]["kernel"].shape == (7 * 7 * 64, 8)
-    floats = actor_critic(make_torso(Box(0.0, 1.0, (84, 84, 4)), CONFIG), Discrete(6))
+    floats = policy_and_value(make_torso(Box(0.0, 1.0, (84, 84, 4)), CONFIG), Discrete(6))
     np.testing.assert_array_equal(network.value(params, obs), floats.value(params, obs.astype(np.float32) / 255))
 
 
 def test_images_may_be_flattened_instead():
-    network = actor_critic(make_torso(Box(0.0, 1.0, (10, 10, 4)), FLAT), Discrete(6))
+    network = policy_and_value(make_torso(Box(0.0, 1.0, (10, 10, 4)), FLAT), Discrete(6))
     params = network.init(jax.random.key(0), jnp.zeros((1, 10, 10, 4)))
     assert params["params"]["actor_torso"]["Dense_0"]["kernel"].shape == (400, 8)
 
@@ -79,7 +79,7 @@ def test_images_may_be_flattened_instead():
 )
 def test_bad_input_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
     with pytest.raises(error, match=remedy):
-        actor_critic(make_torso(observation_space, PPO(hidden_sizes=(8, 6), network=network)), action_space)
+        policy_and_value(make_torso(observation_space, PPO(hidden_sizes=(8, 6), network=network)), action_space)
 
 
 def test_actions_are_stretched_to_their_bounds_and_clipped():

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import envs
-from msrl_jax.algorithms import A2C, IMPALA, PPO, Progress
+from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.rnd import random_network_distillation
 from msrl_jax.fragments.counters import counter
+from msrl_jax.rnd import A2CRND, IMPALARND
+from msrl_jax.rnd.novelty import random_network_distillation
 from tests.support.random_walk import RandomWalk
 
 T, E = 6, 16
@@ -37,7 +38,7 @@ def plain_slope(params, target, x, goal, counts):
 
 
 def rnd(num_envs, unroll_length, **options):
-    config = A2C(num_envs=num_envs, unroll_length=unroll_length, **options)
+    config = A2CRND(num_envs=num_envs, unroll_length=unroll_length, **options)
     venv = envs.vectorize(RandomWalk(), num_envs)
     return random_network_distillation(config, venv, make_optimizer(config, epsilon=1e-5))
 
@@ -87,9 +88,8 @@ def test_a_bonus_is_added_to_advantages_and_not_to_what_the_critic_learns():
     reward, value, after, bonus = np.float32(np.random.default_rng(1).normal(size=(4, T, E)))
     config = SimpleNamespace(normalize_advantage="none", discount=0.9, gae_lambda=0.8)
     t = Trajectory(obs[:-1], *[jnp.zeros((T, E))] * 2, reward, terminated, truncated)
-    last = jnp.ones(E)
-    plain, value_too, target, _ = estimate(config, t, value, last, after)
-    got, _, same_target, _ = estimate(config, t._replace(bonus=bonus), value, last, after)
+    plain, value_too, target, _ = estimate(config, t, value, after)
+    got, _, same_target, _ = estimate(config, t._replace(bonus=bonus), value, after)
     np.testing.assert_allclose(got, plain + bonus, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(same_target, target)
     np.testing.assert_allclose(target, value_too + plain, rtol=1e-6)
@@ -110,19 +110,22 @@ def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():
     np.testing.assert_allclose(drawn.var(), each.var() * (1 / (each.size / 4) - 1 / each.size), rtol=0.15)
 
 
-def test_without_a_coefficient_there_is_no_state():
-    assert jax.eval_shape(PPO().build(RandomWalk()).init, jax.random.key(0)).novelty == ()
+def test_it_has_the_checks_of_the_algorithm():
+    with pytest.raises(ValueError, match="A2CRND has no field 'num_epochs'"):
+        algorithms.make("a2c_rnd", {"num_epochs": 2})
+    with pytest.raises(ValueError, match=r"PPORND\.unroll_length=9 cannot be split into num_minibatches=2 groups"):
+        algorithms.make("ppo_rnd", {"unroll_length": 9, "num_minibatches": 2})
 
 
 def test_impala_replays_no_novelty():
-    with pytest.raises(ValueError, match=r"IMPALA.intrinsic_coef=0.5: what was new .*; use replay_batches=0"):
-        IMPALA(intrinsic_coef=0.5, replay_batches=4)
+    with pytest.raises(ValueError, match=r"IMPALARND\.replay_batches=4: what was new .*; use replay_batches=0, or impala"):
+        IMPALARND(replay_batches=4)
 
 
 @pytest.mark.slow
 def test_ppo_explores_a_deep_sea_with_it_and_not_without():
     """One sequence of 20 actions in 2**20 is rewarded, by 0.99; the others cost up to 0.01."""
     env, options = msrl.envs.make("DeepSea-bsuite", size=20), {"learning_rate": 1e-3, "seeds": 3, "progress": False}
-    train = lambda **given: msrl.train("ppo", env, total_steps=100_000, eval_episodes=32, **options, **given)  # noqa: E731
-    assert (train(intrinsic_coef=0.5).evaluation.mean_return > 0.9).all()
-    assert (train().evaluation.mean_return < 0.01).all()
+    train = lambda name: msrl.train(name, env, total_steps=100_000, eval_episodes=32, **options)  # noqa: E731
+    assert (train("ppo_rnd").evaluation.mean_return > 0.9).all()
+    assert (train("ppo").evaluation.mean_return < 0.01).all()

@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Metrics, Progress, step_size
-from msrl_jax.algorithms.loops.trajectory import Trajectory, shuffle_times
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
+from msrl_jax.algorithms.loops.minibatches import shuffle
+from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
+from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, mean
+from msrl_jax.algorithms.transformations import wrapped
 from msrl_jax.envs import VectorEnvironment, running, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.running import RunningStatistics
@@ -46,6 +50,46 @@ class Novelty(NamedTuple):
     discounted_return: jax.Array  # these sums so far, [E]
 
 
+class Exploring(NamedTuple):
+    """The state of an agent that is rewarded for what is new."""
+
+    inner: Any  # the state of the agent
+    novelty: Novelty
+
+
+def exploring(agent: Agent, config: Any) -> Agent:
+    """An agent that is also rewarded for what is new.
+
+    Args:
+      agent: an actor-critic, whose iteration takes a function that adds a bonus to its trajectory.
+      config: what `random_network_distillation` takes, and its optimizer.
+
+    Returns:
+      The agent.
+    """
+    epsilon, rms_decay = getattr(config, "epsilon", 1e-5), getattr(config, "rms_decay", 0.99)
+    optimizer = make_optimizer(config, epsilon=epsilon, rms_decay=rms_decay)
+    begin, explore = random_network_distillation(config, agent.env, optimizer)
+
+    def init(key: jax.Array) -> Exploring:
+        return Exploring(agent.init(key), begin(key))
+
+    def iteration(state: Exploring, progress: Progress) -> tuple[Exploring, Metrics]:
+        found = []
+
+        def add_bonus(trajectory: Trajectory, last_obs: Any) -> Trajectory:
+            novelty, trajectory, metrics = explore(state.novelty, trajectory, last_obs, progress)
+            found.append((novelty, metrics))
+            return trajectory
+
+        inner, metrics = agent.iteration(state.inner, progress, add_bonus)
+        ((novelty, own),) = found
+        return Exploring(inner, novelty), {**metrics, **own}
+
+    axes: Any = Exploring(agent.axes, P())  # type: ignore[arg-type]
+    return wrapped(agent, init=init, iteration=iteration, axes=axes)
+
+
 def random_network_distillation(
     config: Any, venv: VectorEnvironment, optimizer: optax.GradientTransformationExtraArgs
 ) -> tuple[Callable[[jax.Array], Any], Callable[[Any, Trajectory, Any, Progress], tuple[Any, Trajectory, Metrics]]]:
@@ -57,11 +101,9 @@ def random_network_distillation(
       optimizer: that of the policy, for predictor and value.
 
     Returns:
-      What starts RND, and what adds a `bonus` to a trajectory, then learns from it; both do nothing if the coefficient is None.
+      What starts RND, and what adds a `bonus` to a trajectory, then learns from it.
       Statistics of observations have those of the trajectory first, in place of the paper's steps at random before training.
     """
-    if config.intrinsic_coef is None:
-        return lambda key: (), lambda novelty, trajectory, last_obs, progress: (novelty, trajectory, {})
     space, prepare, networks = _networks(venv.observation_space, config)
     example = spaces.zeros(space)
     share = min(1.0, NUM_TAUGHT / config.num_envs)
@@ -133,7 +175,7 @@ def random_network_distillation(
     @fragment(role="learner")
     def explore(novelty, t, last_obs, progress):
         novelty, advantage, goal, reward = surprise(novelty, t, last_obs)
-        key, times = shuffle_times(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
+        key, times = shuffle(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
         rate = step_size(config, progress)  # one that adapts stays at its start
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal

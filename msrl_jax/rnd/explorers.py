@@ -1,0 +1,46 @@
+"""The actor-critics that are also rewarded for what is new: each is one of the package, and `intrinsic_coef`."""
+
+import dataclasses
+from typing import Any
+
+from msrl_jax.algorithms.a2c import A2C
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Tunable, config, tunable, with_traced
+from msrl_jax.algorithms.impala import IMPALA
+from msrl_jax.algorithms.ppo import PPO
+from msrl_jax.envs import Environment
+from msrl_jax.rnd.novelty import exploring
+
+
+def _explorer(base: Any, name: str) -> type:
+    """Makes the config of an algorithm with the fields of another one, and `intrinsic_coef`."""
+
+    def check(self: Any) -> None:
+        """Raises ValueError where the other one does, and if batches are kept whose novelty has gone."""
+        if getattr(self, "replay_batches", 0):
+            raise ValueError(
+                f"{name}.replay_batches={self.replay_batches}: what was new when a batch was kept is not new when it is "
+                f"replayed; use replay_batches=0, or {base.name}"
+            )
+        if hasattr(base, "check"):
+            base.check(self)
+
+    def build(self: Any, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises what the other one raises."""
+        own = with_traced(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
+        return exploring(own.build(env), self)
+
+    doc = "weight of novelty's advantage. Usual: 0.5."
+    fields = {f.name: dataclasses.field(default=f.default, metadata=f.metadata) for f in dataclasses.fields(base)}
+    parts = {"intrinsic_coef": tunable(default=0.5, above=0, doc=doc), "check": check, "build": build}
+    about = {
+        "__doc__": f"{base.__name__} that is also rewarded for observations unlike those before (RND).",
+        "__module__": __name__,
+        "__annotations__": base.__annotations__ | {"intrinsic_coef": Tunable},
+    }
+    return config(f"{base.name}_rnd", privileged=True)(type(name, (), fields | parts | about))
+
+
+PPORND = _explorer(PPO, "PPORND")
+A2CRND = _explorer(A2C, "A2CRND")
+IMPALARND = _explorer(IMPALA, "IMPALARND")
