@@ -5,7 +5,7 @@
 
 An agent with a memory plays meta-episodes: several episodes of one task, which it does not know. RL^2 shows it the last action
 and reward. RL^3 shows it besides the action values of a model that is estimated within the meta-episode. Everything is made of
-parts of the package: `envs.RL2`, `envs.RL3`, distributions of tasks as `env_params`, and `recurrent_ppo`.
+parts of the package: `meta.RL2`, `meta.RL3`, distributions of tasks as `env_params`, and `recurrent_ppo`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import msrl_jax as msrl
-from msrl_jax import envs
+from msrl_jax import meta
 from msrl_jax.report import curves
 
 SETTINGS = {
@@ -49,8 +49,8 @@ class Tasks:
 def mdps(num_states: int = 5, num_actions: int = 3, horizon: int = 64) -> Tasks:
     """Random MDPs; the others have uniform rewards, as the authors', and nearly deterministic transitions besides."""
     shape = num_states, num_actions
-    env = envs.TabularMDP(np.full((*shape, num_states), 1 / num_states), np.ones(shape))
-    draw = envs.random_mdps
+    env = meta.TabularMDP(np.full((*shape, num_states), 1 / num_states), np.ones(shape))
+    draw = meta.random_mdps
     others = {
         "uniform rewards": draw(*shape, uniform_rewards=True),
         "and near determinism": draw(*shape, uniform_rewards=True, concentration=0.1),
@@ -60,7 +60,7 @@ def mdps(num_states: int = 5, num_actions: int = 3, horizon: int = 64) -> Tasks:
 
 def bandits() -> Tasks:
     """Bandits of five arms, whose probabilities are uniform."""
-    return Tasks(envs.BernoulliBandit(np.full(5, 0.5)), 1, 64, envs.random_bandits(5), {})
+    return Tasks(meta.BernoulliBandit(np.full(5, 0.5)), 1, 64, meta.random_bandits(5), {})
 
 
 TASKS = {"mdps": mdps, "large_mdps": lambda: mdps(10, 5, 128), "bandits": bandits}
@@ -68,8 +68,8 @@ TASKS = {"mdps": mdps, "large_mdps": lambda: mdps(10, 5, 128), "bandits": bandit
 
 def wrapped(tasks: Tasks, is_rl3: bool) -> Any:
     """The meta-environment of RL^2 or RL^3."""
-    env = envs.RL2(tasks.env, tasks.horizon, tasks.episode_length)
-    return envs.RL3(env) if is_rl3 else env
+    env = meta.RL2(tasks.env, tasks.horizon, tasks.episode_length)
+    return meta.RL3(env) if is_rl3 else env
 
 
 def rewards(tasks: Tasks, is_rl3: bool, seeds: int, steps: int, episodes: int, **where: Any) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def best(tasks: Tasks, distribution: Callable, number: int = 2000) -> float:
     drawn = jax.vmap(distribution)(jax.random.split(jax.random.key(0), number))
     if "success" in drawn:
         return float(drawn["success"].max(-1).mean())
-    solve = jax.vmap(lambda p, r: envs.value_iteration(p, r, 1.0, tasks.episode_length))
+    solve = jax.vmap(lambda p, r: meta.value_iteration(p, r, 1.0, tasks.episode_length))
     return float(solve(drawn["transitions"], drawn["rewards"])[:, 0].max(-1).mean() / tasks.episode_length)
 
 

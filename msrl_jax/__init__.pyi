@@ -6,6 +6,7 @@ from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
 from msrl_jax import fragments as fragments
 from msrl_jax import games as games
+from msrl_jax import meta as meta
 from msrl_jax import nonfinite as nonfinite
 from msrl_jax import offline_evaluation as offline_evaluation
 from msrl_jax import policies as policies

@@ -76,7 +76,7 @@ def test_imports_point_down():
 
 def test_the_core_names_neither_a_room_nor_what_rooms_add():
     """Not in texts either, such as messages; a room may be left out."""
-    assert {"elastic", "games", "nonfinite", "offline_evaluation", "rnd", "tournament"} <= ROOMS
+    assert {"elastic", "games", "meta", "nonfinite", "offline_evaluation", "rnd", "tournament"} <= ROOMS
     words = {*(f"msrl_jax[./]{room}" for room in ROOMS), *added("algorithms"), *added("environments")}
     core = {name for name in NAMES if name.split(".")[1] not in {*ROOMS, "_rooms"}}  # whose docstring has an example
     found = {name: re.findall(rf"\b(?:{'|'.join(words)})\b", FILES[name].read_text()) for name in core}

@@ -32,12 +32,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "example_rl_darts", "actors", "coming_from",
+    "profiling", "tree_search", "example_rl_darts", "actors", "coming_from", "tournaments", "offline_evaluation",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS, COMING_FROM,
+    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -68,7 +68,7 @@ RUN_HERE = (
     (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
-    (DATA, "What a policy would earn"),
+    (OFFLINE_EVALUATION, TOP),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
     (OWN_ENVIRONMENT, "Wrappers"),
@@ -100,7 +100,7 @@ RUN_HERE = (
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
-    (POPULATIONS, "Tournaments"),
+    (TOURNAMENTS, TOP),
     (ARCHITECTURE, "Adding a part"),
     (ACTORS, "Ray"),
     (COMING_FROM, "PureJaxRL"),
@@ -711,7 +711,7 @@ def test_settings_and_sweeps(run_sections):
 
 @pytest.mark.slow
 def test_tournaments(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Tournaments", rounds=2)
+    (namespace,), _ = run_sections(TOURNAMENTS, TOP, rounds=2)
     assert len(namespace["board"].rounds) == 2
 
 

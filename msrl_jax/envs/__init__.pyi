@@ -12,9 +12,6 @@ from msrl_jax.envs.check_values import check as check
 from msrl_jax.envs.goals import GoalEnvironment as GoalEnvironment
 from msrl_jax.envs.images import AsImage as AsImage
 from msrl_jax.envs.mazes import PointMaze as PointMaze
-from msrl_jax.envs.meta import RL2 as RL2
-from msrl_jax.envs.meta import RL3 as RL3
-from msrl_jax.envs.meta import value_iteration as value_iteration
 from msrl_jax.envs.multi_agent import JointObservation as JointObservation
 from msrl_jax.envs.multi_agent import TeamView as TeamView
 from msrl_jax.envs.multi_agent import VectorizedAgents as VectorizedAgents
@@ -41,10 +38,6 @@ from msrl_jax.envs.spaces import Tuple as Tuple
 from msrl_jax.envs.stack_agents import DictEnvironment as DictEnvironment
 from msrl_jax.envs.stack_agents import stack_agents as stack_agents
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
-from msrl_jax.envs.tabular import BernoulliBandit as BernoulliBandit
-from msrl_jax.envs.tabular import TabularMDP as TabularMDP
-from msrl_jax.envs.tabular import random_bandits as random_bandits
-from msrl_jax.envs.tabular import random_mdps as random_mdps
 from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState
 from msrl_jax.envs.vector import vectorize as vectorize

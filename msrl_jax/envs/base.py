@@ -244,7 +244,8 @@ class Wrapper:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Checks `env` before the wrapper reads from it; a copy is made without arguments."""
-        check_made(args[0] if args else kwargs.get("env"))
+        if args or kwargs:
+            check_made(args[0] if args else kwargs.get("env"))
         return super().__new__(cls)
 
     name = property(lambda self: env_name(self.env))
@@ -296,7 +297,8 @@ def check_made(env: Any) -> None:
         raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
-    if missing := [name for name in ("reset", "observation_space") if not hasattr(type(env), name) and not hasattr(env, name)]:
+    starts = "vectorize" if is_on_host(env) else "reset"
+    if missing := [name for name in (starts, "observation_space") if not hasattr(type(env), name) and not hasattr(env, name)]:
         raise TypeError(f"the environment is {shown(env)}, which has no {missing[0]}; give an environment, as of envs.make")
 
 

@@ -112,7 +112,7 @@ def _frame_encode(x: jax.Array, *, frames: int) -> tuple[jax.Array, jax.Array, j
 def _frame_decode(packed: tuple[jax.Array, jax.Array, jax.Array], aval: ShapedArray, *, frames: int) -> jax.Array:
     first, newest, shifted = packed
 
-    def step(stack: jax.Array, row: tuple[jax.Array, jax.Array]):
+    def step(stack: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         frame, follows = row
         width = frame.shape[-1]
         pushed = jnp.concatenate([stack[..., width:], frame], -1)

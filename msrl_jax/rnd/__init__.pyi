@@ -1,4 +1,4 @@
-"""The names of the room, for type checkers and for `_lazy`, which imports each at its first use."""
+"""The names of the room, for type checkers and for `lazy`, which imports each at its first use."""
 
 from msrl_jax.rnd.explorers import A2CRND as A2CRND
 from msrl_jax.rnd.explorers import IMPALARND as IMPALARND

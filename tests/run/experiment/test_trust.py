@@ -19,13 +19,9 @@ from msrl_jax.algorithms.schedules import read as read_schedule
 from msrl_jax.cli import main
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.naming import TrustError
-from msrl_jax.nonfinite import failure
 from msrl_jax.run import Experiment, Result
 from msrl_jax.run.disk import checkpoint, folder
-from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
-from msrl_jax.tournament.leaderboard import Leaderboard
-from msrl_jax.tournament.worker import _copied
 
 EVIL = """
 import pathlib
@@ -218,7 +214,7 @@ def test_processes_that_this_one_starts_import_nothing_from_the_working_director
 
 def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
     """What a folder names may run then."""
-    sent(), np.savez(tmp_path / "step.npz")
+    sent()
     asked = []
 
     def noted(*args, trust=False, **options):
@@ -226,9 +222,8 @@ def test_every_command_passes_the_users_trust_on(sent, tmp_path, monkeypatch):
         raise OSError("noted")
 
     monkeypatch.setattr(Result, "load", noted)
-    monkeypatch.setattr(failure, "replay_step", noted)
     monkeypatch.setattr(msrl.run, "train", noted)
-    for words in (*LOADING, ["replay", "step.npz"]):
+    for words in LOADING:
         assert main([*words, "--trust"]) == 2 and asked.pop() is True, words
 
 
@@ -272,21 +267,6 @@ def test_no_kind_of_name_reaches_the_standard_library():
         assert not naming.is_path(path)
 
 
-def test_a_board_runs_nothing_and_leads_nowhere_else(sent, tmp_path):
-    run = sent(env_spec="evil:Env")
-    board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
-    about = {"score": 1.0, "algorithm": "ppo", "step": 1, "parent": None, "worker": "w", "seconds": 1.0, "finished": False}
-    (precious := tmp_path / "precious").mkdir()
-    for name, stated in (("a", "a"), ("b", "../../../precious"), ("c", str(precious)), ("d", "d")):
-        shutil.copytree(run, member := board.path / "members" / name)
-        (member / "entry.json").write_text(json.dumps(about | {"id": stated} | ({"score": "high"} if name == "d" else {})))
-    with pytest.warns(ResumeWarning, match="is not what a worker wrote"):
-        (member,) = board.entries
-    assert member.id == "a" and precious.exists()
-    with pytest.warns(ResumeWarning, match="cannot be read, and a new run begins"):
-        assert not _copied(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
-
-
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "run.toml", "checkpoints"])
 def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys):
     run = sent()
@@ -317,26 +297,6 @@ def test_no_link_has_a_page_show_another_file(name, sent, tmp_path, capsys):
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).symlink_to(home if name == "videos" else home / "9.gif")
     assert f"{name} is a link" in one_line(["report", "run"], capsys)
-
-
-@pytest.mark.parametrize("name", ["members", "lock"])
-def test_no_link_leads_a_board_elsewhere(name, sent, tmp_path):
-    board = Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
-    (tmp_path / "home" / "precious").mkdir(parents=True)
-    (board.path / name).unlink(missing_ok=True)
-    (board.path / name).symlink_to(tmp_path / "home")
-    with pytest.raises(RunFolderError, match=rf"{name} is a link"):
-        Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
-    assert (tmp_path / "home" / "precious").exists()
-
-
-def test_other_readers_of_a_folder_run_nothing(sent):
-    run = sent(env_spec="evil:Env")
-    told = json.loads((run / "config.json").read_text()) | {"data": None}
-    about = {"run": told, "origin": {}, "record": None, "operands": []}
-    np.savez(run / "non_finite.npz", **{failure._ABOUT: json.dumps(about)})
-    with pytest.raises(TrustError, match=r"non_finite\.npz names code to run"):
-        msrl.nonfinite.replay_step(run / "non_finite.npz")
 
 
 def test_a_sweep_that_somebody_sent_runs_nothing(sent):

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import envs
+from msrl_jax import envs, meta
 from msrl_jax.envs.params import RandomizeParams
 from tests.support.compare import POLICIES, assert_close, run_plain
 from tests.support.many_agents import Homes
 
 S, A, HORIZON, LENGTH = 3, 2, 12, 4
-MDP = envs.TabularMDP(np.full((S, A, S), 1 / 3), np.ones((S, A)), noise=0.5)
-RL2 = envs.RL2(MDP, HORIZON, LENGTH)
-RL3 = envs.RL3(RL2, discount=0.9, smoothing=0.2)
+MDP = meta.TabularMDP(np.full((S, A, S), 1 / 3), np.ones((S, A)), noise=0.5)
+RL2 = meta.RL2(MDP, HORIZON, LENGTH)
+RL3 = meta.RL3(RL2, discount=0.9, smoothing=0.2)
 
 
 @functools.cache
 def played(env, seed=0):
     """A meta-episode with random actions: states before each step and after the last, observations, actions, outcomes."""
-    env = RandomizeParams(env, envs.random_mdps(S, A))
+    env = RandomizeParams(env, meta.random_mdps(S, A))
     actions = np.random.default_rng(seed).integers(0, A, HORIZON)
 
     @jax.jit
@@ -61,7 +61,7 @@ def test_an_observation_tells_the_last_action_and_reward_the_start_of_an_episode
 
 
 def test_a_task_lasts_for_a_meta_episode():
-    venv = envs.vectorize(RandomizeParams(RL2, envs.random_mdps(S, A)), 2)
+    venv = envs.vectorize(RandomizeParams(RL2, meta.random_mdps(S, A)), 2)
     state, _ = venv.reset(jax.random.key(0))
 
     def step(state, _):
@@ -112,10 +112,10 @@ def test_value_iteration_is_that_of_numpy_and_a_missing_probability_ends_the_epi
     q = np.zeros((2, 2))
     for _ in range(7):
         q = rewards + 0.9 * np.einsum("sat,t->sa", transitions, q.max(1))
-    found = envs.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.float32), 0.9, 7)
+    found = meta.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.float32), 0.9, 7)
     np.testing.assert_allclose(found, q, rtol=1e-6)
     assert found[1, 0] == 4, "nothing follows"
-    whole = envs.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.int32), 0.9, 7)
+    whole = meta.value_iteration(jnp.asarray(transitions, jnp.float32), jnp.asarray(rewards, jnp.int32), 0.9, 7)
     np.testing.assert_allclose(whole, q, rtol=1e-6)
 
 
@@ -140,7 +140,7 @@ class Shifted(Ending):
 
 
 def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_nothing():
-    env = envs.RL3(envs.RL2(Ending(), 6, 3), discount=1.0, smoothing=0.1)
+    env = meta.RL3(meta.RL2(Ending(), 6, 3), discount=1.0, smoothing=0.1)
     state, _ = env.reset(jax.random.key(0))
     begun = []
     for action in (1, 0, 1, 0, 0, 0):
@@ -158,7 +158,7 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
 @pytest.mark.parametrize(("reduction", "value"), [("last", 3), ("max", 3), ("sum", 1 + 1 + 1 + 1 + 2 + 3)])
 def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
     inner = type("Reporting", (Ending,), {"metrics": {"steps": reduction}})()
-    env = envs.EpisodeStatistics(envs.vectorize(envs.RL2(inner, 6, 3), 1))
+    env = envs.EpisodeStatistics(envs.vectorize(meta.RL2(inner, 6, 3), 1))
     state, _ = env.reset(jax.random.key(0))
     for action in (1, 1, 1, 0, 0, 0):  # three episodes of a step, and one of three
         state, _ = jax.jit(env.step)(state, jnp.array([action]))
@@ -167,20 +167,20 @@ def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_the
 
 
 def test_actions_and_observations_of_other_spaces():
-    env = envs.RL2(envs.make("Pendulum-v1"), 8, 4)
+    env = meta.RL2(envs.make("Pendulum-v1"), 8, 4)
     assert envs.check(env).ok and env.observation_space.shape == (3 + 1 + 3,)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: envs.RL2(MDP, 64, 7), ValueError, r"horizon=64 is no multiple of episode_length=7; use one, such as 63"),
-        (lambda: envs.RL2(MDP, 5, 7), ValueError, "use one, such as 7"),
-        (lambda: envs.RL2(Homes(), 8, 4), TypeError, "of one agent"),
-        (lambda: envs.RL3(MDP), TypeError, r"write RL3\(RL2\(env, ...\)\)"),
-        (lambda: envs.RL3(envs.RL2(Shifted(), 8, 4)), TypeError, "where both are Discrete from 0"),
-        (lambda: envs.RL3(RL2, smoothing=0), ValueError, "smoothing=0 finite and above 0"),
-        (lambda: envs.RL2(envs.make("gymnasium:CartPole-v1"), 8, 4), TypeError, "is simulated on the host"),
+        (lambda: meta.RL2(MDP, 64, 7), ValueError, r"horizon=64 is no multiple of episode_length=7; use one, such as 63"),
+        (lambda: meta.RL2(MDP, 5, 7), ValueError, "use one, such as 7"),
+        (lambda: meta.RL2(Homes(), 8, 4), TypeError, "of one agent"),
+        (lambda: meta.RL3(MDP), TypeError, r"write RL3\(RL2\(env, ...\)\)"),
+        (lambda: meta.RL3(meta.RL2(Shifted(), 8, 4)), TypeError, "where both are Discrete from 0"),
+        (lambda: meta.RL3(RL2, smoothing=0), ValueError, "smoothing=0 finite and above 0"),
+        (lambda: meta.RL2(envs.make("gymnasium:CartPole-v1"), 8, 4), TypeError, "is simulated on the host"),
     ],
 )
 def test_what_makes_no_meta_episode_is_refused(make, error, message):
@@ -190,7 +190,7 @@ def test_what_makes_no_meta_episode_is_refused(make, error, message):
 
 @functools.cache
 def agent():
-    env = RandomizeParams(RL3, envs.random_mdps(S, A))
+    env = RandomizeParams(RL3, meta.random_mdps(S, A))
     config = msrl.algorithms.get("recurrent_ppo")(
         num_envs=16, unroll_length=HORIZON, num_epochs=1, num_minibatches=2, hidden_sizes=(8,), memory_size=8
     )

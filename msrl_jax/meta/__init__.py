@@ -1,0 +1,8 @@
+"""Meta-reinforcement learning, an optional room: environments whose episodes are several episodes of one task, and small tasks.
+
+Each name is imported at its first use.
+"""
+
+from msrl_jax.fragments.support.lazy import names_of as _names_of
+
+__getattr__, __dir__, __all__ = _names_of(__name__, __file__)
