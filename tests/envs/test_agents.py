@@ -151,6 +151,15 @@ def test_an_environment_that_breaks_the_protocol_is_refused_with_the_field_named
         envs.vectorize(env, 2)
 
 
+def test_an_incomplete_environment_is_refused():
+    class Dicts:
+        agents = ("one", "two")
+        observation_spaces = action_spaces = reset = step = None
+
+    with pytest.raises(TypeError, match=r"Dicts has no observation_space; .*stack_agents\(env\) makes them of dicts"):
+        envs.vectorize(Dicts(), 2)  # type: ignore[arg-type]
+
+
 class Faulty(Leaving):
     """Agent "two" has no legal action, or a reward or an observation of nan, when its environment is at time 2."""
 

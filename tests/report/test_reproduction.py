@@ -363,6 +363,13 @@ def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp
     assert known.shape == (2, len(record.evaluations)) and np.isfinite(scores(record)).all()
 
 
+def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
+    """It reads their folder again."""
+    monkeypatch.setattr(reproduction, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
+    with pytest.raises(msrl.experiment.NotSavedError, match="No space left on device"):
+        reproduced(tmp_path / "out")
+
+
 def test_groups_that_were_begun_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "memory_of", lambda *args: (4, 1, 1))
     groups = functools.partial(reproduction._groups, SMALL, msrl.policies.GPUOnly(), None)
