@@ -165,6 +165,13 @@ def test_spaces_that_differ_say_how(space, message, recorded):
         data.check_spaces(recorded[1], Scenes(space))
 
 
+def test_a_file_that_lacks_a_part_says_which(recorded, tmp_path):
+    arrays = {name.replace("obs/more/0", "obs/more/2"): x for name, x in recorded[1].columns.items()}
+    np.savez(tmp_path / "odd.npz", **arrays)
+    with pytest.raises(ValueError, match=r"odd.npz: obs/more has the parts 1, 2 of a tuple, but not obs/more/0; add it"):
+        data.load(tmp_path / "odd.npz")
+
+
 @pytest.mark.parametrize(
     ("env", "error", "message"),
     [

@@ -432,10 +432,13 @@ def test_several_learners_share_an_actor(address):
     ("given", "error"),
     [
         ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
+        ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
+        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
         ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
+        ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
         ({"env": "gymnasium:CartPole-v1"}, r"host simulates .*\. Leave out actors_at, or use an environment .* in JAX$"),
         ({"seeds": 2}, r"2 members.*\. Leave out actors_at, or train one seed with one value of each setting$"),
         ({"normalize_rewards": True}, r"\. Leave out actors_at, or normalize_observations and normalize_rewards$"),

@@ -247,6 +247,7 @@ def searching(**fields):
         (ENV, {"pbt": EIGHT, "learning_rate": 1e-3}, "learning_rate=0.001: PBT.search changes it; leave it out, or give the 8"),
         (ENV, {"pbt": EIGHT, "discount": [0.9] * 8}, "members differ in it, but PBT.search does not name it; add it there"),
         ("gymnasium:CartPole-v1", {"pbt": EIGHT}, "pbt with members=8: members share a program, but"),
+        (ENV, {"pbt": 7}, "pbt=7: give msrl.PBT(search=..., members=..., every=...)"),
     ],
 )  # fmt: skip
 def test_runs_that_are_refused_before_anything_compiles(env, options, message):

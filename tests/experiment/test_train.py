@@ -205,6 +205,7 @@ MISTAKES = [
     ({"policy": "SingleLearnerCoarse:learner=2"}, "did you mean 'learners'"),
     ({"num_env": 3}, "has no field 'num_env' .did you mean 'num_envs'"),
     ({"total_steps": 63}, "less than the 64 steps of one iteration"),
+    ({"total_steps": 0}, "total_steps=0"),
     ({"chunk": 0}, "chunk=0"),
     ({"progress": "loud"}, "progress='loud'"),
     ({"config": object()}, "PPO has no field 'config'"),

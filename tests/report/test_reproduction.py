@@ -323,6 +323,26 @@ def test_records_may_be_written_at_the_same_time(first, tmp_path):
     assert _recipes.Record.read(file) == first.record and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
+def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
+    begun, calls = reproduction.train, []
+
+    def interrupt(chunk):
+        calls.append(chunk)
+        if len(calls) == 20:
+            signal.raise_signal(signal.SIGINT)
+
+    def train(*args, callbacks, **options):
+        return begun(*args, callbacks=[*callbacks, interrupt], **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reproduction, "train", train)
+        assert reproduced(tmp_path, seeds=2).verdict == "interrupted"
+    (tmp_path / "seeds-0-1" / "best.npz").unlink()
+    with pytest.raises(_recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
+        reproduced(tmp_path, seeds=2)
+
+
 @pytest.mark.parametrize(
     ("was", "now", "message"),
     [
