@@ -118,6 +118,7 @@ def test_a_callback_changes_no_history(tiny, one_device):
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
     options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
     with pytest.raises(SystemExit):
