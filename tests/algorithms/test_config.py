@@ -274,6 +274,11 @@ def test_a_message_holds_the_start_of_a_large_value_only(call):
     assert len(str(caught.value)) < 350 and "\n" not in str(caught.value)
 
 
+def test_a_config_is_not_subclassed():
+    with pytest.raises(TypeError, match=r"Own inherits from the config PPO, .*; list its fields, and pass those of PPO"):
+        config("own")(type("Own", (PPO,), {}))
+
+
 def test_minibatches_must_divide_the_unroll():
     with pytest.raises(ValueError, match=r"unroll_length=10 .* num_minibatches=4 .* unroll_length=12"):
         PPO(unroll_length=10, num_minibatches=4)

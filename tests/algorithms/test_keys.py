@@ -29,7 +29,7 @@ VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, i
 # Trees, and what others have alike.
 LONG = (
     "alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo", "td3", "es",
-    "bc", "a2c", "impala",
+    "bc", "a2c", "impala", "pqn", "ippo",
 )  # fmt: skip
 
 

@@ -293,6 +293,7 @@ def test_no_environment_is_stepped():
     assert len(placements) == 1 and placements == {p.placement for p in plan.programs}
 
 
+@pytest.mark.slow
 def test_data_are_no_constants_of_the_program():
     """Ten times the data make shapes in the program larger, and nothing else."""
     env, sizes = RandomWalk(True), []

@@ -236,6 +236,7 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy, core):
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
+@pytest.mark.long
 def test_a_key_samples_and_no_key_is_greedy():
     agent, _ = build("a2c")
     state, obs, key = start(agent, 0), np.linspace(-1, 1, 30).reshape(10, 3), jax.random.key(5)
@@ -373,6 +374,7 @@ def test_fields_that_a_memory_leaves_without_effect_are_refused(options, text):
 LARGE = {"num_envs": 4 * E, "unroll_length": 2 * T}  # more steps and environments than scalars are allowed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a2c", pytest.param("impala", marks=pytest.mark.slow)])
 def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
     agent, _ = build(name, **LARGE)

@@ -11,8 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.algorithms import PPO, SAC, build, counted, words
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms import PPO, words
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.off_policy import for_each_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -54,33 +53,6 @@ def test_a_transformation_of_ones_own_is_applied_to_each_network_as_it_is():
     for name, params in networks.items():
         want, _ = own.update(params, own.init(params), params)
         jax.tree.map(np.testing.assert_array_equal, updates[name], want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "own"),
-    [
-        (PPO(num_envs=8, unroll_length=8, num_minibatches=2, num_epochs=2, hidden_sizes=(6,), learning_rate=1e-2,
-             optimizer="lion:b1=0.8", max_grad_norm=None), optax.lion(1e-2, b1=0.8)),
-        (SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, capacity=256, learning_starts=32, hidden_sizes=(6,),
-             optimizer="adamw:weight_decay=0.1"), optax.adamw(1e-3, weight_decay=0.1)),
-    ],
-    ids=["ppo", "sac"],
-)  # fmt: skip
-def test_a_run_with_a_transformation_of_optax_is_the_run_with_its_name(algorithm, own):
-    env = msrl.envs.make("CartPole-v1" if algorithm.name == "ppo" else "Pendulum-v1")
-
-    def params(optimizer):
-        agent = counted(build(msrl.algorithms.make(algorithm, {"optimizer": optimizer}), env), 10)
-        state = jax.jit(agent.init)(jax.random.key(0))
-        run = jax.jit(lambda state: jax.lax.scan(lambda state, _: agent.iteration(state), state, None, length=3))
-        state, metrics = run(state)
-        assert ("learning_rate" in metrics) == (algorithm.name == "ppo" and isinstance(optimizer, str))
-        return innermost(state).params
-
-    want = params(algorithm.optimizer)
-    for a, b in zip(jax.tree.leaves(params(own)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 Own = optax.GradientTransformation

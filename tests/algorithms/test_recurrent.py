@@ -27,7 +27,7 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches":
 
 
 CORES = ["gru", "lstm", "min_gru", "lru"]
-differentiated = pytest.mark.parametrize("unrolled", mostly_slow([*CORES, GTRXL], "lstm", "lru"), indirect=True)
+differentiated = pytest.mark.parametrize("unrolled", mostly_slow([*CORES, GTRXL], "lru"), indirect=True)
 
 
 @pytest.fixture(scope="module", params=[*CORES, GTRXL])
@@ -92,6 +92,7 @@ def test_gradients_equal_the_plain_loop(unrolled):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
 
+@pytest.mark.long
 @differentiated
 def test_batched_gradients_equal_the_gradients_of_each_member(unrolled):
     _, core, params, inputs, is_first, carry = unrolled
@@ -250,6 +251,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     assert min(moved) > 0 and np.median(moved) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", ["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
@@ -292,6 +294,7 @@ def trained():
     )
 
 
+@pytest.mark.long
 def test_evaluation_keeps_the_carry_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)

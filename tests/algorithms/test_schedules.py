@@ -169,9 +169,11 @@ WRONG = {
     "nan": ({"entropy_coef": lambda p: jnp.sqrt(0.5 - p)}, r"PPO.entropy_coef=.*<lambda>: at the progress 0.51 it is nan"),
     "branch": ({"entropy_coef": lambda p: 0.1 if p < 0.5 else 0.2}, "<lambda> fails: TracerBoolConversionError"),
     "shape": ({"entropy_coef": lambda p: jnp.ones(3)}, "<lambda> fails: TypeError: it returns"),
+    "nothing": ({"entropy_coef": lambda p: None}, "<lambda> fails: .* returns a number"),
     "members": ({"learning_rate": ["linear:3e-4", 1e-3]}, "use a number for each member"),
     "annealed": ({"learning_rate": "linear:1e-3", "anneal_learning_rate": True}, "anneal_learning_rate has no effect"),
     "kl of another field": ({"clip_ratio": "kl:0.01"}, "only the learning rates of ippo, mappo, ppo, recurrent_ppo, self_play"),
+    "kl": ({"learning_rate": "kl:0"}, "use a target above 0"),
     "kl bounds": ({"learning_rate": "kl:0.01,start=1"}, "0 < low <= start <= high"),
     "rollback": ({"learning_rate": "kl:0.01", "guard": "rollback"}, 'guard="rollback" halves a learning rate'),
 }  # fmt: skip

@@ -102,6 +102,7 @@ def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementat
         assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.long
 def test_exploration_adds_noise_of_the_declared_deviation():
     agent, _ = build("td3", RandomWalk(True), exploration_noise=0.2, max_exploration_noise=0.5)
     deviation = np.linspace(0.2, 0.5, 16)[:, None]

@@ -170,6 +170,13 @@ def test_a_batch_comes_in_equal_parts_from_every_lane(walk):
     assert np.asarray(env).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_a_buffer_needs_enough_rows(walk):
+    with pytest.raises(ValueError, match=r"12 rows, 6 in each of shards=2: fewer than batch_size=16 windows of 1 steps"):
+        data.buffer(walk, batch_size=16, shards=2)
+    with pytest.raises(ValueError, match="windows of 13 steps"):
+        data.buffer(walk, batch_size=1, length=13)
+
+
 def test_one_row_is_a_data_set():
     one = data.Dataset(np.zeros((1, 4), np.float32), [0], [2.0], [True], [False], np.ones((1, 4), np.float32))
     assert len(one) == 1 and one.episodes.returns.tolist() == [2.0] and "1 whole episode: return 2" in repr(one)

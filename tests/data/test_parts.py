@@ -151,6 +151,28 @@ def test_parts_that_do_not_fit_are_refused(change, message, recorded):
 
 
 @pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (envs.Box(-1, 1, (3,)), r"has obs/choice, .*, but the observation_space of Scenes is Box\(.*, with obs; use the"),
+        (envs.Dict({**SPACE.spaces, "new": envs.Discrete(2)}), "with obs/choice, obs/more/0, obs/more/1, obs/new, obs/place;"),
+        (envs.Dict({**SPACE.spaces, "choice": CHOICE}), r"obs/choice .* leaves the observation_space/choice of Scenes"),
+        (envs.Dict({**SPACE.spaces, "place": envs.Box(-1, 1, (4,))}), r"obs/place .* shape \[3\] .* observation_space/place"),
+    ],
+    ids=["vector", "part missing", "bounds", "shape"],
+)  # fmt: skip
+def test_spaces_that_differ_say_how(space, message, recorded):
+    with pytest.raises(ValueError, match=message):
+        data.check_spaces(recorded[1], Scenes(space))
+
+
+def test_a_file_that_lacks_a_part_says_which(recorded, tmp_path):
+    arrays = {name.replace("obs/more/0", "obs/more/2"): x for name, x in recorded[1].columns.items()}
+    np.savez(tmp_path / "odd.npz", **arrays)
+    with pytest.raises(ValueError, match=r"odd.npz: obs/more has the parts 1, 2 of a tuple, but not obs/more/0; add it"):
+        data.load(tmp_path / "odd.npz")
+
+
+@pytest.mark.parametrize(
     ("env", "error", "message"),
     [
         (Scenes(envs.Dict({"a/b": CHOICE})), ValueError, "Scenes cannot be recorded: obs has a part with the name 'a/b'"),

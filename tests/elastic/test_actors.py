@@ -1,9 +1,12 @@
 """Elastic actors: processes that join and leave a learner, which may itself be killed; what is lost, and what not."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import queue
 import re
 import resource
 import signal
@@ -13,6 +16,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -427,10 +432,13 @@ def test_several_learners_share_an_actor(address):
     ("given", "error"),
     [
         ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
+        ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
+        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
         ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
+        ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
         ({"env": "gymnasium:CartPole-v1"}, r"host simulates .*\. Leave out actors_at, or use an environment .* in JAX$"),
         ({"seeds": 2}, r"2 members.*\. Leave out actors_at, or train one seed with one value of each setting$"),
         ({"normalize_rewards": True}, r"\. Leave out actors_at, or normalize_observations and normalize_rewards$"),
@@ -596,6 +604,56 @@ def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     assert acted == [0]
 
 
+def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_it():
+    """Nine unrolls with nan, a good one, and nine again; then parameters that are not finite make another one nan."""
+    kinds = [jax.ShapeDtypeStruct((1,), np.float32)]
+    rewards = [*[np.nan] * 9, 1.0, *[np.nan] * 9, np.nan]
+    newest = actor_pool.Published(0, [np.zeros(1, np.float32)])
+
+    class Peer:
+        sent = 0
+
+        async def send(self, header, arrays=()):
+            if self.sent == len(rewards) - 1:
+                learner._newest = actor_pool.Published(0, [np.float32([np.inf])])
+
+        async def receive(self, payload=0):
+            if self.sent == len(rewards):
+                raise wire.WireError("it is gone")
+            self.sent += 1
+            token = {"run": "a", "unroll": self.sent - 1, "life": 0, "version": 0}
+            return token, memoryview(np.float32([rewards[self.sent - 1]]).tobytes())
+
+    record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
+    learner: Any = SimpleNamespace(
+        program=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _log=record, _learned={0: "reward"}, _newest=newest,
+        _arrived=queue.SimpleQueue(), _say=lambda line: None,
+    )  # fmt: skip
+    learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
+
+    async def exchange():
+        sender = SimpleNamespace(message=lambda packed: (None, packed))
+        actor = actor_pool.ConnectedActor(0, Peer(), sender)  # type: ignore[arg-type]
+        for _ in range(len(rewards) + 1):
+            actor.answers.put_nowait(newest)
+        await actor_pool.ActorPool._exchange(learner, actor)
+
+    with pytest.raises(wire.WireError, match="it is gone"):
+        asyncio.run(exchange())
+    flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
+    assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
+
+
+def test_nobody_there():
+    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
+        msrl.elastic.act()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
+            msrl.elastic.act(where, wait=0.3)
+
+
 def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropped(tmp_path):
     first = UnrollLog(tmp_path)
     first.begin(0)
@@ -658,6 +716,28 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     record.close()
     assert [line["used"] for line in read_log(file) if "used" in line] == [0, 1, 2, 3]
+
+
+def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
+    """The learner notes what it takes while the thread that talks to actors lets some in."""
+    record, fstat, inside, together = UnrollLog(tmp_path), os.fstat, threading.Lock(), list[int]()
+
+    def slow(file):
+        together.append(not inside.acquire(blocking=False))
+        time.sleep(0.02)
+        if not together[-1]:
+            inside.release()
+        return fstat(file)
+
+    record.begin(0)
+    monkeypatch.setattr(unroll_log.os, "fstat", slow)
+    threads = [threading.Thread(target=record.refuse, args=(i, "bad")) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(together) and sorted(line["refuses"] for line in read_log(tmp_path / FILE)[1:]) == list(range(8))
+    assert record.refused == 8
 
 
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):

@@ -199,6 +199,16 @@ def test_a_line_that_cannot_be_traced_is_named_with_a_remedy():
     assert f"Branching.step fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
 
 
+def test_what_is_no_array_is_named():
+    class Words(Walk):
+        def step(self, key, state, action):
+            state, obs, _, *ends = super().step(key, state, action)
+            return state, obs, "1", *ends
+
+    with pytest.raises(TypeError, match=r"reward of Words\.step is '1'; return numbers or arrays of them"):
+        envs.vectorize(Words(), 2)
+
+
 def wrapped(kind, env):
     """A wrapper of an environment, with whatever other arguments it needs."""
     missing = dataclasses.MISSING

@@ -193,25 +193,6 @@ def test_an_evaluation_reduces_the_episodes_that_it_plays(run):
     assert set(np.unique(short.metrics["crossings"])) <= {0, 1}
 
 
-@pytest.mark.slow
-def test_a_sweep_ranks_by_a_metric(tiny, one_device, tmp_path):
-    result = msrl.sweep(
-        "ppo", Measured(), method="grid", learning_rate=[1e-4, 1e-2, 1e-1], total_steps=256, eval_episodes=8, seeds=2,
-        rank_by="highest", out=tmp_path / "sweep", devices=one_device, progress=False, **tiny,
-    )  # fmt: skip
-    rows = result.table()
-    scores = [row["highest_mean"] for row in rows]
-    assert [row["rank"] for row in rows] == [sorted(scores, reverse=True).index(x) + 1 for x in scores]
-    assert len(set(scores)) == 3
-    assert result.best.mean == max(scores) and all(row["return_mean"] > 0 for row in rows)
-    evaluation = result.run(0).evaluation
-    np.testing.assert_allclose(evaluation.metrics["highest"].mean(-1)[:2], result.trials[0].scores)
-    loaded = msrl.SweepResult.load(tmp_path / "sweep")
-    assert loaded.best == result.best and "highest" in repr(result)
-    with pytest.raises(ValueError, match=r"rank_by='higest' \(did you mean 'highest'\?\): use what .*: return, place, cross"):
-        msrl.sweep("ppo", Measured(), num=2, learning_rate=[1e-4, 1e-2], rank_by="higest", **tiny)
-
-
 def test_env_params_reach_the_report():
     class Scaled(Measured):
         def __init__(self, scale=1.0):
@@ -269,6 +250,7 @@ def test_what_is_no_metric_is_refused_before_anything_compiles(case, monkeypatch
     assert envs.check(env).problems[0].startswith(message)
 
 
+@pytest.mark.long
 def test_check_finds_metrics_that_are_no_numbers():
     env = changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.log(s.place.astype(float))})
     (problem,) = envs.check(env, num_envs=2).problems

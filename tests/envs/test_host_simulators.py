@@ -121,6 +121,7 @@ class Elsewhere(gymnasium.Env):
         return self.show(), reward, False, False, {}
 
 
+@pytest.mark.long
 def test_integers_that_start_elsewhere_stay_what_they_are_and_are_one_hot_to_networks():
     env = GymnasiumEnvironment(Elsewhere, num_workers=1)
     choice = msrl.envs.Discrete(3, start=10)

@@ -106,6 +106,12 @@ def test_who_acts_in_a_film_sees_the_image():
     assert not hasattr(envs.AsImage(Seen(pixels(4, 8, 9))), "film")
 
 
+@pytest.mark.parametrize("space", [envs.Box(0, 1, (4,)), envs.Dict({"a": pixels(8, 8, 3), "b": pixels(9, 9, 3)})], ids=str)
+def test_what_is_no_image_is_refused(space):
+    with pytest.raises(ValueError, match=r"AsImage makes one image of arrays .* Seen has observations"):
+        envs.AsImage(Seen(space))
+
+
 class Quarter(gymnasium.Env):
     """Frames with channels first; the newest says which of two actions pays."""
 

@@ -74,6 +74,7 @@ def test_every_free_cell_is_a_start_and_a_goal_and_can_be_reached(maze):
     np.testing.assert_array_equal(reached, ~env.walls)
 
 
+@pytest.mark.long
 def test_it_is_registered_and_conforms_and_reports_success():
     assert "PointMaze" in envs.names()
     env = envs.make("PointMaze:maze=u,max_steps=20,tolerance=1.0")

@@ -92,6 +92,7 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
         venv.step(state, jnp.zeros(4, jnp.int32))
 
 
+@pytest.mark.long
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_nothing():
     venv = envs.vectorize(Leaving(), 16)
     actions = jnp.asarray(np.random.default_rng(0).integers(0, 3, (8, 16, 3)), jnp.int32)
@@ -149,6 +150,15 @@ STEP = r"Leaving\.step"
 def test_an_environment_that_breaks_the_protocol_is_refused_with_the_field_named(env, message):
     with pytest.raises(TypeError, match=message):
         envs.vectorize(env, 2)
+
+
+def test_an_incomplete_environment_is_refused():
+    class Dicts:
+        agents = ("one", "two")
+        observation_spaces = action_spaces = reset = step = None
+
+    with pytest.raises(TypeError, match=r"Dicts has no observation_space; .*stack_agents\(env\) makes them of dicts"):
+        envs.vectorize(Dicts(), 2)  # type: ignore[arg-type]
 
 
 class Faulty(Leaving):

@@ -45,6 +45,7 @@ def test_wrappers_keep_it():
     assert abs(obs.privileged_state["sign"]) == 1
 
 
+@pytest.mark.long
 def test_both_parts_are_normalized_each_by_its_own_statistics():
     venv = envs.NormalizeObservation(envs.vectorize(with_privileged(cartpole()), 64))
     state, obs = venv.reset(jax.random.key(0))

@@ -58,6 +58,11 @@ def test_an_unknown_name_suggests_the_nearest(name, near):
         envs.make(name)
 
 
+def test_a_name_like_no_other_suggests_none():
+    with pytest.raises(ValueError, match=r"unknown environment 'qqq'; envs.names\(\) lists all"):
+        envs.make("qqq")
+
+
 def test_parameters_may_stand_in_the_name():
     assert envs.make("CartPole-v1:max_steps_in_episode=9").params.max_steps_in_episode == 9
     assert envs.make("CartPole-v1:gravity=1", max_steps_in_episode=9).params.gravity == 1.0

@@ -51,7 +51,7 @@ def test_with_a_ratio_of_one_the_run_is_the_one_without_a_pool():
     assert plain[2].spares == ()
 
 
-@pytest.mark.parametrize("ratio", [4, 11, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (2, 8, 24))])
+@pytest.mark.parametrize("ratio", [11, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (2, 4, 8, 24))])
 def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
     env, group = Dice(), math.gcd(ratio, E)
     venv = envs.vectorize(envs.ResetPool(env, ratio), E)
@@ -100,6 +100,7 @@ def test_a_step_computes_one_reset_for_each_group(ratio, num_envs, resets):
     assert list(sorted_shapes(jaxpr)) == [(resets, 7)]
 
 
+@pytest.mark.long
 def test_groups_on_devices_of_their_own_need_no_communication():
     venv = envs.vectorize(envs.ResetPool(Dice(), 2), 16)
     mesh = jax.make_mesh((8,), ("env",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -154,3 +154,10 @@ def test_spaces_print_briefly():
 def test_impossible_spaces_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_compound_spaces_say_what_they_are_made_of():
+    with pytest.raises(TypeError, match="give one tuple of spaces"):
+        envs.Tuple(envs.Discrete(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="give one dict of spaces by name"):
+        envs.Dict([("a", envs.Discrete(2))])  # type: ignore[arg-type]

@@ -144,3 +144,21 @@ def test_results_that_do_not_fit_are_refused_with_the_agent_named(change, messag
     env.step = lambda key, state, action: change(*step(key, state, action))
     with pytest.raises(TypeError, match=message):
         envs.vectorize(envs.stack_agents(env), 2)
+
+
+def test_incomplete_environments_are_refused():
+    env = echo()
+    env.action_spaces = {"cat": envs.Discrete(2)}
+    with pytest.raises(TypeError, match=r"Echo\.action_spaces has no entry for agent 'dog'"):
+        envs.stack_agents(env)
+    env = echo()
+    del env.observation_spaces
+    with pytest.raises(TypeError, match="Echo has no observation_spaces; stack_agents needs agents, observation_spaces"):
+        envs.stack_agents(env)
+    env = echo()
+    env.agents = ()
+    with pytest.raises(TypeError, match=r"Echo\.agents is \(\); give a tuple with the name of every agent"):
+        envs.stack_agents(env)
+    env = echo(action_mask=lambda state: {"cat": jnp.ones(2), "dog": jnp.ones(4, bool)})
+    with pytest.raises(TypeError, match=r"action_mask of agent 'cat' of Echo is float32\[2\]; return bool\[2\]"):
+        envs.vectorize(envs.stack_agents(env), 2)

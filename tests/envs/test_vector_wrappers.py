@@ -183,6 +183,7 @@ def full_stack(num_envs=NUM_ENVS):
     return envs.NormalizeReward(venv, discount=0.99)
 
 
+@pytest.mark.long
 def test_wrappers_compose():
     venv = full_stack()
     first, state, steps = play(venv)

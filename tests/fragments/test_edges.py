@@ -59,6 +59,20 @@ def test_numbers_whose_range_overflows_are_refused_by_the_codec_of_ranges(device
         program.run(initial_state(), 1)
 
 
+def test_devices_and_axes_that_cannot_be_meant_are_refused(devices):
+    def refused(error, message, **options):
+        with pytest.raises(error, match=message):
+            msrl.compile(iteration, initial_state(), policy=COARSE, **{"axes": AXES, **options})
+
+    refused(ValueError, "twice; name every device once", devices=[devices[0], devices[1], devices[0]])
+    refused(TypeError, "devices holds 2, which is no device", devices=np.array([[2]]))
+    refused(ValueError, r"axes of state\['x'\] name the logical axis 'envs'.*did you mean 'env'", axes=AXES | {"x": P("envs")})
+    program = msrl.compile(iteration, initial_state(), policy=COARSE, axes=AXES)
+    for number in ("3", None, True, 0):
+        with pytest.raises(ValueError, match=f"iterations={number!r} must be an integer"):
+            program.run(initial_state(), number)
+
+
 def test_a_program_of_64_bits_is_refused_without_them(devices):
     with jax.enable_x64(True):
         program = msrl.compile(iteration, initial_state(), policy=COARSE, axes=AXES, devices=devices[:2])

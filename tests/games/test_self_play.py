@@ -192,6 +192,21 @@ def test_only_the_learners_seat_teaches():
 
 
 @pytest.mark.slow
+def test_the_learner_beats_a_frozen_opponent():
+    """All opponents always play rock, and are never replaced; paper wins."""
+    agent = build(RockPaperScissors(), latest_share=0.0, pool_size=2, num_envs=64, learning_rate=0.03, entropy_coef=0.0)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    rest = state.teams["agents"]
+    rocks = jax.tree.map(lambda x: jnp.stack([x, x]), always(state.params["agents"], 0))
+    pool = rest.pool._replace(params=rocks, filled=jnp.int32(2), wait=jnp.int32(10**6))
+    state = state._replace(teams={"agents": rest._replace(pool=pool)})
+    state, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=60))(state)
+    np.testing.assert_array_less(0.95, agent.probabilities(state, jnp.zeros((1, 2, 1)))[0, :, 1])
+    assert abs(metrics["return_against_pool"][:2].mean()) < 0.3 and metrics["return_against_pool"][-5:].mean() > 0.9
+    assert metrics["return_against_pool"].count[-1] == 64 * 4
+
+
+@pytest.mark.slow
 def test_the_pool_stays_where_actors_are():
     """No opponent crosses devices, and the learner gets one seat of all that was seen: less than the observations of both."""
     agent = build(KuhnPoker())

@@ -89,7 +89,7 @@ def values_by_hand(moves, visits, rewards, discount=0.9, smoothing=0.2, sweeps=L
     return q
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_model_is_counted_and_solved_as_by_hand(seed):
     states, obs, actions, (reward, *_) = played(RL3, seed)
     inner = states.env_state.env_state
@@ -155,7 +155,10 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
     assert env.report(state)["return_quarter_1"] == 1.0 and env.report(state)["steps"] == 3, "of the last episode"
 
 
-@pytest.mark.parametrize(("reduction", "value"), [("last", 3), ("max", 3), ("sum", 1 + 1 + 1 + 1 + 2 + 3)])
+@pytest.mark.parametrize(
+    ("reduction", "value"),
+    [("last", 3), pytest.param("max", 3, marks=pytest.mark.long), ("sum", 1 + 1 + 1 + 1 + 2 + 3)],
+)
 def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
     inner = type("Reporting", (Ending,), {"metrics": {"steps": reduction}})()
     env = envs.EpisodeStatistics(envs.vectorize(meta.RL2(inner, 6, 3), 1))
@@ -166,6 +169,7 @@ def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_the
     assert (float(mean.total), float(mean.count)) == (value, 1)
 
 
+@pytest.mark.long
 def test_actions_and_observations_of_other_spaces():
     env = meta.RL2(envs.make("Pendulum-v1"), 8, 4)
     assert envs.check(env).ok and env.observation_space.shape == (3 + 1 + 3,)

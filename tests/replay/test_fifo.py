@@ -5,6 +5,7 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -65,3 +66,8 @@ def test_axes_of_batches_follow_that_of_places():
     assert QUEUE.axes.batches == P(None, None, "env")
     axes = replay.fifo((jnp.zeros((4, 2)), jnp.zeros(3)), capacity=2, axes=(P("env"), None)).axes
     assert axes.batches == (P(None, "env"), P(None))
+
+
+def test_another_batch_is_refused():
+    with pytest.raises(ValueError, match=r"a batch is .*, but the queue takes"):
+        QUEUE.insert(QUEUE.init(), {"reward": jnp.zeros((3, 3))})

@@ -159,3 +159,12 @@ def test_the_command_line_refuses_in_a_sentence(folder, arguments, words, capsys
     assert main(["profile", *(word.format(run=folder) for word in arguments)]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert words in errors[-1] and len(errors) == 1
+
+
+def test_a_run_on_more_devices_is_refused(folder):
+    result = msrl.Result.load(folder)
+    result.description["devices"]["count"] = 64
+    with pytest.raises(ValueError, match="the run had 64 devices, and here are 8; --cpu-devices 64"):
+        msrl.profile(result)
+    with pytest.raises(ValueError, match="leave out the policy"):
+        msrl.profile(result, policy="GPUOnly")

@@ -325,6 +325,26 @@ def test_records_may_be_written_at_the_same_time(first, tmp_path):
     assert recipes.Record.read(file) == first.record and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
+def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
+    begun, calls = reproduction.train, []
+
+    def interrupt(chunk):
+        calls.append(chunk)
+        if len(calls) == 20:
+            signal.raise_signal(signal.SIGINT)
+
+    def train(*args, callbacks, **options):
+        return begun(*args, callbacks=[*callbacks, interrupt], **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reproduction, "train", train)
+        assert reproduced(tmp_path, seeds=2).verdict == "interrupted"
+    (tmp_path / "seeds-0-1" / "best.npz").unlink()
+    with pytest.raises(_recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
+        reproduced(tmp_path, seeds=2)
+
+
 @pytest.mark.parametrize(
     ("was", "now", "message"),
     [
@@ -363,6 +383,13 @@ def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp
     known = np.array(record.returns, float)
     known = known[:, ~np.isnan(known[0])]
     assert known.shape == (2, len(record.evaluations)) and np.isfinite(scores(record)).all()
+
+
+def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
+    """It reads their folder again."""
+    monkeypatch.setattr(reproduction, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
+    with pytest.raises(msrl.experiment.NotSavedError, match="No space left on device"):
+        reproduced(tmp_path / "out")
 
 
 def test_groups_that_were_begun_stay(tmp_path, monkeypatch):

@@ -117,6 +117,11 @@ def test_means_that_differ_by_rounding_agree():
     assert agreement(np.full(5, 500.0), np.full(5, 499.0)).verdict == "does not agree"
 
 
+def test_other_tasks_are_refused():
+    with pytest.raises(ValueError, match="there are 1 tasks of ours and 2 of theirs"):
+        statistics.probability_of_improvement([np.ones(3)], [np.ones(3), np.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("scores", "message"),
     [

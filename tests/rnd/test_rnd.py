@@ -95,6 +95,7 @@ def test_a_bonus_is_added_to_advantages_and_not_to_what_the_critic_learns():
     np.testing.assert_allclose(target, value_too + plain, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():
     """Of 128 environments a quarter: the losses of many draws are scattered like means over a quarter of the examples."""
     num_envs, draws = 128, 4_000

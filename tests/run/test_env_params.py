@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +209,16 @@ def test_what_cannot_be_set_is_refused_in_words(case):
     env = envs.RandomizeParams(envs.make("CartPole-v1"), KINDS[kind][0]())
     with pytest.raises(ValueError, match=message):
         changed(env, values)
+
+
+def test_runs_without_numbers_to_set_say_so():
+    message = "the run on CartPole-v1 has no numbers to set; start it with env_params={name: value}"
+    env = envs.make("CartPole-v1")
+    for there in (env, envs.RandomizeParams(env, lambda key: {"length": jax.random.uniform(key)})):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            changed(there, {"length": 1.0})
+    with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
+        msrl.experiment.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
 @pytest.mark.slow

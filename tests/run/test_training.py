@@ -118,6 +118,7 @@ def test_a_callback_changes_no_history(tiny, one_device):
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
     options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
     with pytest.raises(SystemExit):
@@ -205,6 +206,7 @@ MISTAKES = [
     ({"policy": "SingleLearnerCoarse:learner=2"}, "did you mean 'learners'"),
     ({"num_env": 3}, "has no field 'num_env' .did you mean 'num_envs'"),
     ({"total_steps": 63}, "less than the 64 steps of one iteration"),
+    ({"total_steps": 0}, "total_steps=0"),
     ({"chunk": 0}, "chunk=0"),
     ({"progress": "loud"}, "progress='loud'"),
     ({"config": object()}, "PPO has no field 'config'"),

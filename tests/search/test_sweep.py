@@ -54,6 +54,7 @@ MISTAKES = [
     ({"learning_rate": "1,x"}, "PPO.learning_rate=.*is no number"),
     ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
     ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
+    ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
     ({"learning_rate": "log:1e-4:1e-2", "num": 10**9}, "num=1000000000: use an integer of at most"),
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
     ({"activation": envs.uniform(0, 1)}, "it is no number"),
@@ -61,6 +62,7 @@ MISTAKES = [
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least"),
+    ({"learning_rate": [1e-3], "halving": 3, "rungs": 2, "min_steps": 64}, "leave one out"),
     ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= chooses among trials that are known"),
     ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True goes on with the sweep in out="),
 ]  # fmt: skip
@@ -358,6 +360,12 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
         patched.setattr(trial_scheduler, "train", train_once)
         sweep("half")
     assert sweep("half").trials == found.trials
+
+
+def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match="pip install optuna"):
+        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
 
 
 def test_what_a_run_says_of_its_trials():

@@ -227,10 +227,3 @@ def test_actor_critics_learn_from_both(name):
 def test_bad_data_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         agent(**change)
-
-
-@pytest.mark.parametrize("fraction", [0.3, 0.5], ids=["another", "the-default"])
-def test_a_share_of_no_data_is_refused(fraction):
-    with pytest.raises(ValueError, match=rf"DQN.data_fraction={fraction} is a share of every batch for a data set, but"):
-        msrl.algorithms.make("dqn", {"data_fraction": fraction})
-    assert msrl.algorithms.make("dqn", {}).data_fraction == 0.5

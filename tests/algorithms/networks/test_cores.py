@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.networks.cores import as_core, named_core
 from tests.support.modules import Fading
 
@@ -107,3 +108,18 @@ def test_what_does_not_fit_is_refused_in_words(what):
 def test_parameters_of_a_core_are_checked(core, message):
     with pytest.raises(ValueError, match=message):
         named_core(core, 8)
+
+
+@pytest.mark.parametrize(
+    ("core", "message"),
+    [
+        ("gru:3", "A2C.core='gru:3': use core='gru', memory_size=3$"),
+        ("gtrxl:wide", "A2C.core='gtrxl:wide': use core='gtrxl', with its size as memory_size$"),
+    ],
+)
+def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.make("a2c", {"core": core})
+    with pytest.raises(ValueError, match=message):
+        algorithms.build(algorithms.A2C(core=core), envs.make("CartPole-v1"))
+    algorithms.make("a2c", {"core": "gtrxl:context=8"})

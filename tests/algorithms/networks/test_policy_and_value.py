@@ -50,6 +50,7 @@ def test_images_are_convolved_by_default(batch_shape):
     assert network.value(params, obs).shape == batch_shape
 
 
+@pytest.mark.long
 def test_large_images_pass_through_three_convolutions():
     network = policy_and_value(make_torso(Box(0, 255, (84, 84, 4), np.uint8), CONFIG), Discrete(6))
     obs = np.random.default_rng(0).integers(0, 256, (2, 84, 84, 4), np.uint8)

@@ -1,6 +1,7 @@
 """The gymnax adapter: every environment against gymnax's own step, parameters, and what it refuses."""
 
 import functools
+import urllib.error
 
 import gymnax
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnax.environments.classic_control.cartpole import CartPole
+from gymnax.utils import load_mnist
 
 from msrl_jax import envs
 from msrl_jax.envs.suites.gymnax_env import GymnaxEnvironment
@@ -143,3 +145,20 @@ def test_a_gymnax_environment_with_its_own_step_is_refused():
 
     with pytest.raises(ValueError, match="Odd replaces gymnax's step, which is not called here"):
         GymnaxEnvironment(Odd())
+
+
+def test_without_its_data_the_mnist_bandit_says_what_to_do(monkeypatch):
+    def offline(*_):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(load_mnist, "_download", offline)
+    with pytest.raises(RuntimeError, match=r"MNISTBandit-bsuite could not load .*no network.* into /tmp/mnist"):
+        envs.make("MNISTBandit-bsuite")
+
+
+@pytest.mark.slow
+def test_with_its_data_the_mnist_bandit_steps_as_gymnax_does(monkeypatch):
+    images = np.arange(5 * 28 * 28, dtype=np.int64).reshape(5, 28, 28).astype(np.int8)
+    monkeypatch.setattr(load_mnist, "load_mnist", lambda: ((images, np.arange(5, dtype=np.uint8)), None))
+    env, steps = check_against_gymnax("MNISTBandit-bsuite")
+    assert env.observation_space.shape == (28, 28) and np.all(steps.terminated)

@@ -84,7 +84,7 @@ def theirs(env, obs, size):
     ("name", "params", "ends"),
     [
         slow("MPE_simple_spread_v3", {"num_agents": 4}, "time"),
-        ("MPE_simple_tag_v3", {"action_type": "Continuous"}, "time"),
+        pytest.param("MPE_simple_tag_v3", {"action_type": "Continuous"}, "time", marks=pytest.mark.long),
         slow("MPE_simple_speaker_listener_v4", {}, "time"),
         ("switch_riddle", {"num_agents": 4}, "task"),
         slow("coin_game", {"num_inner_steps": 5, "num_outer_steps": 3}, "time"),

@@ -172,6 +172,11 @@ def test_a_next_state_that_differs_is_named(change, message):
         compile_coarse(lambda s: (change(s), {}), {"x": jnp.ones(2), "y": jnp.ones(2)})
 
 
+def test_an_iteration_returns_a_pair():
+    with pytest.raises(TypeError, match=r"returned dict, not a pair \(state, metrics\)"):
+        compile_coarse(lambda s: s, {"x": jnp.ones(2)})
+
+
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

@@ -104,7 +104,7 @@ def test_collectives_are_one_gradient_reduction_per_minibatch(name, programs):
     assert sum(nbytes * times for _, nbytes, times in found) <= 40 * toy.EPOCHS * toy.MINIBATCHES
 
 
-@pytest.mark.parametrize("name", ["GPUOnly", "Central"])
+@pytest.mark.parametrize("name", ["GPUOnly", pytest.param("Central", marks=pytest.mark.long)])
 def test_no_collective_grows_with_the_batch(name, programs, devices, monkeypatch):
     def sizes(program):
         return [(c.kind, c.nbytes, c.times * p.runs) for p in program.explain().programs for c in p.collectives]

@@ -32,6 +32,11 @@ def test_a_wrong_name_is_refused_with_the_right_ones(spec, message):
         msrl.plan_devices(spec)
 
 
+def test_a_list_of_names_is_refused():
+    with pytest.raises(TypeError, match=r"devices \['gpu:h100:1'\]: give one text"):
+        msrl.plan_devices(["gpu:h100:1"])
+
+
 def test_cpu_devices_are_those_of_this_process():
     assert msrl.plan_devices("cpu:4") == jax.devices()[:4]
 

@@ -201,6 +201,7 @@ def test_evaluations_may_begin_and_end_with_a_resume(copy):
     assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
 
 
+@pytest.mark.long
 def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     env, path = Lottery(short=2, long=3), tmp_path / "run"
     options = {"devices": one_device, "progress": False, "eval_episodes": 0}

@@ -312,12 +312,6 @@ def test_a_sweep_that_somebody_sent_runs_nothing(sent):
             look(0)
 
 
-@pytest.mark.parametrize("sign", ["-", "1+", "a."])
-def test_a_text_of_many_signs_is_refused_in_one_line(sign, sent, capsys):
-    sent(env_spec=f"CartPole-v1:gravity={sign * 100_000}1")
-    assert "cannot read" in one_line(["evaluate", "run"], capsys)
-
-
 def test_an_own_experiment_takes_nothing_from_its_folder(sent, stopped):
     experiment = Result.load(stopped).experiment
     run = sent(env_spec="evil:Env", policy="evil:P")

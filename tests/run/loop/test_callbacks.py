@@ -71,27 +71,6 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "90/100 steps (90%)  1,234 steps/s  return 7.00  eval 8.00\n" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", text)
 
 
-@pytest.mark.parametrize("members", [1, 8])
-def test_a_bar_and_its_facts_fit_a_narrow_terminal(monkeypatch, members):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    metrics = {"steps_per_second": members * 137_962.0, "episode_return": 500.0, "eval_return": 500.0}
-    last = Tick(500_000, 1, 500_000, metrics, lambda: None)
-    with choose_display("bar")("recurrent_ppo Breakout-MinAtar", 500_000, "steps", members) as show:
-        show(last)
-    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
-    assert max(map(len, lines)) <= 80
-    each = " per member" if members > 1 else ""
-    assert any(line.count("━") == 12 and f"500,000/500,000 steps{each}" in line for line in lines)
-    assert any(f"137,962 steps/s{each}  return 500  eval 500" in line for line in lines)
-
-
 class Dead(io.StringIO):
     """A stream whose reader has left."""
 

@@ -75,6 +75,7 @@ def test_a_video_has_every_state_of_each_episode(road):
     assert places(cut.episodes[0]) == expected[:4] and cut.fps == 7.5
 
 
+@pytest.mark.long
 def test_wrappers_and_drawn_parameters_keep_the_pictures(road):
     inner = msrl.envs.TimeLimit(msrl.envs.FlattenObservation(Road()), 3)
     behavior, state = acting("ppo", inner)
@@ -103,6 +104,7 @@ def test_files_hold_the_pictures(road, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["road.gif", "road.html"]
 
 
+@pytest.mark.long
 def test_an_mp4_has_all_pictures(road, tmp_path):
     ffmpeg = pytest.importorskip("imageio_ffmpeg")
     video = film(*acting("ppo", Road(size=(33, 47))), 1, 0, 1000, 10, "odd sizes")
@@ -192,6 +194,7 @@ def test_mujoco_draws(env):
     assert pictures.shape[-1] == 3 and (pictures[0] != pictures[-1]).any() and pictures.std() > 1
 
 
+@pytest.mark.long
 def test_images_that_the_agent_sees_are_shown():
     """Of an environment that nothing draws: the newest of its frames."""
 
