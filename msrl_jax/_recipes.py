@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msrl_jax import _toml
 from msrl_jax._checks import as_path, parse_json, replacing, suggestion
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -169,7 +170,7 @@ def find(name: str) -> Recipe:
     path = files[name.lower()]
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        given = tomllib.loads(text)
+        given = _toml.flat(tomllib.loads(text))
         values = {key.replace("-", "_"): value for key, value in given.items()}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None

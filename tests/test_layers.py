@@ -22,8 +22,8 @@ FLOORS = [
     {"envs"},
     {"fragments"},
     {"codecs"},
-    {"_naming", "_recipes", "_spec", "_suites", "_terminal", "_toml"},
-    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate", "_tracebacks"},
+    {"_naming", "_recipes", "_spec", "_suites", "_terminal"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_random", "_rooms", "_simulate", "_toml", "_tracebacks"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

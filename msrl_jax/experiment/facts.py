@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msrl_jax._naming import reference
-from msrl_jax.algorithms.config import is_object
+from msrl_jax.algorithms.fields import is_object
 from msrl_jax.experiment.folder import to_json
 
 MOST_SEEDS = 2**20  # of one program

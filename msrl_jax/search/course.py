@@ -16,8 +16,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax._terminal import progress_stream
-from msrl_jax.algorithms.config import tunable_fields
-from msrl_jax.algorithms.words import WithoutEffect
+from msrl_jax.algorithms.fields import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.envs.metrics import metrics_of
 from msrl_jax.experiment import checkpoint, folder, processes, store
@@ -81,9 +80,6 @@ class Course:
             try:
                 algorithms.make(self.base.algorithm, {**self.constants, **values})
             except ValueError as error:
-                if isinstance(error, WithoutEffect) and error.other in values:
-                    remedy = f"make two sweeps, this {error.other} without {error.field}, and the others with it"
-                    raise ValueError(f"{trial}: {str(error).partition(';')[0]}; {remedy}") from None
                 raise ValueError(f"{trial}: {error}") from None
             made.append(trial)
         return made

@@ -17,7 +17,7 @@ from typing import Any
 from msrl_jax import _compiling, algorithms, policies
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._tracebacks import entry
-from msrl_jax.algorithms.config import is_object
+from msrl_jax.algorithms.fields import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams

@@ -18,15 +18,15 @@ from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 4, 16, 5, 3, 4, 2
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "capacity": 512, "learning_starts": 128,
-    "hidden_sizes": (6,), "core": "gru", "memory_size": H, "burn_in": BURN_IN, "trace_length": L, "n_step": N,
+    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 512, "replay.learning_starts": 128,
+    "hidden_sizes": (6,), "core": "gru", "memory_size": H, "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N,
     "learning_rate": 3e-3,
 }  # fmt: skip
 PARTS = ("actor", "critic")
 
 
 def build(name, env=None, **options):
-    config = msrl.algorithms.get(name)(**SMALL | options)
+    config = msrl.algorithms.make(name, SMALL | options)
     return config.build(env or RandomWalk(True)), config
 
 
@@ -204,7 +204,7 @@ def test_critics_join_what_they_remember_the_action_and_what_they_alone_see(name
 
 @pytest.mark.slow
 def test_members_evaluate_and_act_with_a_carry():
-    config = SMALL | {"normalize_observations": True, "distribution": "qr", "num_atoms": 4}
+    config = SMALL | {"normalize_observations": True, "returns": "tqc:4"}
     run = msrl.train(
         "sac", RandomWalk(True), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
         total_steps=8 * T * E, **config,

@@ -11,7 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.algorithms import PPO, SAC, build, counted, words
+from msrl_jax.algorithms import PPO, SAC, Replay, build, counted, words
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.off_policy import for_each_network
@@ -62,7 +62,8 @@ def test_a_transformation_of_ones_own_is_applied_to_each_network_as_it_is():
     [
         (PPO(num_envs=8, unroll_length=8, num_minibatches=2, num_epochs=2, hidden_sizes=(6,), learning_rate=1e-2,
              optimizer="lion:b1=0.8", max_grad_norm=None), optax.lion(1e-2, b1=0.8)),
-        (SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, capacity=256, learning_starts=32, hidden_sizes=(6,),
+        (SAC(num_envs=8, unroll_length=4, num_updates=2, batch_size=8, replay=Replay(256, learning_starts=32),
+        hidden_sizes=(6,),
              optimizer="adamw:weight_decay=0.1"), optax.adamw(1e-3, weight_decay=0.1)),
     ],
     ids=["ppo", "sac"],

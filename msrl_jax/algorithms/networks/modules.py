@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from msrl_jax import _naming
 from msrl_jax._compat import used_inputs
-from msrl_jax.algorithms.config import MADE, has_arrays
+from msrl_jax.algorithms.fields import MADE, has_arrays
 from msrl_jax.algorithms.networks.layers import Network, Whole
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
