@@ -113,7 +113,8 @@ def plain_loop(agent, config, buffer, state, iterations, staleness, total):
             for k, (experience, indices, probability, _) in enumerate(samples):
                 weight = np.ones(B)
                 if config.replay.priorities:
-                    beta = config.beta + (1 - config.beta) * i / total
+                    beta = config.replay.priorities.beta
+                    beta = beta + (1 - beta) * i / total
                     p = np.asarray(probability, np.float64)
                     weight = (p.min() / p) ** beta
                 learner, error = plain_update(learner, experience, weight, i * K + k, config, total)
