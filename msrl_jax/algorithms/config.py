@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeVar, dataclass_transform
 from msrl_jax import _rooms
 from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms import fields
+from msrl_jax.algorithms.fields import Codec as Codec
 from msrl_jax.algorithms.fields import Tunable as Tunable
 from msrl_jax.algorithms.fields import TunableOrNone as TunableOrNone
 from msrl_jax.algorithms.fields import all_fields, is_word, value_of
 from msrl_jax.algorithms.fields import field as field
 from msrl_jax.algorithms.fields import tunable as tunable
-from msrl_jax.algorithms.options import Codec as Codec
 from msrl_jax.envs.privileged import with_privileged
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]

@@ -28,6 +28,8 @@ from msrl_jax._checks import name_of, shown, suggestion
 from msrl_jax._spec import Call, read_call, write_call
 from msrl_jax._tracebacks import entry
 
+Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
+
 T = TypeVar("T")
 
 if TYPE_CHECKING:

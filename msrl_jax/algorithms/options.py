@@ -3,16 +3,12 @@
 In the shape descriptions, `E` denotes the number of environments.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.fields import Tunable, TunableOrNone, field, option, tunable
+from msrl_jax.algorithms.fields import Codec, Tunable, TunableOrNone, field, option, tunable
 from msrl_jax.fragments.counters import Counter, fraction
 from msrl_jax.replay.relabelling import Strategy
-
-Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 
 
 @option

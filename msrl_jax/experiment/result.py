@@ -15,6 +15,7 @@ from msrl_jax._checks import as_path, check_seed, shown
 from msrl_jax._random import key_for
 from msrl_jax._tracebacks import entry
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.fields import with_values
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
@@ -191,7 +192,7 @@ class Result(Outcome):
         """The result of some members; `changes` are those of its experiment."""
         if self.experiment.pbt:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
-        algorithm = dataclasses.replace(self.config, **{name: values[0] for name, values in changes["settings"].items()})
+        algorithm = with_values(self.config, {name: values[0] for name, values in changes["settings"].items()})
         return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property

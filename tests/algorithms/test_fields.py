@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms
+from msrl_jax import PBT, algorithms, envs
 from msrl_jax._spec import Call, read_call
-from msrl_jax.algorithms import C51, DQN, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
+from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
 from msrl_jax.algorithms.fields import all_fields, option, text, tunable_fields, value_of, with_traced
+from msrl_jax.search.space import read_axes
 from tests.support.random_walk import RandomWalk
 
 
@@ -171,3 +172,17 @@ def test_members_and_schedules_reach_numbers_of_options(tmp_path):
 
 def test_expected_is_one_option():
     assert DQN().returns == Expected() and str(Expected()) == "expected" and repr(Expected(1.0)) == "Expected(huber_delta=1.0)"
+
+
+def test_sweeps_and_populations_name_numbers_of_options():
+    given = {"exploration": "per_env", "exploration.base": "uniform:0.1:0.9", "replay.n_step": [1, 3]}
+    axes, constants = read_axes(DQN, given)
+    assert [axis.field for axis in axes] == ["exploration.base", "replay.n_step"] and constants == {"exploration": "per_env"}
+    assert axes[1].is_whole and read_axes(DQN, {"exploration": ["annealed", PerEnv(0.3)]})[0][0].points(None) == [
+        "annealed",
+        PerEnv(0.3),
+    ]
+    population = PBT({"replay.priorities.alpha": envs.uniform(0.1, 0.9)}, members=2)
+    population.check(R2D2(), {})
+    with pytest.raises(ValueError, match=r"replay\.priorities\.alpha of DQN .* is of an option that it has not"):
+        population.check(DQN(), {})
