@@ -110,7 +110,8 @@ def option(cls: type[T]) -> type[T]:
     made.__post_init__ = check_made
     made.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made.__str__ = lambda self: text(self)
-    new: Any = dataclasses.dataclass(frozen=True)(made)
+    made.__repr__ = lambda self: f"{cls.__name__}({', '.join(f'{name}={x!r}' for name, x in _given(self).items())})"
+    new: Any = dataclasses.dataclass(frozen=True, repr=False)(made)
     new.__init__ = entry(new.__init__)
     register(new)
     return new
@@ -250,11 +251,16 @@ def text(option: Any, *, whole: bool = False) -> str:
     return written(option, whole=whole, nested=False)
 
 
+def _given(option: Any, *, whole: bool = False) -> dict[str, Any]:
+    """The fields of an option that are not their defaults, or all."""
+    fields = ((f.name, getattr(option, f.name), f.default) for f in dataclasses.fields(option))
+    return {name: x for name, x, usual in fields if whole or type(x) is not type(usual) or x != usual}
+
+
 def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
     """The text of an argument of an option, as `read_call` reads it."""
     if is_option(value):
-        fields = ((f.name, getattr(value, f.name), f.default) for f in dataclasses.fields(value))
-        kwargs = {n: written(x, whole=whole) for n, x, usual in fields if whole or type(x) is not type(usual) or x != usual}
+        kwargs = {name: written(x, whole=whole) for name, x in _given(value, whole=whole).items()}
         return write_call(value.option, kwargs, nested=nested and bool(kwargs))
     is_word = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
     return str(value) if is_word else repr(value)
