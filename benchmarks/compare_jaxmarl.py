@@ -21,7 +21,7 @@ PPO = {
 }  # fmt: skip
 RECURRENT = PPO | {"core": "gru", "memory_size": 128, "num_minibatches": 4, "activation": "relu"}
 Q_LEARNING = {
-    "num_envs": 128, "unroll_length": 26, "batch_size": 32, "num_updates": 1, "capacity": 128 * 26 * 39, "core": "gru",
+    "num_envs": 128, "unroll_length": 26, "batch_size": 32, "num_updates": 1, "replay.capacity": 128 * 26 * 39, "core": "gru",
     "memory_size": 64, "learning_rate": 5e-3, "max_grad_norm": 25.0, "discount": 0.9,
 }  # fmt: skip
 MIXER = {"mixing_size": 32, "hyper_size": 128}
@@ -29,7 +29,7 @@ MIXER = {"mixing_size": 32, "hyper_size": 128}
 # JaxMARL's recurrent networks of PPO have a dense layer before the core and one behind it; ours have all before it. Its
 # Q-networks have one before the core. The numbers of products are the same.
 BOTH_LAYERS = {"hidden_sizes": (128, 128), "anneal_learning_rate": False}
-WINDOWS = {"hidden_sizes": (64,), "trace_length": 26, "learning_starts": None, "anneal_learning_rate": False}
+WINDOWS = {"hidden_sizes": (64,), "trace_length": 26, "replay.learning_starts": None, "anneal_learning_rate": False}
 
 
 def settings() -> list[Setting]:

@@ -20,7 +20,7 @@ PPO = SHARED | {
 OURS = {"network": "mlp", "clip_value": 0.2, "normalize_values": False}
 OFF_POLICY = SHARED | {"activation": "relu", "max_grad_norm": 10.0, "tau": 0.02, "unroll_length": 1}
 SIZES = [
-    {"num_envs": e, "num_updates": k, "batch_size": b, "capacity": c, "learning_starts": 2 * b}
+    {"num_envs": e, "num_updates": k, "batch_size": b, "replay.capacity": c, "replay.learning_starts": 2 * b}
     for e, k, b, c in ((1, 1, 32, 10_000), (16, 2, 128, 20_000), (128, 8, 256, 100_000))
 ]  # fmt: skip
 MINATAR = [f"{game}-MinAtar" for game in ("Breakout", "Asterix", "Freeway", "SpaceInvaders")]
@@ -36,7 +36,7 @@ SETTINGS = [
     *(ppo("CartPole-v1", 4, 128, learning_rate=list(np.geomspace(1e-4, 1e-2, n))) for n in (4, 16, 64, 256)),
     *(ppo(env, 64, 128, activation="relu") for env in MINATAR),
     ppo("Pendulum-v1", 64, 128),
-    *(Setting("dqn", "CartPole-v1", OFF_POLICY | size | {"double": True}) for size in SIZES),
+    *(Setting("dqn", "CartPole-v1", OFF_POLICY | size | {"target": "double"}) for size in SIZES),
     *(Setting("sac", "Pendulum-v1", OFF_POLICY | size) for size in SIZES),
     *(Setting("td3", "Pendulum-v1", OFF_POLICY | size | {"policy_period": 2, "exploration_noise": 0.1}) for size in SIZES),
 ]

@@ -87,7 +87,7 @@ ROWS = [
 def shrunk(row: Row) -> Row:
     """The same row with the smallest sizes, to try it out anywhere."""
     least = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 8, "batch_size": 8}
-    least |= {"num_updates": 1, "num_epochs": 1, "learning_starts": 16, "capacity": 64}
+    least |= {"num_updates": 1, "num_epochs": 1, "replay.learning_starts": 16, "replay.capacity": 64}
     config = {name: least.get(name, value) for name, value in row.config.items()}
     if row.algo in ("dqn", "sac", "td3"):
         config["unroll_length"] = 1

@@ -68,7 +68,7 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
         config |= {"FC_DIM_SIZE": setting.get("memory_size"), "GRU_HIDDEN_DIM": setting.get("memory_size")}
     steps, key = setting["num_envs"] * setting["unroll_length"], jax.random.PRNGKey(0)
     if replays:  # a buffer of whole unrolls
-        config["BUFFER_SIZE"] = setting["capacity"] // setting["unroll_length"]
+        config["BUFFER_SIZE"] = setting["replay.capacity"] // setting["unroll_length"]
         config["LEARNING_STARTS"] = 0
         # The baselines update after `batch_size` iterations; a chunk, which starts anew, has fewer.
         buffer = functools.partial(module.fbx.make_trajectory_buffer, min_length_time_axis=1)

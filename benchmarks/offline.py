@@ -33,12 +33,12 @@ from msrl_jax.report.statistics import Estimate, estimate, mean
 
 ENVS = {"CartPole-v1": "ppo-cartpole", "Acrobot-v1": "ppo-acrobot", "Pendulum-v1": "ppo-pendulum"}  # -> recipe of PPO
 DATA = ("random", "medium", "expert")
-AWAC = {"critic": "policy"}
+AWAC = {"critic": "of_policy"}
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "bc": ("bc", {}),
     "cql": ("cql", {}),
     "iql": ("iql", {}),
-    "crr": ("iql", AWAC | {"num_actions": 4, "weighting": "binary"}),
+    "crr": ("iql", AWAC | {"critic": "of_policy:4", "weighting": "binary"}),
     "awac": ("iql", AWAC),
 }
 TARGETS = (0, 33, 67, 100)  # scores near which policies are chosen, one of the online run and one of the offline runs each

@@ -25,7 +25,7 @@ def off_policy(setting: dict) -> dict:
 
     Its networks have two layers of width 64, and other widths are not possible.
     """
-    names = {"num_epochs": "num_updates", "buffer_size": "capacity", "fill_buffer": "learning_starts"}
+    names = {"num_epochs": "num_updates", "buffer_size": "replay.capacity", "fill_buffer": "replay.learning_starts"}
     names |= {"batch_size": "batch_size"}
     fixed = {"polyak": 1 - setting["tau"], "target_update_freq": 1}
     return {theirs: setting[ours] for theirs, ours in names.items()} | fixed
@@ -33,7 +33,7 @@ def off_policy(setting: dict) -> dict:
 
 def dqn(setting: dict) -> dict:
     """Rejax's arguments for a setting of DQN."""
-    return off_policy(setting) | {"agent_kwargs": {"activation": setting["activation"]}, "ddqn": setting["double"]}
+    return off_policy(setting) | {"agent_kwargs": {"activation": setting["activation"]}, "ddqn": setting["target"] == "double"}
 
 
 def sac(setting: dict) -> dict:
@@ -103,7 +103,7 @@ def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
 
     # Updates start when the buffer holds `learning_starts` steps.
     members = seeds * np.size(setting["learning_rate"])
-    return Loop(make, members * steps, first=2 + setting.get("learning_starts", 0) // steps)
+    return Loop(make, members * steps, first=2 + setting.get("replay.learning_starts", 0) // steps)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def alphazero(game: str, num_envs: int, unroll_length: int, batch_size: int) -> 
     positions = num_envs * unroll_length
     sizes = {"num_envs": num_envs, "unroll_length": unroll_length, "batch_size": batch_size}
     sizes["num_updates"] = positions // batch_size
-    return Setting("alphazero", f"pgx:{game}", SHARED | sizes, only_ours=OURS | {"capacity": positions})
+    return Setting("alphazero", f"pgx:{game}", SHARED | sizes, only_ours=OURS | {"replay.capacity": positions})
 
 
 SETTINGS = [alphazero("tic_tac_toe", 128, 16, 256), alphazero("connect_four", 128, 16, 256)]

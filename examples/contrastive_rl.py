@@ -21,7 +21,7 @@ import numpy as np
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.algorithms import SAC, Agent, config, field, tunable
+from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_bounded, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, for_each_network, gradient_rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.networks.distributions import choose
@@ -82,9 +82,7 @@ class ContrastiveRL:
     discount: float = tunable(default=0.99, above=0, high=1, doc="goals `k` steps later weigh `discount**k`. Usual: 0.99.")
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/16 to 1 per environment step.")
     batch_size: int = field(default=256, low=2, doc="pairs, and goals, per update, `B`. Usual: 256 to 1024.")
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e5 to 1e7.")
-    learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
+    replay: Replay = field(default=Replay(200_000), doc="the buffer, and how batches are drawn.")
     learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 3e-4 to 3e-3.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
@@ -94,7 +92,7 @@ class ContrastiveRL:
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="first weight of the entropy. Usual: 0.1 to 1.")
 
     # What the parts of the package read besides.
-    n_step, relabel, relabel_by, storage = 1, 1.0, "geometric", None
+    hindsight = Hindsight(1.0, by="geometric")
     network, activation = "auto", "relu"
     optimizer, anneal_learning_rate, max_grad_norm = "adam", False, None
 
@@ -165,7 +163,7 @@ class ContrastiveRL:
 
         def explore(params, obs, keys, steps, carry):
             explored = policy.apply(params["actor"], obs).sample(keys)
-            return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
+            return jnp.where(at_least(steps, self.replay.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
         rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=None)
         return off_policy_agent(self, venv, buffer, rule, explore)
@@ -174,7 +172,7 @@ class ContrastiveRL:
 SIZES: Any = {"hidden_sizes": (64, 64), "batch_size": 256}
 ALGORITHMS = {
     "contrastive RL": ContrastiveRL(**SIZES),
-    "SAC with HER": SAC(tau=0.02, relabel=0.8, **SIZES),
+    "SAC with HER": SAC(tau=0.02, hindsight=Hindsight(0.8), **SIZES),
     "SAC": SAC(tau=0.02, **SIZES),
 }
 

@@ -23,7 +23,7 @@ import numpy as np
 from flax import linen as nn
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import DQN, PPO
+from msrl_jax.algorithms import DQN, PPO, Replay
 from msrl_jax.algorithms.kernels import matmul
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.report import curves
@@ -36,7 +36,7 @@ WINDOW = max(FILTERS.values())
 
 ALGORITHMS: dict[str, Any] = {
     "ppo": PPO(num_envs=64, anneal_learning_rate=True, shared_torso=True, hidden_sizes=(128,), activation="relu"),
-    "dqn": DQN(learning_rate=1e-3, capacity=100_000, hidden_sizes=(128,)),
+    "dqn": DQN(learning_rate=1e-3, replay=Replay(100_000), hidden_sizes=(128,)),
 }
 LENGTHS = {"ppo": (122_880, 1), "dqn": (50_000, 16)}  # steps of a run, and iterations between two points of a curve
 GAMES = ("Breakout", "SpaceInvaders")

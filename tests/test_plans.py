@@ -17,13 +17,20 @@ PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
     "pqn": {"num_epochs": 1, "num_minibatches": 2},
-    "dqn": {"learning_starts": 128},
-    "apex_dqn": {"learning_starts": 256, "actor_period": 1},
-    "r2d2": {"learning_starts": 128, "burn_in": 0, "trace_length": 4, "n_step": 1, "memory_size": 8},
-    "muzero": {"learning_starts": 128, "model_steps": 2, "n_step": 2, "num_simulations": 4, "batch_size": 16, "num_updates": 2},
-    "sac": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
-    "td3": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
-    "ddpg": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
+    "dqn": {"replay.learning_starts": 128},
+    "apex_dqn": {"replay.learning_starts": 256, "actor_period": 1},
+    "r2d2": {"replay.learning_starts": 128, "burn_in": 0, "trace_length": 4, "replay.n_step": 1, "memory_size": 8},
+    "muzero": {
+        "replay.learning_starts": 128,
+        "model_steps": 2,
+        "replay.n_step": 2,
+        "num_simulations": 4,
+        "batch_size": 16,
+        "num_updates": 2,
+    },
+    "sac": {"replay.learning_starts": 128, "batch_size": 64, "num_updates": 2},
+    "td3": {"replay.learning_starts": 128, "batch_size": 64, "num_updates": 2},
+    "ddpg": {"replay.learning_starts": 128, "batch_size": 64, "num_updates": 2},
 }
 
 
@@ -112,7 +119,7 @@ def test_es_sends_seeds_and_returns_only():
 
 @pytest.mark.slow
 def test_sync_replay_is_one_run_wherever_the_buffer_lies():
-    options = {"prioritised": True, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
+    options = {"replay.priorities": "prioritized", "replay.learning_starts": 256, "num_updates": 2, "batch_size": 32}
     apart, state = plan("dqn", SingleLearnerCoarse(actors=2, buffers=2), num_devices=5, **options)
     alone, _ = plan("dqn", GPUOnly(), num_devices=1, **options)
     (a, measured), (b, _) = apart.run(state, 5, chunk=1), alone.run(state, 5, chunk=1)
@@ -128,7 +135,7 @@ def test_sync_replay_is_one_run_wherever_the_buffer_lies():
 def test_async_replay_shards_delays_and_refreshes_as_declared():
     """Ape-X: buffers in parts, priorities and parameters late by the staleness, parameters taken every `actor_period`."""
     policy = SingleLearnerCoarse(actors=2, buffers=2, staleness=1)
-    options = {"actor_period": 2, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
+    options = {"actor_period": 2, "replay.learning_starts": 256, "num_updates": 2, "batch_size": 32}
     program, state = plan("apex_dqn", policy, num_devices=5, **options)
     run_state, metrics = program.run(state, 6)
     np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 2, 1, 2, 1])

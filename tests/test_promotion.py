@@ -30,7 +30,7 @@ def unrolled(core):
 def implicit_quantiles():
     """The parameters of such a network."""
     with jax.numpy_dtype_promotion("standard"):  # building an agent is refused otherwise
-        agent = algorithms.build(algorithms.DQN(distribution="iqn", num_envs=2, hidden_sizes=(4,)), Corridor())
+        agent = algorithms.build(algorithms.DQN(returns="iqn", num_envs=2, hidden_sizes=(4,)), Corridor())
     return agent.init(jax.random.key(0))
 
 

@@ -20,7 +20,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
-from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.fields import tunable_fields
 from msrl_jax.cli import command_line
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msrl_jax.algorithms import files, schedules, teams
+from msrl_jax.algorithms.fields import is_option
 from msrl_jax.algorithms.optimizers import NAMED
 from msrl_jax.fragments.support.naming import is_path
-from msrl_jax.fragments.support.text_values import split_specs
+from msrl_jax.fragments.support.text_values import Call, read_call, split_specs
 
 
 def is_own(algorithm: str) -> bool:
@@ -24,9 +25,13 @@ def code_of(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def texts(value: Any) -> Iterator[str]:
     """All texts in plain data, and the parts of each that may be a value of its own."""
+    if is_option(value):
+        value = str(value)
     if isinstance(value, str):
         parts = split_specs(value)
         yield from dict.fromkeys([value, *parts, *itertools.chain.from_iterable(part.split() for part in parts)])
+        with contextlib.suppress(ValueError):  # of an option
+            yield from itertools.chain.from_iterable(map(texts, _arguments(read_call(value))))
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from texts(each)
@@ -34,6 +39,11 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts(each)
+
+
+def _arguments(call: Call) -> Iterator[Any]:
+    for each in (*call.args, *call.kwargs.values()):
+        yield from _arguments(each) if isinstance(each, Call) else [each]
 
 
 def _names_code(field: str, text: str) -> bool:

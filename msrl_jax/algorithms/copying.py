@@ -65,6 +65,7 @@ def _text(kind: Any, name: str) -> str:
         raise ValueError(f"{file} has the config {also[0]} too, which a copy would register again; move it to another file")
     old = configs[base].name
     text = text if own == base else _as_variant(text, configs[base], kind)
+    text = _without_unused(text) if variants else text
     text, count = re.subn(rf"""(\bconfig\(\s*(?:name=)?)(["']){old}\2""", rf'\1"{name}"', text)
     if count == 0:
         raise ValueError(f"{file} has no decorator with the name {old!r}; write @config({old!r}) before the class {base}")
@@ -80,8 +81,16 @@ def _without_variants(source: str) -> tuple[str, dict[str, str]]:
             case ast.Assign([ast.Name(name)], ast.Call(ast.Name("variant"), [ast.Name(base), *_])):
                 variants[name] = base
                 del lines[before.end_lineno : node.end_lineno]
-    text, unused = "\n".join(lines), r"(\.config import \(?[\w\s,]*?),\s*variant\b"
-    return re.sub(unused, r"\1", text) if variants else text, variants
+    return "\n".join(lines), variants
+
+
+def _without_unused(source: str) -> str:
+    """The text of a file without the names that it imports from modules and does not use."""
+    nodes = [*ast.walk(ast.parse(source))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for name in imported - {node.id for node in nodes if isinstance(node, ast.Name)}:
+        source = re.sub(rf"\s*\b{name}\b,(?=\s)|,\s*{name}\b", "", source, count=1)
+    return source
 
 
 def _as_variant(source: str, base: Any, variant: Any) -> str:

@@ -5,60 +5,57 @@ This file has the loss; the loop and the update are in `loops/off_policy.py`. In
 `A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a distribution.
 """
 
-from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     NetworkKind,
     OptimizerKind,
     Tunable,
-    TunableOrNone,
     config,
     field,
     tunable,
     variant,
 )
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.losses.distributional import (
     categorical_loss,
     categorical_projection,
     check_support,
     quantile_huber_loss,
-    support,
+    value_error,
 )
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import (
+    C51,
+    IQN,
+    QR,
+    Annealed,
+    Double,
+    Expected,
+    Greedy,
+    Hindsight,
+    Munchausen,
+    PerEnv,
+    Prioritized,
+    Replay,
+)
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import NStep
-from msrl_jax.replay.relabelling import Strategy
 
 
-@config(
-    "dqn",
-    needs={
-        "exploration=annealed": "exploration_steps final_epsilon",
-        "exploration=per_env": "base_epsilon",
-        "distribution=c51": "v_min v_max",
-        "distribution=c51|qr": "num_atoms",
-        "prioritised=True": "alpha beta",
-        "distribution=iqn": "num_fractions num_target_fractions num_choice_fractions",
-        "relabel!=0|0.0": "relabel_by",
-        "munchausen=True": "munchausen_scale munchausen_temperature munchausen_clip",
-    },
-)
+@config("dqn")
 class DQN:
     """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
 
@@ -71,35 +68,17 @@ class DQN:
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=128, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    relabel: float = field(default=0.0, low=0, high=1, doc="share of sampled steps given achieved goals (HER). Usual: 0.8.")
-    relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
+    replay: Replay = field(default=Replay(), doc="the buffer, and how batches are drawn.")
+    hindsight: Hindsight | None = field(default=None, doc="goals of sampled steps that were achieved later. Usual: None.")
     learning_rate: Tunable = tunable(default=0.00025, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
-    alpha: Tunable = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
-    beta: TunableOrNone = tunable(
-        default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
-    )
-    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
-    exploration_steps: int = field(default=10000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: Tunable = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
-    )
+    exploration: Annealed | PerEnv = field(default=Annealed(), doc="how random actions are. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
-    huber_delta: TunableOrNone = tunable(
-        default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1."
-    )
     adam_epsilon: Tunable = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
@@ -107,51 +86,23 @@ class DQN:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    double: bool = field(default=True, doc="whether the online network chooses the action of a target. Usual: True.")
-    distribution: Literal["none", "c51", "qr", "iqn"] = field(
-        default="none",
-        doc='"none": expected returns; "c51": probabilities of atoms; "qr": quantiles, which need a higher learning rate and '
-        'a slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`); "iqn": quantiles at random fractions. '
-        'Usual: "none".',
-    )
-    num_atoms: int = field(default=51, low=2, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.")
-    v_min: TunableOrNone = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
-    v_max: TunableOrNone = tunable(
-        default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.'
-    )
-    num_fractions: int = field(default=8, doc='"iqn": random fractions of an example, `N` in the paper. Usual: 8 to 64.')
-    num_target_fractions: int = field(default=8, doc='"iqn": random fractions of its target, `N\'`. Usual: 8 to 64.')
-    num_choice_fractions: int = field(default=32, doc='"iqn": midpoints whose mean is the value that chooses, `K`. Usual: 32.')
-    munchausen: bool = field(default=False, doc="whether log-policies are rewards (M-DQN, with soft targets). Usual: False.")
-    munchausen_scale: Tunable = tunable(default=0.9, low=0, high=1, doc="M-DQN: weight of these rewards. Usual: 0.9.")
-    munchausen_temperature: Tunable = tunable(
-        default=0.03, above=0, doc="M-DQN: of the policy, in units of values. Usual: 0.03."
-    )
-    munchausen_clip: Tunable = tunable(default=-1.0, high=0, doc="M-DQN: smallest log-policy times temperature. Usual: -1.")
+    target: Double | Greedy | Munchausen = field(default=Double(), doc="which values targets take. Usual: double.")
+    returns: Expected | C51 | QR | IQN = field(default=Expected(), doc="what the network predicts of a return.")
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, atoms have limits, and M-DQN has single steps and no atoms."""
         check_data(self)
-        name = type(self).__name__
-        if self.munchausen and self.n_step > 1:
-            raise ValueError(
-                f"{name}.munchausen=True adds the log-policy of every step to its reward, but of n_step={self.n_step} steps "
-                "the buffer keeps the sum of their rewards; use n_step=1"
-            )
-        if self.munchausen and self.distribution == "c51":
-            raise ValueError(
-                f"{name}.munchausen=True averages what actions return, but distribution='c51' has probabilities; use "
-                "distribution='none', 'qr' or 'iqn'"
-            )
         check_support(self)
-
-    def check_given(self, given: Collection[str]) -> None:
-        """Raises ValueError if the share of no data was given, or an action to choose where targets average over them."""
-        check_data(self, given)
-        if self.munchausen and self.double and "double" in given:
+        name = type(self).__name__
+        if isinstance(self.target, Munchausen) and self.replay.n_step > 1:
             raise ValueError(
-                f"{type(self).__name__}.double=True chooses the action of a target, but with munchausen=True a target averages "
-                "over all actions, with the target network's policy; leave double out"
+                f"{name}.target={self.target} adds the log-policy of every step to its reward, but of replay.n_step="
+                f"{self.replay.n_step} steps the buffer keeps the sum of their rewards; use replay.n_step=1"
+            )
+        if isinstance(self.target, Munchausen) and isinstance(self.returns, C51):
+            raise ValueError(
+                f"{name}.target={self.target} averages what actions return, but returns='c51' has probabilities; use "
+                "returns='expected', 'qr' or 'iqn'"
             )
 
     def build(self, env: Environment) -> Agent:
@@ -159,17 +110,20 @@ class DQN:
         action_space = check_discrete("DQN", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
-        num_outputs = self.num_atoms if self.distribution in ("c51", "qr") else 1
-        torso, implicit = make_torso(venv.observation_space, self), self.distribution == "iqn"
-        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit)
-        midpoints = ((jnp.arange(self.num_choice_fractions) + 0.5) / self.num_choice_fractions,) if implicit else ()
-        v_min, v_max = support(self) if self.distribution == "c51" else (0.0, 0.0)
+        returns, soft = self.returns, self.target if isinstance(self.target, Munchausen) else None
+        implicit = returns if isinstance(returns, IQN) else None
+        num_outputs = returns.num_atoms if isinstance(returns, C51) else returns.num_quantiles if isinstance(returns, QR) else 1
+        torso = make_torso(venv.observation_space, self)
+        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit is not None)
+        num_midpoints = implicit.num_choice_fractions if implicit else 0
+        midpoints = ((jnp.arange(num_midpoints) + 0.5) / num_midpoints,) if implicit else ()
+        v_min, v_max = returns.support(self.discount) if isinstance(returns, C51) else (0.0, 0.0)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def expected(outputs: jax.Array) -> jax.Array:
             """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
-            if self.distribution == "c51":
-                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, self.num_atoms, dtype=jnp.float32)
+            if isinstance(returns, C51):
+                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
             return outputs.mean(-1)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
@@ -180,40 +134,38 @@ class DQN:
             outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array, *fraction: jax.Array
         ):
             """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N']`."""
-            if self.distribution == "c51":
-                probability, atoms = jax.nn.softmax(next_outputs), jnp.linspace(v_min, v_max, self.num_atoms, dtype=jnp.float32)
-                masses = categorical_projection(probability, reward + discount * atoms, v_min, v_max)
+            if isinstance(returns, C51):
+                atoms = jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
+                masses = categorical_projection(jax.nn.softmax(next_outputs), reward + discount * atoms, v_min, v_max)
                 loss = categorical_loss(outputs, masses)
                 return loss, loss
             target = reward + discount * next_outputs
             error = target.mean() - outputs.mean()
-            if self.distribution in ("qr", "iqn"):
+            if isinstance(returns, QR | IQN):
                 return quantile_huber_loss(outputs, target, 1.0, *fraction), error
-            if self.huber_delta is None:
-                return optax.l2_loss(outputs.mean(), target.mean()), error
-            return optax.huber_loss(outputs.mean(), target.mean(), delta=self.huber_delta), error
+            return value_error(outputs.mean(), target.mean(), returns.huber_delta), error
 
-        def random_fractions(key: jax.Array) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
-            keys, sizes = jax.random.split(key), (self.num_fractions, self.num_target_fractions)
+        def random_fractions(key: jax.Array, returns: IQN) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
+            keys, sizes = jax.random.split(key), (returns.num_fractions, returns.num_target_fractions)
             one, other = (jax.random.uniform(k, (self.batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True))
             return (one,), (other,)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             experience: NStep = batch.experience
-            fraction, next_fraction = random_fractions(batch.key) if implicit else ((), ())
+            fraction, next_fraction = random_fractions(batch.key, implicit) if implicit else ((), ())
             next_target = network.apply(target_params, experience.next_obs, *next_fraction)
-            if self.munchausen or implicit or self.double:
-                chooser = target_params if self.munchausen or not self.double else params
+            if implicit or not isinstance(self.target, Greedy):
+                chooser = params if isinstance(self.target, Double) else target_params
                 next_value = action_values(chooser, experience.next_obs)
             else:
                 next_value = only_legal(expected(next_target), experience.next_obs)
             reward = experience.reward
-            if self.munchausen:
-                next_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_target, self.munchausen_temperature)
+            if soft:
+                next_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_target, soft.temperature)
                 value = action_values(target_params, experience.obs)
                 reward += jax.vmap(munchausen_reward, (0, 0, None, None, None))(
-                    value, experience.action, self.munchausen_scale, self.munchausen_temperature, self.munchausen_clip
+                    value, experience.action, soft.scale, soft.temperature, soft.clip
                 )
             else:
                 next_outputs = jax.vmap(greedy_target)(next_value, next_target)
@@ -229,7 +181,9 @@ class DQN:
         def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             return action_values(params, obs).argmax(-1).astype(jnp.int32), carry
 
-        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
+        randomly = epsilon_greedy(
+            self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size
+        )
 
         def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
             greedy, carry = choose_action(params, obs, None, carry)
@@ -264,10 +218,8 @@ ApexDQN = variant(
     """,
     num_envs=64,
     num_updates=8,
-    n_step=3,
-    double=True,
+    replay=Replay(n_step=3, priorities=Prioritized()),
     dueling=True,
-    prioritised=True,
-    exploration="per_env",
+    exploration=PerEnv(),
     actor_period=4,
 )

@@ -1,6 +1,7 @@
 """Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
-With `critic="policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions, and there is no
+With `critic="of_policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions,
+and there is no
 value network. With several of these actions, and with `weighting="binary"` or their best as the `baseline`, it is CRR (Wang et
 al., 2020, arXiv 2006.15134). This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is
 `batch_size` and `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange
@@ -26,6 +27,7 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
+from msrl_jax.algorithms.fields import option
 from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
@@ -36,16 +38,43 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@config(
-    "iql",
-    offline=True,
-    privileged=True,
-    needs={
-        "critic=expectile": "expectile",
-        "critic=policy": "num_actions baseline",
-        "weighting=exp": "inverse_temperature max_weight",
-    },
-)
+@option
+class Expectile:
+    """Targets take an expectile of the values of the data's actions."""
+
+    expectile: Tunable = tunable(
+        default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9."
+    )
+
+
+@option
+class OfPolicy:
+    """Targets take the values of the policy's actions (AWAC, CRR)."""
+
+    num_actions: int = field(
+        default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
+    )
+    baseline: Literal["mean", "max"] = field(
+        default="mean", doc='what an advantage is above: the mean or the best value of the policy\'s actions. Usual: "mean".'
+    )
+
+
+@option
+class Exponential:
+    """An action has the exponential of its advantage as weight."""
+
+    inverse_temperature: Tunable = tunable(
+        default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10."
+    )
+    max_weight: Tunable = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
+
+
+@option
+class Binary:
+    """An action has the weight 1 if its advantage is above 0, else 0 (CRR)."""
+
+
+@config("iql", offline=True, privileged=True)
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 
@@ -72,27 +101,10 @@ class IQL:
     normalize_rewards: bool = field(
         default=True,
         doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so "
-        "that `inverse_temperature` does not depend on units. Usual: True.",
+        "that `weighting.inverse_temperature` does not depend on units. Usual: True.",
     )
-    critic: Literal["expectile", "policy"] = field(
-        default="expectile", doc='what targets value: an expectile of the data, or the policy (AWAC). Usual: "expectile".'
-    )
-    expectile: Tunable = tunable(
-        default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9."
-    )
-    num_actions: int = field(
-        default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
-    )
-    baseline: Literal["mean", "max"] = field(
-        default="mean", doc='what an advantage is above: the mean or the best value of the policy\'s actions. Usual: "mean".'
-    )
-    weighting: Literal["exp", "binary"] = field(
-        default="exp", doc='weight of an action: of its advantage, or 1 if that is above 0, else 0 (CRR). Usual: "exp".'
-    )
-    inverse_temperature: Tunable = tunable(
-        default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10."
-    )
-    max_weight: Tunable = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
+    critic: Expectile | OfPolicy = field(default=Expectile(), doc="what targets value. Usual: expectile.")
+    weighting: Exponential | Binary = field(default=Exponential(), doc="weights of actions. Usual: exponential.")
 
     check = check_data
 
@@ -101,7 +113,9 @@ class IQL:
         action_space = check_discrete_or_bounded("iql", env.action_space)
         policy = make_policy(env.observation_space, action_space, self)
         critics = make_critics(env.observation_space, action_space, 2, self)
-        value = make_value(env.observation_space, self) if self.critic == "expectile" else None
+        valued, weighting = self.critic, self.weighting
+        value = make_value(env.observation_space, self) if isinstance(valued, Expectile) else None
+        best = jnp.max if isinstance(valued, OfPolicy) and valued.baseline == "max" else jnp.mean
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
@@ -121,23 +135,23 @@ class IQL:
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
             e, (next_keys, keys), judge = batch.experience, (None, None), target_critic
-            if value is None:  # the newest critics judge the policy, as in AWAC's code
-                (next_keys, keys), judge = jax.random.split(batch.key, (2, self.num_actions, len(e.reward))), params["critic"]
+            if isinstance(valued, OfPolicy):  # the newest critics judge the policy, as in AWAC's code
+                (next_keys, keys), judge = jax.random.split(batch.key, (2, valued.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
             outcome = taken_value(critics, judge, e.obs, e.action).min(0)
-            advantage = outcome - value_of(params, judge, e.obs, keys, jnp.max if self.baseline == "max" else jnp.mean)
+            advantage = outcome - value_of(params, judge, e.obs, keys, best)
             weight = (
                 (advantage > 0).astype(jnp.float32)
-                if self.weighting == "binary"
-                else advantage_weight(advantage, self.inverse_temperature, self.max_weight)
+                if isinstance(weighting, Binary)
+                else advantage_weight(advantage, weighting.inverse_temperature, weighting.max_weight)
             )
 
             def loss(trained):
                 q = taken_value(critics, trained["critic"], e.obs, e.action)
                 losses = {"critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()}
-                if value is not None:
+                if value is not None and isinstance(valued, Expectile):
                     error = outcome - value.apply(trained["value"], e.obs)
-                    losses["value_loss"] = expectile_loss(error, self.expectile).mean()
+                    losses["value_loss"] = expectile_loss(error, valued.expectile).mean()
                 losses["actor_loss"] = -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean()
                 total = jnp.stack([*losses.values()]).sum()
                 stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}

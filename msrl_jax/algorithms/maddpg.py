@@ -25,7 +25,6 @@ import optax
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -42,6 +41,7 @@ from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import Replay
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
@@ -59,11 +59,7 @@ class MADDPG:
     discount: Tunable = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    replay: Replay = field(default=Replay(100_000, learning_starts=4000), doc="the buffer, and how batches are drawn.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 5e-4 (EPyMARL) to 1e-2 (paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

@@ -16,11 +16,12 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, T
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.buffers import check_discrete
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, shuffle
-from msrl_jax.algorithms.loops.off_policy import Exploration, epsilon_greedy
+from msrl_jax.algorithms.loops.off_policy import epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import Annealed, PerEnv
 from msrl_jax.algorithms.returns.advantages import gae, mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -51,7 +52,7 @@ class Experience(NamedTuple):
     present: jax.Array | None  # which steps count; all if None
 
 
-@config("pqn", needs={"exploration=annealed": "exploration_steps final_epsilon", "exploration=per_env": "base_epsilon"})
+@config("pqn")
 class PQN:
     """Parallelised Q-network; for discrete actions.
 
@@ -69,12 +70,7 @@ class PQN:
     max_grad_norm: TunableOrNone = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     q_lambda: Tunable = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
-    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
-    exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: Tunable = tunable(default=0.02, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.001 to 0.1.")
-    base_epsilon: Tunable = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
-    )
+    exploration: Annealed | PerEnv = field(default=Annealed(100_000, 0.02), doc="how random actions are. Usual: annealed.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (128, 128); (512,) for images.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -109,7 +105,7 @@ class PQN:
             PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
         )
 
-        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=0)
+        randomly = epsilon_greedy(self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=0)
 
         @fragment(role="actor")
         def explore(params, obs, keys, steps):

@@ -18,7 +18,6 @@ from flax import linen as nn
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     CoreKind,
     NetworkKind,
     OptimizerKind,
@@ -31,13 +30,14 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Exploration, epsilon_greedy, gradient_rule
+from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
 from msrl_jax.algorithms.loops.windows import replay_values, successors
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import Annealed, PerEnv, Replay
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
@@ -45,15 +45,7 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import Transition
 
 
-@config(
-    "qmix",
-    many_agents=True,
-    needs={
-        "exploration=annealed": "exploration_steps final_epsilon",
-        "exploration=per_env": "base_epsilon",
-        "prioritised=True": "alpha beta",
-    },
-)
+@config("qmix", many_agents=True)
 class QMIX:
     """Q-learning of a team whose joint value rises with the value of every agent; rewards are summed, actions discrete.
 
@@ -65,26 +57,12 @@ class QMIX:
     discount: Tunable = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(default=4000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    replay: Replay = field(default=Replay(100_000, learning_starts=4000), doc="the buffer, and how batches are drawn.")
     learning_rate: Tunable = tunable(default=0.003, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
-    alpha: Tunable = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
-    beta: TunableOrNone = tunable(
-        default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
-    )
-    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
-    exploration_steps: int = field(default=100000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: Tunable = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
-    )
+    exploration: Annealed | PerEnv = field(default=Annealed(100_000), doc="how random actions are. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -146,7 +124,7 @@ class QMIX:
                 chooser = successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
                 best = only_legal(chooser, after.next_obs.obs).argmax(-1)
                 next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
-                target = sequence_target(next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=None)
+                target = sequence_target(next_value, after, discount=self.discount, num_steps=self.replay.n_step, epsilon=None)
                 taken = mix(params, _of_actions(values, after.action), after.obs)[: self.trace_length]
                 return sequence_loss(batch.weight, taken, target, self.huber_delta, 0.9)
 
@@ -158,7 +136,7 @@ class QMIX:
 
         # Every agent explores by itself.
         everyone = self.num_envs * num_agents
-        randomly = epsilon_greedy(self, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
+        randomly = epsilon_greedy(self.exploration, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
 
         def explore(
             params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry

@@ -17,7 +17,6 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     CoreKind,
     NetworkKind,
     OptimizerKind,
@@ -28,11 +27,12 @@ from msrl_jax.algorithms.config import (
     tunable,
 )
 from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Carry, Exploration, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.off_policy import Batch, Carry, epsilon_greedy, gradient_rule, off_policy_agent
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
 from msrl_jax.algorithms.loops.windows import replay_values, successors
 from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import Annealed, PerEnv, Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
@@ -41,14 +41,7 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import Transition
 
 
-@config(
-    "r2d2",
-    needs={
-        "exploration=annealed": "exploration_steps final_epsilon",
-        "exploration=per_env": "base_epsilon",
-        "prioritised=True": "alpha beta",
-    },
-)
+@config("r2d2")
 class R2D2:
     """Recurrent deep Q-learning from replayed sequences; for discrete actions.
 
@@ -62,26 +55,15 @@ class R2D2:
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(default=2000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    replay: Replay = field(
+        default=Replay(50_000, n_step=5, learning_starts=2000, priorities=Prioritized(0.9, None)),
+        doc="the buffer, and how batches are drawn.",
+    )
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    prioritised: bool = field(default=True, doc="whether larger TD errors are drawn more often. Usual: True for images.")
-    alpha: Tunable = tunable(default=0.9, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
-    beta: TunableOrNone = tunable(
-        default=None, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
-    )
-    exploration: Exploration = field(default="annealed", doc='epsilon falls, or is constant "per_env". Usual: "annealed".')
-    exploration_steps: int = field(default=20000, doc='"annealed": steps until epsilon is final. Usual: a tenth of the run.')
-    final_epsilon: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
-    base_epsilon: Tunable = tunable(
-        default=0.4, low=0, high=1, doc='"per_env": `base_epsilon ** (1 + 7i/(E - 1))`. Usual: 0.4.'
-    )
+    exploration: Annealed | PerEnv = field(default=Annealed(20_000), doc="how random actions are. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
@@ -131,7 +113,7 @@ class R2D2:
                 chooser = successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
                 next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
                 target = sequence_target(
-                    next_value, after, discount=self.discount, num_steps=self.n_step, epsilon=self.rescale_epsilon
+                    next_value, after, discount=self.discount, num_steps=self.replay.n_step, epsilon=self.rescale_epsilon
                 )
                 taken = jnp.take_along_axis(values, after.action[..., None], -1)[: self.trace_length, :, 0]
                 return sequence_loss(batch.weight, taken, target, self.huber_delta, self.eta)
@@ -142,7 +124,9 @@ class R2D2:
             values, carry = network.step(params, obs, carry)
             return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
 
-        randomly = epsilon_greedy(self, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
+        randomly = epsilon_greedy(
+            self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size
+        )
 
         def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
             greedy, carry = choose_action(params, obs, None, carry)

@@ -9,6 +9,7 @@ import jax
 from msrl_jax import envs
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
+from msrl_jax.algorithms.fields import all_fields, with_values
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 from msrl_jax.fragments.support import checks, naming
@@ -70,37 +71,29 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
 
     Args:
       algorithm: what `get` takes, or a config whose fields are the defaults.
-      overrides: fields to replace.
+      overrides: fields to replace; those of options have dotted names, such as `exploration.base`.
 
     Returns:
       The config.
 
     Raises:
-      ValueError: on an unknown algorithm or field (the message suggests the nearest one), on an invalid value, and on a field
-        that has no effect with the other fields.
+      ValueError: on an unknown algorithm or field (the message suggests the nearest one), and on an invalid value.
     """
     given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
     source: Any = type(algorithm) if given else algorithm
     kind: Any = get(source)
     base: Any = algorithm if given else kind()
-    known = [f.name for f in dataclasses.fields(base)]
+    known = list(all_fields(kind))
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
             if name == "core" and (with_memory := _WITH_MEMORY.get(base.name)):
                 near = f": {base.name} with a memory is {with_memory}"
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
-    new: Any = dataclasses.replace(base, **overrides)
+    new = with_values(base, overrides)
     words.check(new)
-    changed = {f.name for f in dataclasses.fields(base) if f.name in base.needs and _is_changed(base, f)}
-    words.check_given(new, changed.union(overrides))
+    words.check_fits(new)
     return new
-
-
-def _is_changed(config: Any, field: dataclasses.Field[Any]) -> bool:
-    """Whether a field of a config has another value than its default: somebody gave it."""
-    value = getattr(config, field.name)
-    return type(value) is not type(field.default) or (isinstance(value, bool | int | float | str) and value != field.default)
 
 
 def check_env(config: Any, env: Any) -> None:

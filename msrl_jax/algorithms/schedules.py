@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax.algorithms.fields import all_fields, tunable_fields, value_of
 from msrl_jax.algorithms.optimizers import KL
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_values
@@ -141,16 +142,16 @@ def kl_remedy(text: Any) -> str | None:
 
 def given(config: Any) -> dict[str, Any]:
     """The schedules of a config as they are given, by field."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("tunable")}
+    values = {name: value_of(config, name) for name in tunable_fields(config)}
     return {name: value for name, value in values.items() if is_schedule(value)}
 
 
 def check(config: Any) -> dict[str, Schedule]:
     """The schedules of a config, all values of which are in the bounds of their fields; raises ValueError if one is not."""
     found = {name: read(value) for name, value in given(config).items()}
-    bounds = {f.name: f.metadata.get("bounds", {}) for f in dataclasses.fields(config)}
+    bounds = {name: f.metadata.get("bounds", {}) for name, f in all_fields(config).items()}
     for name, schedule in found.items():
-        where = f"{type(config).__name__}.{name}={checks.name_of(getattr(config, name))}"
+        where = f"{type(config).__name__}.{name}={checks.name_of(value_of(config, name))}"
         if wrong := _wrong_value(name, _table(schedule, where), bounds[name]):
             raise ValueError(f"{where}: {wrong}")
     return found

@@ -16,7 +16,6 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress, step_size
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     CoreKind,
     NetworkKind,
     OptimizerKind,
@@ -24,35 +23,26 @@ from msrl_jax.algorithms.config import (
     TunableOrNone,
     config,
     field,
-    is_constant,
     tunable,
     variant,
 )
+from msrl_jax.algorithms.fields import is_constant
 from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
 from msrl_jax.algorithms.loops.memories import check_memory, first_critic, remembered, with_memory
 from msrl_jax.algorithms.loops.normalized import normalized, seen_space
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
-from msrl_jax.algorithms.losses.critics import Distribution, check_prediction, prediction_of
+from msrl_jax.algorithms.losses.critics import prediction_of
+from msrl_jax.algorithms.losses.distributional import check_support
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder
-from msrl_jax.replay.relabelling import Strategy
 
 
-@config(
-    "td3",
-    privileged=True,
-    needs={
-        "distribution=c51": "v_min v_max",
-        "distribution=c51|qr": "num_atoms",
-        "distribution=qr": "num_dropped",
-        "core!=none": "burn_in trace_length",
-        "relabel!=0|0.0": "relabel_by",
-    },
-)
+@config("td3", privileged=True)
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 
@@ -64,15 +54,10 @@ class TD3:
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions, or windows, per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
-    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    relabel: float = field(default=0.0, low=0, high=1, doc="share of sampled steps given achieved goals (HER). Usual: 0.8.")
-    relabel_by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
+    replay: Replay = field(default=Replay(200_000), doc="the buffer, and how batches are drawn.")
+    hindsight: Hindsight | None = field(default=None, doc="goals of sampled steps that were achieved later. Usual: None.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -88,17 +73,7 @@ class TD3:
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
-    distribution: Distribution = field(
-        default="none",
-        doc='"none": expected returns, of which the lowest counts; "qr": quantiles, the largest of which are dropped (TQC); '
-        '"c51": probabilities of atoms (FastTD3). Usual: "none".',
-    )
-    num_atoms: int = field(default=25, low=2, doc="atoms or quantiles of a critic, `N`. Usual: 25 quantiles, 51 to 251 atoms.")
-    num_dropped: int = field(default=2, low=0, doc='"qr": largest quantiles per critic that are no targets. Usual: 2.')
-    v_min: TunableOrNone = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
-    v_max: TunableOrNone = tunable(
-        default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.'
-    )
+    returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return.")
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     max_exploration_noise: TunableOrNone = tunable(
@@ -113,14 +88,12 @@ class TD3:
         """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
         check_data(self)
         check_memory(self)
-        check_prediction(self)
+        check_support(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
             raise ValueError(
                 f"{type(self).__name__}.max_exploration_noise={high:g} is below exploration_noise={low:g}; use a larger one"
             )
-
-    check_given = check_data
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
@@ -195,7 +168,7 @@ class TD3:
 
         def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
             explored = jnp.clip(policy(params["actor"], obs) + deviation * noise(keys), -1.0, 1.0)
-            return jnp.where(at_least(steps, self.learning_starts), explored, uniform_actions(keys, action_space)), carry
+            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space)), carry
 
         rule = Rule(init, update, choose_action)
         buffer, acting = remembered(self, env, rule, explore, actor=actor, critic=critics)

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
-from msrl_jax.algorithms.config import ALGORITHMS, config, field, is_object
+from msrl_jax.algorithms.config import ALGORITHMS, config, field
+from msrl_jax.algorithms.fields import is_object, written
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.networks.distributions import check_policy_space
@@ -110,7 +111,7 @@ class Entry:
             if is_object(value) and not isinstance(said := reference(value), str):
                 raise ValueError(f"team {self.name!r} has {said['object']} as {name}; teams are text, so give MODULE:NAME")
         changed = {name: reference(value) if is_object(value) else value for name, value in changed.items()}
-        fields += [f"{k}={value!r}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
+        fields += [f"{k}={written(value)}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
         name = type(self.config).name if self.config else RANDOM
         if self.config and files.is_file(found := files.reference(type(self.config))):
             name = found

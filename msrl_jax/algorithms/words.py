@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import optax
 
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind, is_word, with_traced
+from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind
+from msrl_jax.algorithms.fields import all_fields, check_unused, is_word, value_of, with_options, with_traced
 from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.optimizers import NAMED, Named
@@ -76,70 +77,40 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
 
 def check(config: Any) -> dict[str, schedules.Schedule]:
     """Raises ValueError if something in a config is none of what it may stand for; returns its schedules, by field."""
-    for f in dataclasses.fields(config):
-        value, tunable = getattr(config, f.name), f.metadata.get("tunable")
-        if f.name == "optimizer" and _has_optimizer(config):
+    for name, f in all_fields(config).items():
+        value, tunable = value_of(config, name), f.metadata.get("tunable")
+        if name == "optimizer" and _has_optimizer(config):
             remedy = _optimizer_remedy(value)
-        elif f.name == "core" and not tunable:
+        elif name == "core" and not tunable:
             remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_word(value):
             once = "a number, which is read once, at the start"
-            remedy = once if f.metadata.get("once") else schedules.remedy(f.name, value, f.metadata["bounds"])
+            remedy = once if f.metadata.get("once") else schedules.remedy(name, value, f.metadata["bounds"])
         else:
             continue
         if remedy:
-            raise ValueError(f"{type(config).__name__}.{f.name}={shown(value)}: use {remedy}")
+            raise ValueError(f"{type(config).__name__}.{name}={shown(value)}: use {remedy}")
     found = schedules.check(config)
-    if found and hasattr(config, "check"):
-        usual = {name: f.default for name, f in config.__dataclass_fields__.items() if name in found}
-        for progress in (0.0, 1.0):  # a function is not called where the fields are compared with each other
-            ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
-            with_traced(config, usual | ramps).check()
+    usual = {name: f.default for name, f in all_fields(config).items() if name in found}
+    for progress in (0.0, 1.0) if found else ():  # a function is not called where the fields are compared with each other
+        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
+        for part in with_options(with_traced(config, usual | ramps)):
+            if hasattr(part, "check"):
+                part.check()
     return found
 
 
-class WithoutEffect(ValueError):
-    """A field was given that has no effect with the value of another one.
-
-    Attributes:
-      field, other: the names of the two.
-    """
-
-    def __init__(self, message: str, field: str, other: str):
-        super().__init__(message)
-        self.field, self.other = field, other
-
-
-def check_given(config: Any, names: Collection[str]) -> None:
-    """Raises ValueError if a field was given that has no effect with the others."""
-    kind, rate = type(config).__name__, getattr(config, "learning_rate", None)
-    if "anneal_learning_rate" in names and is_word(rate):
-        raise ValueError(
-            f"{kind}.anneal_learning_rate has no effect on {kind}.learning_rate={checks.name_of(rate)}, which is no number; "
-            "leave it out, or give a number"
-        )
-    for name in _PARTS if is_own(getattr(config, "optimizer", "adam")) else ():
-        if name in names:
-            raise ValueError(
-                f"{kind}.{name} has no effect on your optimizer, which has its own learning rate, clip and schedule; "
-                f"make them a part of it, and leave {name} out"
-            )
-    for name, need in config.needs.items():
-        other, _, text = need.partition("=")
-        other, values, others = other.rstrip("!"), text.split("|"), other.endswith("!")
-        if name in names and (str(now := getattr(config, other)) in values) == others:
-            use = "another one" if others else f"{other}=" + " or ".join(repr(v) if isinstance(now, str) else v for v in values)
-            raise WithoutEffect(f"{kind}.{name} has no effect with {other}={now!r}; leave it out, or use {use}", name, other)
-    core = getattr(config, "core", None)
-    useless = {"memory_size": ("gru", core == "none" or not is_name(core)), "shared_torso": ("none", core != "none")}
-    for name, (other, is_useless) in useless.items() if core is not None else ():
-        if is_useless and name in names:
-            fact = f"{kind}.{name} has no effect on {kind}.core={checks.name_of(core)}"
-            raise WithoutEffect(f"{fact}; leave it out, or give core={other!r}", name, "core")
-    if hasattr(config, "check_given"):
-        config.check_given(names)
+def check_fits(config: Any) -> None:
+    """Raises ValueError if a field has no effect beside an optimizer or a core, and another value than its default."""
+    if is_own(getattr(config, "optimizer", "adam")):
+        because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
+        check_unused(config, _PARTS, because)
+    if (core := getattr(config, "core", None)) is not None:
+        because = f"with core={checks.name_of(core)}"
+        check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)
+        check_unused(config, ("shared_torso",) if core != "none" else (), because)
 
 
 def _has_optimizer(config: Any) -> bool:

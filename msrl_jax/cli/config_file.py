@@ -134,7 +134,11 @@ def read(name: str) -> ConfigFile:
     except UnicodeDecodeError:
         raise UsageError(f"--config {name} is no text in UTF-8; write key = value in each line") from None
     rows = text.splitlines()
-    keys = [match and match[1].replace("-", "_") for match in (re.match(r"""\s*\[*\s*["']?([\w-]+)""", row) for row in rows)]
+    keys, table = list[str | None](), ""
+    for row in rows:
+        match = re.match(r"""(\[*)\s*["']?([\w.-]+)""", row)
+        keys.append(match and table * (not match[1]) + match[2].replace("-", "_"))
+        table = f"{keys[-1]}." if match and match[1] else table
     lines = {key: number for number, key in reversed([*enumerate(keys, 1)]) if key}
     try:
         found = tomllib.loads(text)
@@ -148,7 +152,7 @@ def read(name: str) -> ConfigFile:
             raise _twice(name, key, number, lines) from None
         raise UsageError(f"{name}, line {number}: no TOML ({fact}); write key = value, with text in double quotes") from None
     values: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in toml.flat(found).items():
         if (key := key.replace("-", "_")) in values:
             raise _twice(name, key, [number for number, other in enumerate(keys, 1) if other == key][-1], lines)
         values[key] = value
@@ -194,7 +198,7 @@ def _scalar(key: str, hint: Any, value: Any, where: str) -> str:
             flag = key.replace("_", "-")
             fact = f"was an object ({value['object']}), which a file cannot hold; name one with --{flag}, or use msrl.train"
         else:
-            fact = f"is a table; keys are flat, so write {key} = value, without [{key}]"
+            fact = "is an empty table; give it a key, or leave it out"
     elif isinstance(value, bool):
         fact = f"is {toml.value(value)}; it takes a value, not true or false"
     elif isinstance(value, list):
@@ -223,7 +227,7 @@ def text(name: str, base: type, argv: Sequence[str], args: Any) -> str:
     for field in (*options, *fields):
         if field.name in ("recipe", "trust"):  # the settings of the one are in the file, and no file trusts itself
             continue
-        value = getattr(args if field in options else args.config, field.name)
+        value = getattr(args, field.name) if field in options else flags.flag_value(args.config, field.name)
         is_given = field.name in given or _is_positional(field.type)
         parts.append(toml.entry(field.name, value, field.metadata["doc"], given=is_given))
     return "\n".join(parts)

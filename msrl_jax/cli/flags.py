@@ -1,6 +1,7 @@
 """Command line parsing: flags for the fields of a command and of an algorithm's config."""
 
 import contextlib
+import copy
 import dataclasses
 import decimal
 import io
@@ -126,9 +127,38 @@ def given_fields(argv: Sequence[str]) -> set[str]:
     return names | {name.removeprefix("no_") for name in names}
 
 
+def _choice(kind: Any, *, several: bool) -> PrimitiveConstructorSpec:
+    """Reads the text of an option; a list if there are several."""
+    names = [getattr(part, "option", "None") for part in _parts(kind)]
+    metavar = f"{'|'.join(names)}[:field=value,...]{'[,...]' * several}"
+
+    def read(text: str) -> Any:
+        texts = split_specs(text) if several else [text]
+        return texts if len(texts) > 1 else texts[0]
+
+    return _one(metavar, read)
+
+
+def _default(config: Any, name: str) -> Any:
+    """The default of a field of a config, or of an option that the config may have."""
+    from msrl_jax.algorithms.fields import all_fields, value_of
+
+    usual = config()
+    return value_of(usual, name) if name in all_fields(usual) else all_fields(config)[name].default
+
+
+def _about(config: type, name: str) -> str:
+    """The text of a field; of an option, with its name."""
+    from msrl_jax.algorithms.fields import all_fields, choices
+
+    known, (head, _, rest) = all_fields(config), name.rpartition(".")
+    of = [kind.option for kind in choices(known[head]) if rest in all_fields(kind)] if head else []
+    return f"of {' and '.join(of)}: {known[name].metadata['doc']}" if of else known[name].metadata["doc"]
+
+
 def _default_text(configs: dict[str, type], name: str) -> str | None:
     """The defaults of a field in several configs as text; None if they are equal."""
-    defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
+    defaults = {algo: _default(c, name) for algo, c in configs.items()}
     if len({repr(x) for x in defaults.values()}) == 1:
         return None
     return f"(default: {', '.join(f'{x} of {algo}' for algo, x in defaults.items())})"
@@ -155,31 +185,35 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
     A plain dataclass in place of the config, because a flag may have several values.
     """
     from msrl_jax import algorithms
-    from msrl_jax.algorithms.config import tunable_fields
+    from msrl_jax.algorithms.fields import all_fields, is_option, tunable_fields
 
     configs = {name: algorithms.get(name) for name in algos}
     first, *_ = configs.values()
     taken = {f.name for f in dataclasses.fields(command)}
-    shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
+    known = [all_fields(c) for c in configs.values()]
+    shared = set.intersection(*map(set, known))
     several = set.intersection(*(set(tunable_fields(c)) for c in configs.values()))
-    hints = [typing.get_type_hints(c) for c in configs.values()]
     swept = getattr(command, "SWEEPS", False)
 
-    def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
-        kinds = [part for hint in hints for part in _parts(hint[field.name]) if typing.get_origin(part) is not Mapping]
+    def flag(name: str, field: dataclasses.Field) -> tuple[str, Any, Any]:
+        kinds = [part for fields in known for part in _parts(fields[name].type) if typing.get_origin(part) is not Mapping]
         kind = Union[tuple(kinds)]  # noqa: UP007
-        if swept and {int, float} & set(_parts(kind)):
+        if any(map(is_option, kinds)):
+            kind = Annotated[Any, _choice(kind, several=swept)]
+        elif swept and {int, float} & set(_parts(kind)):
             kind = Annotated[Any, _SPEC]
         elif Any in kinds or (swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in _parts(kind)}):
             kind = Annotated[Any, _options(kind)]
-        elif field.name in several:
+        elif name in several:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
         elif kind == tuple[int, ...]:
             kind = Annotated[Any, _SIZES]
-        about = tyro.conf.arg(help=field.metadata["doc"], help_behavior_hint=_default_text(configs, field.name))
-        return field.name, Annotated[kind, about], dataclasses.field(default=field.default, metadata=field.metadata)
+        about = {"doc": _about(first, name)}
+        shown = tyro.conf.arg(name=name, help=about["doc"], help_behavior_hint=_default_text(configs, name))
+        default = dataclasses.field(default=_default(first, name), metadata={**field.metadata, **about})
+        return name.replace(".", _DOT), Annotated[kind, shown], default
 
-    fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
+    fields = [flag(name, f) for name, f in known[0].items() if name in shared - taken]
     return dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
 
 
@@ -188,7 +222,16 @@ def fields_of(base: type, argv: Sequence[str]) -> tuple[list[dataclasses.Field],
     command = _command(base, argv)
     config: Any = next((f.default for f in dataclasses.fields(command) if f.name == "config"), None)
     fields = [f for f in dataclasses.fields(command) if "doc" in f.metadata]
-    return fields, [] if config is None else list(dataclasses.fields(config))
+    return fields, [] if config is None else [_dotted(f) for f in dataclasses.fields(config)]
+
+
+_DOT = "__"  # in names of attributes, for the dot in the name of a field of an option
+
+
+def _dotted(field: dataclasses.Field) -> dataclasses.Field:
+    field = copy.copy(field)
+    field.name = field.name.replace(_DOT, ".")
+    return field
 
 
 def _command(base: type, argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> type:
@@ -197,14 +240,20 @@ def _command(base: type, argv: Sequence[str], defaults: Mapping[str, Any] | None
     return _with_texts(base, config, defaults or {})
 
 
+def flag_value(config: Any, name: str) -> Any:
+    """The value of a flag of a config."""
+    return getattr(config, name.replace(".", _DOT))
+
+
 def nearest(name: str, own: Sequence[str], others: Sequence[str]) -> str:
     """What an unknown name probably means, to follow it: one of these, or a field of the configs of other algorithms."""
     if others:
         from msrl_jax import algorithms
+        from msrl_jax.algorithms.fields import all_fields
 
         field = name.replace("-", "_")
         kinds = {algo: algorithms.get(algo) for algo in algorithms.names()}
-        if having := [algo for algo, kind in kinds.items() if field in {f.name for f in dataclasses.fields(kind)}]:
+        if having := [algo for algo, kind in kinds.items() if field in all_fields(kind)]:
             return f", which is one of {', '.join(having)}"
     return suggestion(name, [*own, *others])
 
@@ -223,7 +272,7 @@ def parse(prog: str, base: type, argv: Sequence[str], defaults: Mapping[str, Any
             raise UsageError(f"the value of {flag} is empty; give one, or leave the option out")
     args, unknown = _parse(prog, command, argv, f"{(base.__doc__ or '').splitlines()[0]} {ABOUT_FILES}")
     config = getattr(args, "config", None)
-    others = [f.name for f in dataclasses.fields(config)] if config is not None else []
+    others = [f.name.replace(_DOT, ".") for f in dataclasses.fields(config)] if config is not None else []
     if unknown:
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
         known, fields = ([name.replace("_", "-") for name in names] for names in ((*own, "config", "print-config"), others))
@@ -235,7 +284,7 @@ def parse(prog: str, base: type, argv: Sequence[str], defaults: Mapping[str, Any
             raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
     if "given" in own:
         args = dataclasses.replace(args, given=frozenset(given))
-    return args, {name: getattr(config, name) for name in others if name in given}
+    return args, {name: flag_value(config, name) for name in others if name in given}
 
 
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:

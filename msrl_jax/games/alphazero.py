@@ -36,6 +36,7 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
+from msrl_jax.algorithms.fields import option
 from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
 from msrl_jax.algorithms.networks.distributions import choose
@@ -82,6 +83,16 @@ Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, Move]]
 example is that of the move that the search chose."""
 
 
+@option
+class Positions:
+    """A buffer of positions, from which batches are drawn."""
+
+    capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
+    learning_starts: int | None = field(default=None, doc="positions before learning; None: what a batch needs. Usual: None.")
+    storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
+
+
 @config("alphazero", many_agents=True)
 class AlphaZero:
     """Gumbel AlphaZero: a network learns from a search that it guides, in games of two players who see the whole state."""
@@ -95,10 +106,7 @@ class AlphaZero:
     discount: Tunable = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
     num_updates: int = field(default=32, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
     batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
-    learning_starts: int | None = field(default=None, doc="positions before learning; None: what a batch needs. Usual: None.")
+    replay: Positions = field(default=Positions(), doc="the buffer of positions.")
     learning_rate: Tunable = tunable(default=2e-3, above=0, doc="step size of updates. Usual: 2e-4 to 2e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -251,17 +259,17 @@ def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
     obs = player_observation(vectorize_agents(env, 1))
     policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))
     example = Example(obs, policy, value)  # type: ignore[arg-type]
-    storage: Any = storage_of(config.storage, obs)
+    storage: Any = storage_of(config.replay.storage, obs)
     storage = storage and {name: codec for name, codec in storage.items() if name != "next_obs"}
     try:
         return replay.uniform(
             example,
-            capacity=config.capacity,
+            capacity=config.replay.capacity,
             num_envs=config.num_envs,
             unroll_length=config.unroll_length,
             batch_size=config.batch_size,
-            min_size=config.learning_starts,
-            shards=config.shards,
+            min_size=config.replay.learning_starts,
+            shards=config.replay.shards,
             storage=storage,
         )
     except ValueError as error:

@@ -27,7 +27,6 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.config import (
     Activation,
-    Codec,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -42,6 +41,7 @@ from msrl_jax.algorithms.loops.sequences import rescale, unrescale
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.options import Replay
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -52,7 +52,8 @@ from msrl_jax.fragments.counters import at_least
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
-from msrl_jax.replay import Replay, Transition
+from msrl_jax.replay import Replay as Buffer
+from msrl_jax.replay import Transition
 
 
 class Choice(NamedTuple):
@@ -91,12 +92,8 @@ class MuZero:
     discount: Tunable = tunable(default=0.997, low=0, high=1, doc="discount factor per step. Usual: 0.99 to 0.997.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
     batch_size: int = field(default=128, doc="windows per update, `B`. Usual: 128 to 1024.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
     model_steps: int = field(default=5, doc="steps that the model is unrolled to learn, `M`. Usual: 5.")
-    n_step: int = field(default=10, doc="rewards that a value target sums up before it bootstraps. Usual: 5 to 10.")
+    replay: Replay = field(default=Replay(50_000, n_step=10), doc="the buffer, and how batches are drawn.")
     learning_rate: Tunable = tunable(default=1e-3, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -140,7 +137,7 @@ class MuZero:
                 window._replace(action=window.action.policy),
                 unrescale(next_value, self.rescale_epsilon),
                 discount=discount,
-                num_steps=self.n_step,
+                num_steps=self.replay.n_step,
                 model_steps=self.model_steps,
             )
             rescaled = {name: rescale(getattr(target, name), self.rescale_epsilon) for name in ("value", "reward")}
@@ -229,11 +226,11 @@ class MuZero:
         )
 
 
-def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Replay:
+def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Buffer:
     """Makes the buffer of windows that begin at every step: `model_steps` of a model, and the `n_step` rewards after these."""
     return window_buffer(
-        obs, action, config, config.batch_size, config.shards, may_be_absent=may_be_absent,
-        length=config.model_steps + config.n_step, length_is="model_steps + n_step are",
+        obs, action, config, config.batch_size, config.replay.shards, may_be_absent=may_be_absent,
+        length=config.model_steps + config.replay.n_step, length_is="model_steps + n_step are",
     )  # fmt: skip
 
 

@@ -34,10 +34,9 @@ from msrl_jax.algorithms.config import (
     TunableOrNone,
     config,
     field,
-    is_constant,
     tunable,
-    with_traced,
 )
+from msrl_jax.algorithms.fields import is_constant, with_traced
 from msrl_jax.algorithms.ippo import IPPO
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.minibatches import check_minibatches

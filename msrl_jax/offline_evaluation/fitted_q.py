@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
 from msrl_jax.algorithms.agent import logical_axes, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind, check_fields, field
+from msrl_jax.algorithms.config import Activation, NetworkKind, field
+from msrl_jax.algorithms.fields import check_fields
 from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
 from msrl_jax.algorithms.networks.policies import make_critics, taken_value
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes

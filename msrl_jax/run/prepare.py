@@ -12,7 +12,7 @@ import numpy as np
 
 from msrl_jax import algorithms, data
 from msrl_jax.algorithms import code_names
-from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.fields import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
 from msrl_jax.run import processes
@@ -51,7 +51,7 @@ def experiment_of(
 
 def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
     """Separates the fields that have several values from the others, which get the values of the first setting."""
-    kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
+    kind, fields = type(base), all_fields(type(base))
     overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
@@ -60,7 +60,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
         if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
             continue  # a single value of the field may be a sequence
         if name not in tunable_fields(kind):
-            others = ", ".join(tunable_fields(kind)) or "none of its fields"
+            others = ", ".join(tunable_fields(base)) or "none of its fields"
             raise ValueError(
                 f"{kind.__name__}.{name}={shown(value)}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
@@ -152,8 +152,9 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
     objects = {name: asked[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in asked}
     again = {"env": env, "env_params": given["env_params"], "data": dataset} | objects
     before = Experiment.from_json(was, **again, where=where, trust=trust)
-    known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
-    overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
+    known = {name: value_of(before.algorithm, name) for name in overrides.keys() & all_fields(before.algorithm)}
+    known |= before.settings
+    overrides = {name: known[name] if _is_rounded(x, known.get(name)) else x for name, x in overrides.items()}
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
     is_same = named is type(before.algorithm)
     chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax.fragments.support.checks import as_path, parse_json, replacing, suggestion
+from msrl_jax.run.disk import toml
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECORDS = (Path(__file__).parents[2] / "benchmarks" / "records", Path("benchmarks", "records"))
@@ -169,7 +170,7 @@ def find(name: str) -> Recipe:
     path = files[name.lower()]
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        given = tomllib.loads(text)
+        given = toml.flat(tomllib.loads(text))
         values = {key.replace("-", "_"): value for key, value in given.items()}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None

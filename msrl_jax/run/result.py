@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.fields import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
@@ -190,7 +191,7 @@ class Result(Outcome):
         """The result of some members; `changes` are those of its experiment."""
         if self.experiment.pbt:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
-        algorithm = dataclasses.replace(self.config, **{name: values[0] for name, values in changes["settings"].items()})
+        algorithm = with_values(self.config, {name: values[0] for name, values in changes["settings"].items()})
         return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import time
@@ -170,6 +171,7 @@ def train(
             kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
             experiment = as_asked(given, overrides, saved, watching["chunk"], trust=trust)
+            _check_names(experiment.algorithm)
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
             if experiment.guard == "rollback" and record is not None:
@@ -292,6 +294,13 @@ def _result(run: Run) -> Result:
         stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
         timings=run.seconds, evaluation=run.evaluation, folder=run.path,
     )  # fmt: skip
+
+
+def _check_names(config: Any) -> None:
+    """Raises TypeError if a field of a config cannot be given to `train`, which has an argument of that name."""
+    if names := inspect.signature(train).parameters.keys() & {f.name for f in dataclasses.fields(config)}:
+        fact = f"the config {type(config).__name__} has the field {min(names)!r}, but that is an argument of msrl.train"
+        raise TypeError(f"{fact}; give it another name")
 
 
 def _already_done(saved: store.Saved, experiment: Experiment) -> Result:

@@ -6,12 +6,13 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 
 import jax
 import numpy as np
 
 from msrl_jax import algorithms
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.algorithms.schedules import is_adaptive, is_ramp
 from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
 from msrl_jax.fragments.support import naming
@@ -64,8 +65,8 @@ class Axis:
 
 def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
     """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read."""
-    hints = get_type_hints(kind)
-    if unknown := given.keys() - {field.name for field in dataclasses.fields(kind)}:
+    hints = {name: f.type for name, f in all_fields(kind).items()}
+    if unknown := given.keys() - hints.keys():
         algorithms.make(kind, {min(unknown): None})  # which suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():

@@ -154,7 +154,7 @@ class SweepResult:
             options["env_params"] = ",".join(f"{name}={text}" for name, text in params.items())
         usual, values = folder.to_json(algorithms.get(algo)()), about["config"] | folder.to_json(chosen.values)
         words = ["msrl-jax", "train"]
-        for name, value in (*options.items(), *(x for x in values.items() if x[1] != usual[x[0]])):
+        for name, value in (*options.items(), *(x for x in values.items() if x[1] != usual.get(x[0]))):
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms.config import tunable_fields
-from msrl_jax.algorithms.words import WithoutEffect
+from msrl_jax.algorithms.fields import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -82,9 +81,6 @@ class Course:
             try:
                 algorithms.make(self.base.algorithm, {**self.constants, **values})
             except ValueError as error:
-                if isinstance(error, WithoutEffect) and error.other in values:
-                    remedy = f"make two sweeps, this {error.other} without {error.field}, and the others with it"
-                    raise ValueError(f"{trial}: {str(error).partition(';')[0]}; {remedy}") from None
                 raise ValueError(f"{trial}: {error}") from None
             made.append(trial)
         return made

@@ -1,6 +1,5 @@
 """Agents do what their attributes declare; learning rates against exact fractions, and steps of descent."""
 
-import dataclasses
 from fractions import Fraction
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.agent import annealed
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
@@ -28,14 +28,15 @@ def environment(name):
 @pytest.mark.parametrize("name", msrl.algorithms.names())
 def test_an_iteration_makes_the_declared_number_of_updates(name):
     algorithm = msrl.algorithms.get(name)
-    fields = {f.name for f in dataclasses.fields(algorithm)}
+    fields = all_fields(algorithm)
     options = {"optimizer": "adam"} if "optimizer" in fields else {}  # it counts its updates
-    if "learning_starts" in fields:
-        options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
-    if "trace_length" in fields:
-        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    if "replay.learning_starts" in fields:
+        # The first iteration learns.
+        options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "replay.learning_starts": 64}
+    if "trace_length" in fields and "hindsight" not in fields:  # which learns from windows without a core
+        options |= {"burn_in": 0, "trace_length": 2, "replay.n_step": 1}
     if name == "muzero":
-        options |= {"model_steps": 1, "n_step": 1}
+        options |= {"model_steps": 1, "replay.n_step": 1}
     env = Homes(num_agents=2) if algorithm.many_agents else environment(name)
     if name == "alphazero":
         env = msrl.envs.make("pgx:tic_tac_toe")
@@ -54,14 +55,16 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
 
 def shapes_and_axes(name, size):
     """Shape and logical axes of every leaf of a state, where environments, shards and batches are multiples of a size."""
-    fields = {f.name for f in dataclasses.fields(msrl.algorithms.get(name))}
+    fields = all_fields(msrl.algorithms.get(name))
     wanted = {
-        "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "capacity": 64 * size, "learning_starts": 64 * size,
-        "shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2, "prioritised": True,
+        "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "replay.capacity": 64 * size,
+        "replay.learning_starts": 64 * size,
+        "replay.shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2,
+        "replay.priorities": "prioritized",
     }  # fmt: skip
     options = {field: value for field, value in wanted.items() if field in fields}
-    if "trace_length" in fields:
-        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    if "trace_length" in fields and "hindsight" not in fields:  # which learns from windows without a core
+        options |= {"burn_in": 0, "trace_length": 2, "replay.n_step": 1}
     env = environment(name)
     if name in ("bc", "cql", "iql", "dqn", "sac"):
         options |= {"data": noise(env, rows=640 * size)}

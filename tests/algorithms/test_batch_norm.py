@@ -64,7 +64,7 @@ def moved(old, new, share=0.01):
 @pytest.mark.long
 def test_updates_of_sac_equal_an_independent_implementation():
     env = RandomWalk(True)
-    options = {"max_grad_norm": 0.7, "n_step": 2, "initial_temperature": 0.3, "learn_temperature": False, "tau": 0.01}
+    options = {"max_grad_norm": 0.7, "replay.n_step": 2, "initial_temperature": 0.3, "learn_temperature": False, "tau": 0.01}
     agent, config = build("sac", env, num_updates=1, batch_norm=True, **options)
     iterate, state, updates = counting(agent), jax.jit(agent.init)(jax.random.key(0)), 0
     for layer in state.target_params["torso"].values():
@@ -126,14 +126,14 @@ def test_devices_exchange_statistics_and_gradients_alone():
 @pytest.mark.parametrize(
     "options",
     [
-        {"distribution": "qr", "num_critics": 3}, {"distribution": "c51", "num_atoms": 11, "layer_norm": True},
+        {"returns": "tqc", "num_critics": 3}, {"returns": "c51:num_atoms=11", "layer_norm": True},
         {"network": as_network(FORMS["linen"]), "normalize_observations": True},
     ],
     ids=["qr", "c51", "module"],
 )  # fmt: skip
 def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options):
     # The critics see more than the actor, which is not normalized.
-    agent = counted(algorithms.SAC(batch_norm=True, hidden_sizes=(16, 8), **options).build(pendulum()))
+    agent = counted(algorithms.make(algorithms.SAC, {"batch_norm": True, "hidden_sizes": (16, 8)} | options).build(pendulum()))
     state = jax.eval_shape(agent.init, jax.random.key(0))
     inputs = 8 + 1 if "network" in options else 3 + 1
     shapes = {name: layer["mean"].shape for name, layer in state.inner.target_params["torso"].items()}
@@ -154,4 +154,4 @@ def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options
 )
 def test_what_cannot_be_normalized_is_refused(options, env, message):
     with pytest.raises(ValueError, match=message):
-        algorithms.SAC(batch_norm=True, **options).build(env)
+        algorithms.make(algorithms.SAC, {"batch_norm": True} | options).build(env)

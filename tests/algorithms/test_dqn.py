@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
-from msrl_jax.algorithms import DQN, counted
+from msrl_jax.algorithms import C51, DQN, QR, Double, PerEnv, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
@@ -22,11 +22,11 @@ from tests.support.random_walk import RandomWalk
 
 T, E, K, B = 4, 8, 3, 16
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": K, "batch_size": B, "hidden_sizes": (8, 6), "capacity": 320,
-    "learning_starts": 64, "learning_rate": 0.01, "exploration_steps": 128,
+    "num_envs": E, "unroll_length": T, "num_updates": K, "batch_size": B, "hidden_sizes": (8, 6), "replay.capacity": 320,
+    "replay.learning_starts": 64, "learning_rate": 0.01,
 }  # fmt: skip
-PLAIN = {"target_period": 4, "tau": 1.0, "huber_delta": 1.0}
-APEX = {"huber_delta": 0.5, "actor_period": 2, "target_period": 1, "tau": 0.1}
+PLAIN = {"exploration.steps": 128, "target_period": 4, "tau": 1.0, "returns.huber_delta": 1.0}
+APEX = {"returns.huber_delta": 0.5, "actor_period": 2, "target_period": 1, "tau": 0.1}
 TOTAL = {"dqn": None, "apex_dqn": 13}  # iterations of the run
 
 
@@ -39,12 +39,13 @@ def plain_act(params, obs, keys, steps, config):
     values = plain_q(wide(params), np.asarray(obs, np.float64), config.dueling, np)
     actions = []
     for i, key in enumerate(keys):
-        if config.exploration == "per_env":
-            epsilon = config.base_epsilon ** (1 + 7 * i / (E - 1))
+        if isinstance(config.exploration, PerEnv):
+            epsilon = config.exploration.base ** (1 + 7 * i / (E - 1))
         else:
-            epsilon = max(config.final_epsilon, 1 - (1 - config.final_epsilon) * steps / config.exploration_steps)
+            final = config.exploration.final
+            epsilon = max(final, 1 - (1 - final) * steps / config.exploration.steps)
         whether, which = jax.random.split(key)
-        by_chance = jax.random.uniform(whether) < (1 if steps < config.learning_starts else epsilon)
+        by_chance = jax.random.uniform(whether) < (1 if steps < config.replay.learning_starts else epsilon)
         actions.append(jax.random.randint(which, (), 0, 3) if by_chance else values[i].argmax())
     return np.array(actions, np.int32)
 
@@ -54,7 +55,7 @@ def plain_update(learner, batch, weight, count, config, total):
     params, target_params, (mean, square, done) = learner
     e = jax.tree.map(np.asarray, batch)
     next_target = plain_q(wide(target_params), e.next_obs, config.dueling, np)
-    chooser = plain_q(wide(params), e.next_obs, config.dueling, np) if config.double else next_target
+    chooser = plain_q(wide(params), e.next_obs, config.dueling, np) if config.target == Double() else next_target
     target = e.reward + e.discount * next_target[np.arange(B), chooser.argmax(-1)]
 
     gradient, error = plain_slope(params, e.obs, e.action, target, weight, config)
@@ -79,7 +80,7 @@ def plain_update(learner, batch, weight, count, config, total):
 @jax.jit
 @functools.partial(jax.grad, has_aux=True)
 def plain_slope(params, obs, action, target, weight, config):
-    d, error = config.huber_delta, target - plain_q(params, obs, config.dueling, jnp)[np.arange(B), action]
+    d, error = config.returns.huber_delta, target - plain_q(params, obs, config.dueling, jnp)[np.arange(B), action]
     return (weight * jnp.where(abs(error) < d, error**2 / 2, d * (abs(error) - d / 2))).mean(), error
 
 
@@ -108,11 +109,12 @@ def plain_loop(agent, config, buffer, state, iterations, staleness, total):
         held = insert(held, msrl.replay.Transition(*(jnp.stack(x) for x in zip(*rows, strict=True))))
         replay_key, *draws = jax.random.split(replay_key, K + 1)
         samples, pending = [sample(held, key) for key in draws], []
-        if (i + 1) * T * E >= config.learning_starts:
+        if (i + 1) * T * E >= config.replay.learning_starts:
             for k, (experience, indices, probability, _) in enumerate(samples):
                 weight = np.ones(B)
-                if config.prioritised:
-                    beta = config.beta + (1 - config.beta) * i / total
+                if config.replay.priorities:
+                    beta = config.replay.priorities.beta
+                    beta = beta + (1 - beta) * i / total
                     p = np.asarray(probability, np.float64)
                     weight = (p.min() / p) ** beta
                 learner, error = plain_update(learner, experience, weight, i * K + k, config, total)
@@ -130,7 +132,7 @@ def plain_loop(agent, config, buffer, state, iterations, staleness, total):
 )
 def test_training_equals_a_plain_loop(name, options, staleness):
     """Act with the parameters there are, tell the buffer of past errors, insert, draw, learn; then the actors refresh."""
-    config = algorithms.get(name)(**SMALL | options)
+    config = algorithms.make(name, SMALL | options)
     agent, buffer = counted(config.build(RandomWalk()), TOTAL[name]), n_step_buffer(RandomWalk(), config)
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
@@ -187,10 +189,10 @@ def plain_distribution_loss(params, batch, weight, best, next_target, distributi
 @pytest.mark.parametrize("distribution", ["c51", pytest.param("qr", marks=pytest.mark.slow)])
 def test_an_update_of_distributions_equals_an_independent_implementation(distribution):
     """The online network's means choose the action; its distribution is the target network's."""
-    atoms = {"num_atoms": N, "v_min": V_MIN, "v_max": V_MAX}
-    moving = {"double": True, "tau": 0.1, "target_period": 1, "n_step": 2, "num_updates": 1, "learning_rate": 0.03}
-    moving |= {"prioritised": True, "alpha": 1.0, "beta": 0.5}
-    agent, config = reference.build("dqn", RandomWalk(), distribution=distribution, **moving, **atoms)
+    returns = {"c51": C51(V_MIN, V_MAX, N), "qr": QR(N)}[distribution]
+    moving = {"target": "double", "tau": 0.1, "target_period": 1, "replay.n_step": 2, "num_updates": 1, "learning_rate": 0.03}
+    moving |= {"replay.priorities": "prioritized:1.0,0.5"}
+    agent, config = reference.build("dqn", RandomWalk(), returns=returns, **moving)
     iterate = reference.counting(agent)
     state = reference.start(agent, 8, iterate)
     state = state._replace(target_params=jax.tree.map(jnp.negative, state.params))  # it would choose otherwise
@@ -200,8 +202,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     weight = (drawn.probability.min() / drawn.probability) ** 0.5
     assert (batch.discount == 0).any() and (batch.discount > 0).any() and weight.min() < 0.9 * weight.max()
     online, target = (
-        plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, N)
-        for params in (state.params, state.target_params)
+        plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, N) for params in (state.params, state.target_params)
     )
     values, others = online.mean(-1), target.mean(-1)
     if distribution == "c51":
@@ -215,7 +216,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
 
 
 def test_what_a_codec_cannot_hold_is_counted():
-    agent = counted(DQN(**SMALL | {"storage": "uint8", "num_updates": 1}).build(RandomWalk()))
+    agent = counted(algorithms.make(DQN, SMALL | {"replay.storage": "uint8", "num_updates": 1}).build(RandomWalk()))
     lost = jax.jit(lambda key: agent.iteration(agent.init(key))[1]["replay_lost"])  # XLA drops all the rest
     assert lost(jax.random.key(0)) == T * E  # positions are no whole numbers
 
@@ -224,15 +225,15 @@ def test_what_a_codec_cannot_hold_is_counted():
     ("options", "message"),
     [
         ({"batch_size": 100_000}, r"fewer than batch_size=100000; use a capacity of at least 100032, or smaller batches"),
-        ({"learning_starts": 100}, r"learning_starts=100: a batch of 128 .* needs 128 steps"),
-        ({"learning_starts": 60_000}, r"learning_starts=60000: .* the buffer holds 19968; use a number between these"),
-        ({"capacity": 10**9, "storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
-        ({"shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
+        ({"replay.learning_starts": 100}, r"learning_starts=100: a batch of 128 .* needs 128 steps"),
+        ({"replay.learning_starts": 60_000}, r"learning_starts=60000: .* the buffer holds 19968; use a number between these"),
+        ({"replay.capacity": 10**9, "replay.storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
+        ({"replay.shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
     ],
 )
 def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        DQN(**options).build(envs.make("CartPole-v1"))
+        algorithms.make(DQN, options).build(envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
 
 
@@ -246,7 +247,9 @@ def test_continuous_actions_are_refused_with_a_remedy():
 @pytest.fixture(scope="module")
 def periodic():
     """An agent whose target and whose actors follow every third update, and a state that is about to learn."""
-    agent = DQN(**SMALL | {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}).build(RandomWalk())
+    agent = algorithms.make(DQN, SMALL | {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}).build(
+        RandomWalk()
+    )
     iterate = reference.counting(agent)
     return iterate, reference.start(agent, 3, iterate)
 
@@ -268,4 +271,4 @@ def test_periods_are_kept_where_counters_would_wrap(periodic, done):
 
 def test_as_many_random_steps_as_a_batch_needs():
     """What `learning_starts=None` promises."""
-    assert n_step_buffer(RandomWalk(), DQN(**SMALL | {"learning_starts": None})).min_size == T * E
+    assert n_step_buffer(RandomWalk(), algorithms.make(DQN, SMALL | {"replay.learning_starts": None})).min_size == T * E

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms import DQN, ApexDQN
+from msrl_jax.algorithms import DQN, IQN, ApexDQN, Munchausen
 from msrl_jax.algorithms.dqn import munchausen_reward, soft_target
 from msrl_jax.algorithms.losses.distributional import quantile_huber_loss
 from tests.support import off_policy as reference
@@ -16,8 +16,8 @@ from tests.support.random_walk import RandomWalk
 
 N, TARGET_N, K = 3, 4, 5
 MOVING = {"tau": 0.1, "num_updates": 1, "learning_rate": 0.03}
-IMPLICIT = {"distribution": "iqn", "num_fractions": N, "num_target_fractions": TARGET_N, "num_choice_fractions": K}
-MUNCHAUSEN = {"munchausen": True, "munchausen_scale": 0.8, "munchausen_temperature": 0.5, "munchausen_clip": -0.6}
+IMPLICIT = {"returns": IQN(N, TARGET_N, K)}
+MUNCHAUSEN = {"target": Munchausen(0.8, temperature=0.5, clip=-0.6)}
 
 
 def plain_quantiles(params, obs, fraction, xp):
@@ -59,7 +59,7 @@ def plain_loss(taken, target, fraction):
     ],
 )
 def test_an_update_equals_an_independent_implementation(implicit, munchausen):
-    options = MOVING | (IMPLICIT if implicit else {}) | (MUNCHAUSEN if munchausen else {"double": True})
+    options = MOVING | (IMPLICIT if implicit else {}) | (MUNCHAUSEN if munchausen else {"target": "double"})
     agent, config = reference.build("dqn", RandomWalk(), **options)
     iterate = reference.counting(agent)
     state = reference.start(agent, 8, iterate)
@@ -119,7 +119,7 @@ def test_the_loss_at_fractions_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"dueling": True}, {"munchausen": True}, {"hidden_sizes": (8,), "layer_norm": True}])
+@pytest.mark.parametrize("options", [{"dueling": True}, {"target": "munchausen"}, {"hidden_sizes": (8,), "layer_norm": True}])
 def test_implicit_quantiles_take_legal_actions_alone(options):
     agent, _ = reference.build("dqn", Maze(), **IMPLICIT, **options)
     state = reference.start(agent, 12)
@@ -131,13 +131,12 @@ def test_implicit_quantiles_take_legal_actions_alone(options):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (DQN, {"n_step": 2}, r"DQN\.munchausen=True adds .* of n_step=2 steps .*; use n_step=1"),
-        (ApexDQN, {}, r"ApexDQN\.munchausen=True adds .* of n_step=3 steps .*; use n_step=1"),
-        (DQN, {"distribution": "c51"}, r"distribution='c51' has probabilities; use distribution='none', 'qr' or 'iqn'"),
-        (DQN, {"double": True}, r"DQN\.double=True chooses .* leave double out"),
+        (DQN, {"replay.n_step": 2}, r"DQN\.target=munchausen adds .* of replay.n_step=2 steps .*; use replay.n_step=1"),
+        (ApexDQN, {}, r"ApexDQN\.target=munchausen adds .* of replay.n_step=3 steps .*; use replay.n_step=1"),
+        (DQN, {"returns": "c51"}, r"returns='c51' has probabilities; use returns='expected', 'qr' or 'iqn'"),
     ],
 )
 def test_what_munchausens_targets_have_no_use_for_is_refused(config, options, message):
     with pytest.raises(ValueError, match=message) as error:
-        algorithms.make(config, {"munchausen": True, **options})
+        algorithms.make(config, {"target": "munchausen", **options})
     assert "\n" not in str(error.value)

@@ -15,7 +15,7 @@ SEEDS = 16
 
 def curves(name, env, total_steps, seeds, **options):
     """Mean return of the episodes that ended in each tenth of training. `[10, seeds]`"""
-    single = algorithms.get(name)(**options).build(envs.make(env))
+    single = algorithms.make(name, options).build(envs.make(env))
     length = total_steps // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])
@@ -26,13 +26,13 @@ def curves(name, env, total_steps, seeds, **options):
 
 OPTIONS = {
     "defaults": {},
-    "plain": {"double": False},
+    "plain": {"target": "greedy"},
     "dueling": {"dueling": True},
-    "n-step": {"n_step": 3},
-    "prioritised": {"prioritised": True},
-    "c51": {"distribution": "c51"},
-    "munchausen": {"munchausen": True},
-    "qr": {"distribution": "qr", "learning_rate": 5e-4, "tau": 0.005},
+    "n-step": {"replay.n_step": 3},
+    "prioritised": {"replay.priorities": "prioritized"},
+    "c51": {"returns": "c51"},
+    "munchausen": {"target": "munchausen"},
+    "qr": {"returns": "qr", "learning_rate": 5e-4, "tau": 0.005},
 }
 
 
@@ -48,7 +48,7 @@ def test_every_option_solves_cartpole_and_most_seeds_do_not_forget_it(name, solv
 
 
 def test_breakout_improves_from_images():
-    options = {"hidden_sizes": (128,), "capacity": 100_000, "storage": "uint8", "learning_starts": 5_000}
-    options |= {"exploration_steps": 50_000, "num_updates": 4, "batch_size": 64}
+    options = {"hidden_sizes": (128,), "replay.capacity": 100_000, "replay.storage": "uint8", "replay.learning_starts": 5_000}
+    options |= {"exploration.steps": 50_000, "num_updates": 4, "batch_size": 64}
     curve = curves("dqn", "Breakout-MinAtar", 200_000, 5, **options)
     assert (curve[0] < 1).all() and curve[-1].mean() > 4 and (curve[-1] > 2).all()

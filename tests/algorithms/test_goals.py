@@ -6,6 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import envs
+from msrl_jax.algorithms import Hindsight
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from tests.support.bits import Bits
 from tests.support.off_policy import SMALL, build, counting, drawn, start
@@ -13,14 +14,14 @@ from tests.support.runs import assert_same_run, stop_after
 from tests.support.slow import mostly_slow
 
 MAZE = "PointMaze:maze=open,max_steps=8,tolerance=0.1"
-OPTIONS = {"dqn": {"relabel_by": "final"}, "apex_dqn": {}, "sac": {"relabel_by": "geometric"}, "td3": {}, "ddpg": {}}
+CHOICES = {"dqn": "final", "apex_dqn": "future", "sac": "geometric", "td3": "future", "ddpg": "future"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", mostly_slow(OPTIONS, "dqn"))
+@pytest.mark.parametrize("name", mostly_slow(CHOICES, "dqn"))
 def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     env = Bits(8) if "dqn" in name else envs.make(MAZE)
-    agent, config = build(name, env, num_updates=1, relabel=1.0, **OPTIONS[name])
+    agent, config = build(name, env, num_updates=1, hindsight=Hindsight(1.0, by=CHOICES[name]))
     iterate = counting(agent)
     state = start(agent, 9, iterate)
     after, metrics = iterate(state, 9)
@@ -30,7 +31,7 @@ def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
     reward, reached = jax.vmap(env.goal_reward)(batch.next_obs["achieved_goal"], batch.next_obs["desired_goal"])
     np.testing.assert_array_equal(batch.discount == 0, reached)
     assert 0 < reached.sum() < len(reached)
-    if config.n_step == 1:
+    if config.replay.n_step == 1:
         np.testing.assert_array_equal(batch.reward, reward)
     achieved = after.replay.items[7]  # of next_obs: before it are three parts of obs, the action, the reward and two flags
     seen = {tuple(goal) for goal in np.asarray(achieved).reshape(-1, achieved.shape[-1]).tolist()}
@@ -40,7 +41,7 @@ def test_batches_have_goals_that_were_achieved_and_their_rewards(name):
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
 def test_without_it_nothing_is_stored_for_it(name):
     env = Bits() if name == "dqn" else envs.make(MAZE)
-    plain, other = (n_step_buffer(env, msrl.algorithms.get(name)(**SMALL, relabel=share)) for share in (0, 0.5))
+    plain, other = (n_step_buffer(env, msrl.algorithms.make(name, SMALL | {"hindsight": x})) for x in (None, "hindsight:0.5"))
     kinds = [(x.shape[3:], x.dtype) for x in plain.init().items]
     assert [*kinds, ((), np.int32)] == [(x.shape[3:], x.dtype) for x in other.init().items]
     state, key = jax.eval_shape(plain.init), jax.eval_shape(lambda: jax.random.key(0))
@@ -50,7 +51,7 @@ def test_without_it_nothing_is_stored_for_it(name):
 
 @pytest.mark.long
 def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
-    options = SMALL | {"relabel": 0.8, "relabel_by": "episode", "capacity": 16 * 24}
+    options = SMALL | {"hindsight": "hindsight:0.8,episode", "replay.capacity": 16 * 24}
     options |= {"progress": False, "chunk": 4, "total_steps": 24 * 64, "seed": 3, "eval_episodes": 2}
     expected = msrl.train("sac", MAZE, **options)
     part = msrl.train("sac", MAZE, **options, out=tmp_path / "run", callbacks=[stop_after(12)])
@@ -62,12 +63,32 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("options", "env", "error", "message"),
     [
-        ({"relabel": 1.5}, MAZE, ValueError, r"SAC.relabel=1.5: use .* at most 1"),
-        ({"relabel": 0.5, "relabel_by": "last"}, MAZE, ValueError, r"SAC.relabel_by='last': use one of"),
-        ({"relabel_by": "final"}, MAZE, ValueError, r"SAC.relabel_by has no effect with relabel=0.0; leave it out"),
-        ({"relabel": 0.8, "core": "gru"}, MAZE, ValueError, r"SAC.relabel=0.8 replaces goals of single steps, but SAC.core"),
-        ({"relabel": 0.8}, "Pendulum-v1", TypeError, r"observations of Pendulum-v1 are Box.*a goal-conditioned environment"),
-        ({"relabel": 0.8}, envs.FlattenObservation(envs.make(MAZE)), TypeError, r"leave the wrapper out that flattens them"),
+        ({"hindsight": "hindsight:1.5"}, MAZE, ValueError, r"SAC.hindsight.share=1.5: use .* at most 1"),
+        ({"hindsight": "hindsight:0.5,last"}, MAZE, ValueError, r"SAC.hindsight.by='last': use one of"),
+        (
+            {"hindsight.by": "final"},
+            MAZE,
+            ValueError,
+            r"SAC.hindsight.by='final': hindsight is None, which has no by; .* hindsight='hindsight' too",
+        ),
+        (
+            {"hindsight": "hindsight:0.8", "core": "gru"},
+            MAZE,
+            ValueError,
+            r"SAC.hindsight=hindsight replaces goals of single steps, but SAC.core",
+        ),
+        (
+            {"hindsight": "hindsight:0.8"},
+            "Pendulum-v1",
+            TypeError,
+            r"observations of Pendulum-v1 are Box.*a goal-conditioned environment",
+        ),
+        (
+            {"hindsight": "hindsight:0.8"},
+            envs.FlattenObservation(envs.make(MAZE)),
+            TypeError,
+            r"leave the wrapper out that flattens them",
+        ),
     ],
     ids=lambda x: "",
 )

@@ -25,7 +25,9 @@ def success(config, env, steps):
 
 @pytest.mark.parametrize("relabel", [0.8, 0.0])
 def test_a_point_finds_a_small_goal_in_a_maze(relabel):
-    config = algorithms.SAC(relabel=relabel, hidden_sizes=(64, 64), batch_size=128, tau=0.02)
+    config = algorithms.SAC(
+        hindsight=algorithms.Hindsight(relabel) if relabel else None, hidden_sizes=(64, 64), batch_size=128, tau=0.02
+    )
     found = success(config, envs.make("PointMaze:maze=u,tolerance=0.05,max_steps=50"), 15_000)
     assert (found > 0.9).all() if relabel else (found < 0.9).all()
 
@@ -33,6 +35,8 @@ def test_a_point_finds_a_small_goal_in_a_maze(relabel):
 @pytest.mark.parametrize("relabel", [0.8, 0.0])
 def test_bits_are_flipped_until_they_are_those_of_the_goal(relabel):
     """The experiment of section 3.1 of arXiv 1707.01495 with 12 bits."""
-    config = algorithms.DQN(relabel=relabel, learning_rate=1e-3, hidden_sizes=(256,), num_updates=8)
+    config = algorithms.DQN(
+        hindsight=algorithms.Hindsight(relabel) if relabel else None, learning_rate=1e-3, hidden_sizes=(256,), num_updates=8
+    )
     found = success(config, Bits(12), 20_000)
     assert (found > 0.9).all() if relabel else (found < 0.1).all()

@@ -94,7 +94,7 @@ class OnHost:
 
 INTEGERS, FLOATS = Discrete(2), Box(-1.0, 1.0, (1,))
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
-REPLAY = {"learning_starts": 128, "batch_size": 32, "num_updates": 2, "capacity": 512}
+REPLAY = {"replay.learning_starts": 128, "batch_size": 32, "num_updates": 2, "replay.capacity": 512}
 CASES = {
     "ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "normalize_observations": True}),
     "a2c": (INTEGERS, {}),
@@ -102,13 +102,13 @@ CASES = {
     "impala": (INTEGERS, {}),
     "recurrent_ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "memory_size": 8}),
     "pqn": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2}),
-    "dqn": (INTEGERS, REPLAY | {"n_step": 2}),
-    "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256}),
-    "muzero": (INTEGERS, REPLAY | {"num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8}),
+    "dqn": (INTEGERS, REPLAY | {"replay.n_step": 2}),
+    "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256}),
+    "muzero": (INTEGERS, REPLAY | {"num_simulations": 4, "model_steps": 2, "replay.n_step": 2, "latent_size": 8}),
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
     "td3+gru": (
-        FLOATS, REPLAY | {"core": "gru", "memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256},
+        FLOATS, REPLAY | {"core": "gru", "memory_size": 8, "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256},
     ),
 }
 OFTEN = {"ppo": ("Central",)}

@@ -1,7 +1,5 @@
 """Every number of a config that may be data: members that differ in all of them at once equal the agents with constants."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import build, counted
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.fields import all_fields, tunable_fields
 from msrl_jax.run.experiment.agent_transforms import members, with_numbers
 from tests.support.many_agents import Homes
 from tests.support.small_runs import ENVS, OPTIMIZED, PARTICULAR, SMALL, relative_difference
@@ -18,32 +16,36 @@ from tests.support.transitions import noise
 VALUES = {
     "learning_rate": (1e-3, 3e-4), "discount": (0.97, 0.9), "entropy_coef": (0.02, 0.0), "value_coef": (0.5, 1.0),
     "gae_lambda": (0.9, 1.0), "max_grad_norm": (0.3, 2.0), "rms_decay": (0.9, 0.99), "epsilon": (1e-3, 1e-5),
-    "clip_ratio": (0.1, 0.3), "clip_value": (0.2, 0.5), "target_kl": (0.001, 0.5), "tau": (0.01, 0.1), "alpha": (0.5, 0.8),
-    "beta": (0.5, 1.0), "final_epsilon": (0.1, 0.3), "base_epsilon": (0.3, 0.5), "huber_delta": (1.0, 2.0),
-    "adam_epsilon": (1e-3, 1e-2), "v_min": (-5.0, 0.0), "v_max": (20.0, 12.5), "conservative_weight": (1.0, 2.0),
+    "clip_ratio": (0.1, 0.3), "clip_value": (0.2, 0.5), "target_kl": (0.001, 0.5), "tau": (0.01, 0.1),
+    "replay.priorities.alpha": (0.5, 0.8),
+    "replay.priorities.beta": (0.5, 1.0), "exploration.final": (0.1, 0.3), "exploration.base": (0.3, 0.5),
+    "huber_delta": (1.0, 2.0), "returns.huber_delta": (1.0, 2.0),
+    "adam_epsilon": (1e-3, 1e-2), "returns.v_min": (-5.0, 0.0), "returns.v_max": (20.0, 12.5), "conservative_weight": (1.0,
+    2.0),
     "target_gap": (0.5, 1.0), "initial_temperature": (0.5, 0.2), "target_entropy": (-0.5, 0.3), "noise_scale": (0.05, 0.1),
     "weight_decay": (0.0, 0.01), "vtrace_lambda": (0.9, 1.0), "clip_rho": (1.0, 2.0), "clip_c": (1.0, 0.9),
     "clip_pg_rho": (1.0, 1.5), "rescale_epsilon": (1e-3, 1e-2), "eta": (0.9, 0.5), "latest_share": (0.8, 0.3),
-    "exploration_noise": (0.1, 0.3), "policy_noise": (0.2, 0.1), "noise_clip": (0.5, 0.2), "expectile": (0.7, 0.9),
-    "inverse_temperature": (3.0, 1.0), "max_weight": (100.0, 5.0), "temperature": (1.0, 0.5), "output_penalty": (1e-3, 1e-2),
-    "q_lambda": (0.65, 0.95), "munchausen_scale": (0.9, 0.5), "munchausen_temperature": (0.03, 0.1),
-    "munchausen_clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3),
+    "exploration_noise": (0.1, 0.3), "policy_noise": (0.2, 0.1), "noise_clip": (0.5, 0.2), "critic.expectile": (0.7, 0.9),
+    "weighting.inverse_temperature": (3.0, 1.0), "weighting.max_weight": (100.0, 5.0), "temperature": (1.0, 0.5),
+    "output_penalty": (1e-3, 1e-2),
+    "q_lambda": (0.65, 0.95), "target.scale": (0.9, 0.5), "target.temperature": (0.03, 0.1),
+    "target.clip": (-1.0, -0.1), "intrinsic_coef": (0.5, 2.0), "max_exploration_noise": (0.4, 0.3),
     "gumbel_scale": (1.0, 0.5), "value_scale": (0.02, 0.1), "reward_coef": (1.0, 5.0), "random_share": (0.1, 0.3),
 }  # fmt: skip
 TEAM = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
-REPLAY = {"learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 1024}
+REPLAY = {"replay.learning_starts": 128, "batch_size": 16, "num_updates": 2, "replay.capacity": 1024}
 MORE = {
     "ppo+normalized": {"num_epochs": 1, "num_minibatches": 2, "normalize_rewards": True, "anneal_learning_rate": True},
     # The position of a return among atoms is rounded to its last digit: among a few, that is a small part of their masses.
-    "dqn+c51": PARTICULAR["dqn+c51"] | {"num_atoms": 5},
-    "dqn+prioritised": PARTICULAR["dqn"] | {"prioritised": True, "exploration_steps": 600},
+    "dqn+c51": PARTICULAR["dqn+c51"] | {"returns": "c51:-10,10,5"},
+    "dqn+prioritised": PARTICULAR["dqn"] | {"replay.priorities": "prioritized", "exploration.steps": 600},
     "impala+adam": {"optimizer": "adam"},
     "ippo": TEAM | {"num_minibatches": 2, "num_epochs": 1},
     "mappo": TEAM | {"num_minibatches": 2, "num_epochs": 1},
-    "qmix": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0, "prioritised": True},
+    "qmix": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0, "replay.priorities": "prioritized"},
     "vdn": TEAM | REPLAY | {"trace_length": 4, "burn_in": 0},
     "maddpg": TEAM | REPLAY,
-    "alphazero": TEAM | {"num_simulations": 4, "num_updates": 2, "batch_size": 16, "capacity": 1024, "network": "mlp"},
+    "alphazero": TEAM | {"num_simulations": 4, "num_updates": 2, "batch_size": 16, "replay.capacity": 1024, "network": "mlp"},
     "self_play": TEAM | {"num_minibatches": 2, "num_epochs": 1, "num_opponents": 2, "pool_size": 2, "pool_period": 1},
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
@@ -81,15 +83,14 @@ def unrolled(agent, state):
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     algorithm = msrl.algorithms.get(name.partition("+")[0])
     env = env_of(name, algorithm)
-    fields = {field.name for field in dataclasses.fields(algorithm)}
     options = SMALL | (MORE[name] if name in MORE else PARTICULAR.get(name, {}))
     options |= {"data": noise(env)} if algorithm.offline else {}
-    options = {k: v for k, v in options.items() if k in fields}
-    settings = {field: VALUES[field] for field in tunable_fields(algorithm) if field in VALUES}
-    assert set(settings) == set(tunable_fields(algorithm)), "every field of every algorithm"
+    options = {k: v for k, v in options.items() if k in all_fields(algorithm)}
+    assert set(tunable_fields(algorithm)) <= set(VALUES), "every field of every algorithm"
+    settings = {field: VALUES[field] for field in tunable_fields(msrl.algorithms.make(algorithm, options))}
     if "target_gap" in settings and name != "cql+lagrange":
         settings.pop("target_gap")  # asks for continuous actions
-    configs = [algorithm(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
+    configs = [msrl.algorithms.make(algorithm, options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
     one = with_numbers(lambda config: build(config, env), configs[0], tuple(settings))
     agent = counted(members(one, {k: np.float32(v) for k, v in settings.items()}), LENGTH)
     params, metrics = unrolled(agent, jax.jit(agent.init)(jax.random.split(jax.random.key(0))))

@@ -35,9 +35,14 @@ CONFIGS = {
     "es": SMALL | {"unroll_length": 12},
     "ippo": PROXIMAL,
     "self_play": PROXIMAL | {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.5},
-    "teams": {"num_envs": 8, "unroll_length": 8, "teams": {
-        "one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2", "two": "random:agents=walker_1",
-    }},
+    "teams": {
+        "num_envs": 8,
+        "unroll_length": 8,
+        "teams": {
+            "one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2",
+            "two": "random:agents=walker_1",
+        },
+    },
     "mappo": PROXIMAL | {"share_parameters": False, "core": "gru", "memory_size": 8},
 }
 
@@ -111,10 +116,18 @@ class Elsewhere:
         return state, {"walk": obs, "time": state.time + self.first}, *outcome
 
 
-REPLAYING = {"num_envs": 8, "unroll_length": 2, "batch_size": 16, "learning_starts": 16, "num_updates": 1, "hidden_sizes": (8,)}
+REPLAYING = {
+    "num_envs": 8,
+    "unroll_length": 2,
+    "batch_size": 16,
+    "replay.learning_starts": 16,
+    "num_updates": 1,
+    "hidden_sizes": (8,),
+}
 
 PLANNING = {
-    "learning_starts": 64, "num_simulations": 2, "latent_size": 4, "act_simulations": 2, "model_steps": 1, "n_step": 1,
+    "replay.learning_starts": 64, "num_simulations": 2, "latent_size": 4, "act_simulations": 2, "model_steps": 1,
+    "replay.n_step": 1,
 }  # fmt: skip
 
 
@@ -167,7 +180,7 @@ class Typed(RandomWalk):
 )
 def test_every_choice_reaches_the_environment_in_its_space(algo, config):
     """In training, as the types show, and outside of it; the first action is best if all numbers of a network are 0."""
-    agent = msrl.algorithms.build(msrl.algorithms.get(algo)(**config), Typed())
+    agent = msrl.algorithms.build(msrl.algorithms.make(algo, config), Typed())
     start = jax.eval_shape(agent.init, jax.random.key(0))
     jax.eval_shape(lambda state: agent.iteration(state, Progress(counter())), start)
     still = start._replace(params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start.params))

@@ -1,12 +1,12 @@
 """No algorithm uses a random key twice, within an iteration or in two of them."""
 
-import dataclasses
 
 import jax
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.algorithms.networks.cores import named_core
 from tests.support.agents import make_counted
 from tests.support.keys import key_uses, reused_keys
@@ -16,8 +16,10 @@ from tests.support.transitions import noise
 ITERATIONS = 3
 SMALL = {
     "num_envs": 4, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 2, "hidden_sizes": (4,), "num_updates": 2,
-    "batch_size": 8, "capacity": 64, "learning_starts": 16, "shards": 2, "prioritised": True,
-    "memory_size": 4, "burn_in": 0, "trace_length": 2, "n_step": 1, "model_steps": 1, "latent_size": 4, "num_simulations": 2,
+    "batch_size": 8, "replay.capacity": 64, "replay.learning_starts": 16, "replay.shards": 2,
+    "replay.priorities": "prioritized",
+    "memory_size": 4, "burn_in": 0, "trace_length": 2, "replay.n_step": 1, "model_steps": 1, "latent_size": 4,
+    "num_simulations": 2,
     "mixing_size": 4, "hyper_size": 4, "num_opponents": 2, "pool_size": 2, "pool_period": 1, "num_workers": 2,
     "replay_batches": 2, "num_samples": 1,
 }  # fmt: skip
@@ -46,7 +48,7 @@ def environment(name):
 def uses_of(name):
     """The uses of keys in the first iterations of a small run."""
     kind, env = algorithms.get(name), environment(name)
-    fields = {f.name for f in dataclasses.fields(kind)}
+    fields = all_fields(kind)
     given = {field: x for field, x in SMALL.items() if field in fields} | PARTICULAR.get(name, {})
     if "data" in fields:
         given["data"] = noise(env, 64)

@@ -24,7 +24,8 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs":
 RECURRENT = {"core": "gru", "memory_size": 8}
 
 REPLAY = {
-    "num_epochs": None, "num_minibatches": None, "learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 2048,
+    "num_epochs": None, "num_minibatches": None, "replay.learning_starts": 128, "batch_size": 16, "num_updates": 2,
+    "replay.capacity": 2048,
     "trace_length": 4, "mixing_size": 4, "hyper_size": 4,
 }  # fmt: skip
 
@@ -65,26 +66,56 @@ CASES = {
     "mappo-own-gru": ("mappo", {"share_parameters": False, "normalize_values": True, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
-    "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "n_step": 2}),
+    "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "replay.n_step": 2}),
     "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
     "self_play-payoff": (
-        "self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.0, "opponents": "payoff"},
+        "self_play",
+        {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.0, "opponents": "payoff"},
     ),
-    "alphazero": ("alphazero", {
-        **REPLAY, "num_epochs": None, "num_minibatches": None, "learning_starts": None, "trace_length": None,
-        "mixing_size": None, "hyper_size": None, "num_simulations": 4, "network": "mlp",
-    }),
-    "muzero": ("muzero", {
-        **REPLAY, "num_epochs": None, "num_minibatches": None, "trace_length": None, "mixing_size": None, "hyper_size": None,
-        "num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8, "network": "mlp",
-    }),
+    "alphazero": (
+        "alphazero",
+        {
+            **REPLAY,
+            "num_epochs": None,
+            "num_minibatches": None,
+            "replay.learning_starts": None,
+            "trace_length": None,
+            "mixing_size": None,
+            "hyper_size": None,
+            "num_simulations": 4,
+            "network": "mlp",
+        },
+    ),
+    "muzero": (
+        "muzero",
+        {
+            **REPLAY,
+            "num_epochs": None,
+            "num_minibatches": None,
+            "trace_length": None,
+            "mixing_size": None,
+            "hyper_size": None,
+            "num_simulations": 4,
+            "model_steps": 2,
+            "replay.n_step": 2,
+            "latent_size": 8,
+            "network": "mlp",
+        },
+    ),
     "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru", "memory_size": 8}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
-    "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
-        "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",
-        "two": "qmix:agents=walker_1,core=none,hidden_sizes=(8,),learning_starts=128,batch_size=16,num_updates=2,capacity=2048,"
-               "trace_length=4,mixing_size=4,hyper_size=4",
-    }}),
+    "teams": (
+        "teams",
+        {
+            "num_envs": 16,
+            "unroll_length": 8,
+            "teams": {
+                "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",
+                "two": "qmix:agents=walker_1,core=none,hidden_sizes=(8,),batch_size=16,num_updates=2,"
+                "replay.learning_starts=128,replay.capacity=2048,trace_length=4,mixing_size=4,hyper_size=4",
+            },
+        },
+    ),
 }
 ITERATIONS = 3
 

@@ -22,7 +22,7 @@ from tests.support.off_policy import B, adam, build, counting, drawn, one, start
 from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
-REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}
+REPLAY = SMALL | {"batch_size": 16, "replay.capacity": 512, "replay.learning_starts": 128, "num_updates": 2}
 MEMORY = {"memory_size": 8}
 CONFIGS = {
     "ppo": SMALL | {"num_epochs": 2, "num_minibatches": 2, "normalize_observations": True},
@@ -31,14 +31,14 @@ CONFIGS = {
     "a3c": SMALL | {"num_workers": 2},
     "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
     "a3c+memory": SMALL | MEMORY | {"num_workers": 2, "core": "gru"},
-    "pqn": SMALL | {"num_epochs": 2, "num_minibatches": 2, "exploration_steps": 500},
-    "dqn": REPLAY | {"dueling": True, "n_step": 2, "storage": "uint8", "exploration_steps": 500},
-    "dqn+c51": REPLAY | {"distribution": "c51", "num_atoms": 5, "exploration_steps": 500},
+    "pqn": SMALL | {"num_epochs": 2, "num_minibatches": 2, "exploration.steps": 500},
+    "dqn": REPLAY | {"dueling": True, "replay.n_step": 2, "replay.storage": "uint8", "exploration.steps": 500},
+    "dqn+c51": REPLAY | {"returns": "c51:num_atoms=5", "exploration.steps": 500},
     "apex_dqn": REPLAY,
-    "r2d2": REPLAY | MEMORY | {"burn_in": 2, "trace_length": 4, "n_step": 2, "exploration_steps": 500},
-    "muzero": REPLAY | {"num_simulations": 4, "model_steps": 2, "n_step": 2, "latent_size": 8, "random_share": 0.1},
+    "r2d2": REPLAY | MEMORY | {"burn_in": 2, "trace_length": 4, "replay.n_step": 2, "exploration.steps": 500},
+    "muzero": REPLAY | {"num_simulations": 4, "model_steps": 2, "replay.n_step": 2, "latent_size": 8, "random_share": 0.1},
     "sac": REPLAY,
-    "sac+gru": REPLAY | MEMORY | {"core": "gru", "burn_in": 2, "trace_length": 4, "n_step": 2},
+    "sac+gru": REPLAY | MEMORY | {"core": "gru", "burn_in": 2, "trace_length": 4, "replay.n_step": 2},
     "es": SMALL | {"unroll_length": 16},
 }
 OFFLINE = {"bc": {}, "cql": {}, "iql": {}, "dqn+data": REPLAY}
@@ -183,10 +183,10 @@ def mlp(params, x):
     return x @ head["kernel"] + head["bias"]
 
 
-@pytest.mark.parametrize("double", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_target_is_the_largest_value_of_the_legal_actions(double):
+@pytest.mark.parametrize("target", ["double", pytest.param("greedy", marks=pytest.mark.slow)])
+def test_a_target_is_the_largest_value_of_the_legal_actions(target):
     env = Maze()
-    agent, config = build("dqn", env, num_updates=1, n_step=2, double=double, tau=0.1, target_period=1)
+    agent, config = build("dqn", env, num_updates=1, tau=0.1, target_period=1, **{"replay.n_step": 2, "target": target})
     iterate = counting(agent)
     state = start(agent, 6, iterate)
     assert not maze_of(state).broken.any()
@@ -194,14 +194,14 @@ def test_a_target_is_the_largest_value_of_the_legal_actions(double):
     state = state._replace(**{n: jax.tree.map(preferred, getattr(state, n)) for n in ("params", "target_params")})
     after, _ = iterate(state, 6)
     batch, _ = drawn(env, config, state, after)
-    online, target = (mlp(params, np.float64(batch.next_obs.obs)) for params in (state.params, state.target_params))
-    chooser = online if double else target
+    online, slow = (mlp(params, np.float64(batch.next_obs.obs)) for params in (state.params, state.target_params))
+    chooser = online if target == "double" else slow
     taken = mlp(state.params, np.float64(batch.obs.obs))[np.arange(B), batch.action]
     wanted, other = np.float64(batch.reward), 0
     for i, mask in enumerate(batch.next_obs.action_mask):
         if batch.discount[i]:
             best = max(np.flatnonzero(mask), key=lambda a, i=i: chooser[i, a])
-            wanted[i] += batch.discount[i] * target[i, best]
+            wanted[i] += batch.discount[i] * slow[i, best]
             other += best != chooser[i].argmax()
     assert other and (~batch.next_obs.action_mask.any(-1)).any(), "masks change choices, and an end has no legal action"
     np.testing.assert_allclose(after.pending.td_error[0], wanted - taken, rtol=1e-4, atol=1e-5)

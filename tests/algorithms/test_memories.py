@@ -18,16 +18,16 @@ from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 4, 16, 5, 3, 4, 2
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "capacity": 512, "learning_starts": 128,
-    "hidden_sizes": (6,), "core": "gru", "memory_size": H, "burn_in": BURN_IN, "trace_length": L, "n_step": N,
+    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 512, "replay.learning_starts": 128,
+    "hidden_sizes": (6,), "core": "gru", "memory_size": H, "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N,
     "learning_rate": 3e-3,
 }  # fmt: skip
 PARTS = ("actor", "critic")
 
 
 def build(name, env=None, **options):
-    config = msrl.algorithms.get(name)(**SMALL | options)
-    return msrl.algorithms.build(config, env or RandomWalk(True)), config
+    config = msrl.algorithms.make(name, SMALL | options)
+    return config.build(env or RandomWalk(True)), config
 
 
 def dense(p, x):

@@ -11,7 +11,8 @@ from tests.support.privileged import Occluded
 pytestmark = pytest.mark.slow
 
 COMMON = {
-    "unroll_length": 8, "num_updates": 48, "hidden_sizes": (64,), "learning_starts": 1024, "learning_rate": 2e-3, "tau": 0.02,
+    "unroll_length": 8, "num_updates": 48, "hidden_sizes": (64,), "replay.learning_starts": 1024, "learning_rate": 2e-3,
+    "tau": 0.02,
     "discount": 0.98,
 }  # fmt: skip
 # With it seeds 10000 to 10002 reached -160 to -310 in 40,000 steps, without it -1,140 to -1,240.

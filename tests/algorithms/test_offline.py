@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, data
 from msrl_jax.algorithms import IQL, counted
+from msrl_jax.algorithms.iql import Exponential, OfPolicy
 from msrl_jax.algorithms.loops.off_policy import Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.fragments.counters import to_float
@@ -37,7 +38,7 @@ def make(name, continuous, **options):
     """The agent, its config and its data."""
     env = RandomWalk(continuous)
     dataset = noise(env, length=LENGTH)
-    config = algorithms.get(name)(**SMALL | options, data=dataset)
+    config = algorithms.make(name, SMALL | options | {"data": dataset})
     return config.build(env), config, dataset
 
 
@@ -108,7 +109,7 @@ def test_an_update_of_bc_equals_an_independent_implementation(continuous):
 @pytest.mark.long
 @BOTH
 def test_an_update_of_iql_equals_an_independent_implementation(continuous):
-    agent, config, dataset = make("iql", continuous, max_grad_norm=0.7, max_weight=1.5)
+    agent, config, dataset = make("iql", continuous, max_grad_norm=0.7, weighting=Exponential(max_weight=1.5))
     state, after, metrics = two_states(agent)
     batch, raw, _ = drawn(config, dataset, state)
     returns = np.add.reduceat(dataset.reward, np.arange(0, len(dataset), LENGTH))
@@ -131,9 +132,7 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
 
     losses = {
         "actor": lambda params: -(weight * plain_likelihood(params, batch, continuous)).mean(),
-        "critic": lambda params: sum(
-            ((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)
-        ),
+        "critic": lambda params: sum(((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)),
         "value": value_loss,
     }
     assert_updated(state, after, config, losses, metrics)
@@ -141,8 +140,8 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     assert_close(after.target_params, moved)
 
 
-CRR = {"num_actions": 3, "weighting": "binary"}
-AWAC = {"inverse_temperature": 2.0, "max_weight": 1.2}
+CRR = {"weighting": "binary"}
+AWAC = {"weighting": Exponential(2.0, 1.2)}
 
 
 @pytest.mark.slow
@@ -150,11 +149,12 @@ AWAC = {"inverse_temperature": 2.0, "max_weight": 1.2}
 @BOTH
 def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options, continuous):
     """The policy's values are soft ones at the temperature 0."""
-    over = {"baseline": "max"} if options is CRR and continuous else {}  # of discrete actions the mean is exact
-    agent, config, dataset = make("iql", continuous, critic="policy", **options, **over)
+    over = options is CRR and continuous  # of discrete actions the mean is exact
+    draws = 3 if options is CRR else 1
+    critic = OfPolicy(draws, "max" if over else "mean")
+    agent, config, dataset = make("iql", continuous, critic=critic, **options)
     state, after, metrics = two_states(agent)
     batch, _, key = drawn(config, dataset, state)
-    draws = options.get("num_actions", 1)
     keys = jax.random.split(key, (2, draws, B))
     normal = np.asarray(jax.jit(jax.vmap(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))))(keys))
 
@@ -172,9 +172,7 @@ def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options,
     assert weight.max() == np.float32(1 if options is CRR else 1.2) > weight.min()
     losses = {
         "actor": lambda params: -(weight * plain_likelihood(params, batch, continuous)).mean(),
-        "critic": lambda params: sum(
-            ((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)
-        ),
+        "critic": lambda params: sum(((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)),
     }
     assert state.params.keys() == losses.keys()
     assert_updated(state, after, config, losses, metrics)
@@ -183,7 +181,7 @@ def test_an_update_of_awac_and_crr_equals_an_independent_implementation(options,
 @pytest.mark.slow
 def test_of_discrete_actions_the_best_of_a_few_is_no_bound():
     """The best of all would be one, and no action in the data better."""
-    agent, *_ = make("iql", False, critic="policy", baseline="max", weighting="binary", num_actions=2)
+    agent, *_ = make("iql", False, critic=OfPolicy(2, "max"), weighting="binary")
     *_, metrics = two_states(agent)
     assert 0 < metrics["weight"] < 1
 
@@ -298,7 +296,7 @@ def test_data_are_no_constants_of_the_program():
     """Ten times the data make shapes in the program larger, and nothing else."""
     env, sizes = RandomWalk(True), []
     for rows in (640, 6400):
-        agent = counted(IQL(**SMALL, data=noise(env, rows)).build(env))
+        agent = counted(algorithms.make(IQL, SMALL | {"data": noise(env, rows)}).build(env))
         state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
         traced = jax.jit(agent.iteration).trace(state)
         assert sum(np.size(c) for c in traced.jaxpr.consts) < 16
@@ -357,7 +355,7 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
     [
         ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 does not work for discrete actions"),
         ("cql", True, {"target_gap": 1.0, "conservative_weight": 0.0}, "conservative_weight=0 cannot be learned"),
-        ("iql", True, {"expectile": 1.2}, r"IQL\.expectile=1.2: use a finite number at least 0 and at most 1"),
+        ("iql", True, {"critic.expectile": 1.2}, r"IQL\.critic\.expectile=1.2: use a finite number at least 0 and at most 1"),
         ("bc", True, {"validation_fraction": 1.0}, "validation_fraction=1.0: use a finite number at least 0 and below 1"),
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
         ("bc", True, {"shards": 128}, r"holds 64 of 640 rows out, fewer than one in each of shards=128; use a larger"),
@@ -367,4 +365,4 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
 )
 def test_bad_input_is_refused_with_a_remedy(name, continuous, options, message):
     with pytest.raises(ValueError, match=message):
-        algorithms.get(name)(**{"data": noise(RandomWalk(continuous))} | options).build(RandomWalk(continuous))
+        algorithms.make(name, {"data": noise(RandomWalk(continuous))} | options).build(RandomWalk(continuous))

@@ -29,7 +29,7 @@ def medium(env, seed=0):
 @functools.cache
 def learned(algorithm, env, seed=0):
     """Mean returns of greedy episodes. `[seeds]`"""
-    algorithm, options = ("iql", {"critic": "policy"}) if algorithm == "awac" else (algorithm, {})
+    algorithm, options = ("iql", {"critic": "of_policy"}) if algorithm == "awac" else (algorithm, {})
     options |= {"seed": seed, "seeds": SEEDS, "eval_episodes": 64, "progress": False}
     result = msrl.train(algorithm, env, data=medium(env, seed), total_steps=UPDATES[env], **options)
     return result.evaluation.mean_return

@@ -1,6 +1,5 @@
 """Every algorithm is the same training run under every synchronous policy, on 1, 2, 4 and 8 devices."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.fields import all_fields
 from tests.support.small_runs import ENVS, MODULES, OPTIMIZED, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 
@@ -147,9 +147,9 @@ def build(name, env, **overrides):
     made = msrl.envs.make(env, **ENVS.get(env, {}))
     options = SMALL | PARTICULAR.get(name, {}) | overrides
     if algorithm.offline:
-        fields = {field.name for field in dataclasses.fields(algorithm)}
+        fields = all_fields(algorithm)
         options = {key: value for key, value in options.items() if key in fields} | {"data": noise(made)}
-    return counted(msrl.algorithms.build(algorithm(**options), made), 200)
+    return counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, options), made), 200)
 
 
 def seen(state):

@@ -7,14 +7,14 @@ import optax
 import pytest
 
 from msrl_jax import envs
-from msrl_jax.algorithms import PQN
+from msrl_jax.algorithms import PQN, Annealed
 from tests.support.off_policy import assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
 
 T, E, EPOCHS, MINIBATCHES, DONE = 8, 8, 2, 4, 5
 CONFIG = PQN(
     num_envs=E, unroll_length=T, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, hidden_sizes=(8, 6), learning_rate=0.01,
-    exploration_steps=16 * T * E, max_grad_norm=0.5, q_lambda=0.7, discount=0.9,
+    exploration=Annealed(16 * T * E, 0.02), max_grad_norm=0.5, q_lambda=0.7, discount=0.9,
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def plain_rollout(agent, state, steps):
     env_state, obs, rows = state.env_state, state.obs, []
     for t in range(T):
         greedy = plain_q(params, np.asarray(obs, np.float64), np).argmax(-1)
-        epsilon = 1 - 0.98 * min((steps + t * E) / CONFIG.exploration_steps, 1)
+        epsilon = 1 - 0.98 * min((steps + t * E) / CONFIG.exploration.steps, 1)
         whether, which = (jax.vmap(jax.random.split)(keys[:, t])[:, i] for i in range(2))
         by_chance = np.array([jax.random.uniform(k) < epsilon for k in whether])
         action = np.where(by_chance, [jax.random.randint(k, (), 0, 3) for k in which], greedy).astype(np.int32)

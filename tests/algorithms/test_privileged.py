@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.algorithms import build, counted, get
+from msrl_jax.algorithms import Replay, build, counted, get
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.networks.layers import Whole
 from msrl_jax.algorithms.networks.modules import as_network
@@ -24,8 +24,8 @@ from tests.support.small_runs import PARTICULAR, SMALL
 FLOATS = envs.Box(-1, 1, (1,))
 ON = {"num_envs": 32, "unroll_length": 16, "hidden_sizes": (16,), "discount": 0.5, "learning_rate": 3e-3}
 OFF = {
-    "num_envs": 16, "hidden_sizes": (32,), "discount": 0.5, "learning_rate": 1e-2, "batch_size": 64, "capacity": 2048,
-    "learning_starts": 64, "num_updates": 8, "tau": 0.05,
+    "num_envs": 16, "hidden_sizes": (32,), "discount": 0.5, "learning_rate": 1e-2, "batch_size": 64, "replay.capacity": 2048,
+    "replay.learning_starts": 64, "num_updates": 8, "tau": 0.05,
 }  # fmt: skip
 LEARNING = {
     "ppo": ON, "recurrent_ppo": ON | {"memory_size": 8}, "impala": ON, "a2c": ON, "a3c": ON | {"num_workers": 2},
@@ -51,7 +51,7 @@ def recorded(env, steps=400):
 def loss_of_values(algorithm, env, iterations):
     """The mean squared error of values at the end of training, halved."""
     options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm in ("iql", "cql") else {})
-    agent = counted(build(get(algorithm.partition("+")[0])(**options), env), None)
+    agent = counted(msrl.algorithms.make(algorithm.partition("+")[0], options).build(env), None)
 
     def run(key):
         return jax.lax.scan(lambda state, _: agent.iteration(state), agent.with_data(agent.init(key)), None, iterations)[1]
@@ -92,7 +92,7 @@ MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2
 def test_only_the_critic_has_parameters_for_it(algorithm, options):
     env = pendulum() if algorithm in ("sac", "td3", "ddpg", "cql") else cartpole()
     sizes = {} if "network" in options and options["network"] is not MODULE["network"] else {"hidden_sizes": (16,)}
-    agent = build(get(algorithm)(**sizes, **options), env)
+    agent = msrl.algorithms.make(algorithm, sizes | options).build(env)
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
     inputs = {"actor": set(), "critic": set()}
     for path, x in jax.tree.leaves_with_path(params):
@@ -136,7 +136,7 @@ def number_of(tree):
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     env, copies, steps = pendulum() if algorithm == "sac" else cartpole(), SMALL["num_envs"], SMALL["unroll_length"]
-    agent = counted(build(get(algorithm)(**SMALL | PARTICULAR[algorithm]), env), None)
+    agent = counted(msrl.algorithms.make(algorithm, SMALL | PARTICULAR[algorithm]).build(env), None)
     state = jax.jit(agent.init)(jax.random.key(0))
     plan = msrl.compile(agent.iteration, state, policy=Apart(), axes=agent.axes, devices=jax.devices()[:3]).explain()
     to_actors = [c for c in plan.crossings if c.destination == "actors"]
@@ -196,7 +196,9 @@ def test_offline_and_replayed_data_have_it_too():
     rows = np.random.default_rng(0).uniform(-0.5, 0.5, (200, 3)).astype(np.float32)
     obs = {"obs": rows[:, :2], "privileged_state": rows}
     given = data.Dataset(obs, rows[:, :1], rows[:, 0], rows[:, 0] > 1, rows[:, 0] > 0.4, obs)
-    config = get("sac")(data=given, n_step=3, storage="bfloat16", num_envs=8, batch_size=32, capacity=1024, learning_starts=64)
+    config = get("sac")(
+        data=given, num_envs=8, batch_size=32, replay=Replay(1024, n_step=3, storage="bfloat16", learning_starts=64)
+    )
     agent = counted(config.build(pendulum()), None)
 
     def run(key):

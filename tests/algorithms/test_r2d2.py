@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
-from msrl_jax.algorithms import R2D2, counted, r2d2
+from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.words import objects
@@ -23,14 +23,14 @@ from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 6, 16, 5, 3, 4, 3
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "capacity": 480, "learning_starts": 96,
-    "burn_in": BURN_IN, "trace_length": L, "n_step": N, "hidden_sizes": (6,), "memory_size": H, "exploration_steps": 96,
-    "final_epsilon": 1e-6, "learning_rate": 3e-3,
+    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 480, "replay.learning_starts": 96,
+    "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N, "hidden_sizes": (6,), "memory_size": H, "exploration.steps": 96,
+    "exploration.final": 1e-6, "learning_rate": 3e-3,
 }  # fmt: skip
 TOTAL = 1000  # iterations of the run
 # A squared loss of the return with importance weights; and a Huber loss of squeezed returns without, in a plain head.
 OPTIONS = {
-    "gru": {"core": "gru", "beta": 0.5, "max_grad_norm": 0.3},
+    "gru": {"core": "gru", "replay.priorities": Prioritized(0.9, 0.5), "max_grad_norm": 0.3},
     "lstm": {"core": "lstm", "rescale_epsilon": 1e-2, "huber_delta": 0.1, "dueling": False, "eta": 0.6, "tau": 0.1},
     "min_gru": {"core": "min_gru"},
 }
@@ -114,7 +114,7 @@ def test_the_error_of_a_sequence_is_between_the_mean_and_the_largest():
 @pytest.fixture(scope="module", params=["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def walk(request):
     """An agent, its config, network and buffer, and its iteration, compiled."""
-    config = R2D2(**SMALL | OPTIONS[request.param])
+    config = msrl.algorithms.make(R2D2, SMALL | OPTIONS[request.param])
     env, ready = RandomWalk(), objects(config)
     agent = ready.build(env)
     network = recurrent_q_network(env.observation_space, env.action_space, ready, dueling=config.dueling)
@@ -219,8 +219,8 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
         np.float64(late.reward), best, late.terminated, late.truncated, config.discount, N, config.rescale_epsilon
     )
     weight = np.ones(B)
-    if config.beta is not None:
-        weight = (np.float64(probability).min() / probability) ** (config.beta + (1 - config.beta) * 9 / 1000)
+    if (beta := config.replay.priorities.beta) is not None:
+        weight = (np.float64(probability).min() / probability) ** (beta + (1 - beta) * 9 / 1000)
 
     def loss(params):
         values, _ = plain(params, jnp)
@@ -245,7 +245,7 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
 
 @pytest.mark.long
 def test_stale_actors_keep_their_own_carry():
-    agent = counted(objects(R2D2(**SMALL)).build(RandomWalk()))
+    agent = counted(msrl.algorithms.make(R2D2, SMALL).build(RandomWalk()))
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=1)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
@@ -275,15 +275,18 @@ def test_members_evaluate_and_act_with_a_carry():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 640}, r"holds 32 steps of each .* a window is length=44 steps long; use a capacity of at least \d+, or"),
+        (
+            {"replay.capacity": 640},
+            r"holds 32 steps of each .* a window is length=44 steps long; use a capacity of at least \d+, or",
+        ),
         ({"batch_size": 4096}, r"fewer than batch_size=4096; use a capacity of at least \d+, or smaller batches"),
-        ({"learning_starts": 256}, r"learning_starts=256: a batch of 32 windows of length=44 needs \d+ steps"),
+        ({"replay.learning_starts": 256}, r"learning_starts=256: a batch of 32 windows of length=44 needs \d+ steps"),
     ],
 )
 def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with pytest.raises(ValueError, match=rf"R2D2, whose burn_in \+ trace_length \+ n_step - 1 are .*{message}") as error:
-        objects(R2D2(**options)).build(envs.make("CartPole-v1"))
+        msrl.algorithms.make(R2D2, options).build(envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
     assert cli.main(["train", "--algo", "r2d2", "--env", "CartPole-v1", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()

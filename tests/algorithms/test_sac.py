@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import SAC, counted
+from msrl_jax.algorithms import SAC, TQC, Replay, counted
 from msrl_jax.envs import Box
 from tests.support.compiled import collectives
 from tests.support.off_policy import (
@@ -33,7 +33,7 @@ from tests.support.random_walk import RandomWalk
 def test_one_update_equals_an_independent_implementation(continuous):
     options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
     env = RandomWalk(continuous)
-    options |= {"num_updates": 1, "initial_temperature": 0.3, "n_step": 2, "anneal_learning_rate": True}
+    options |= {"num_updates": 1, "initial_temperature": 0.3, "replay.n_step": 2, "anneal_learning_rate": True}
     agent, config = build("sac", env, **options)
     iterate = counting(agent, 20)
     state = start(agent, 6, iterate)
@@ -64,7 +64,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
     """TQC: targets are the pooled quantiles without the largest, and the actor climbs the mean of all."""
     env, count, dropped = RandomWalk(True), 5, 2
     agent, config = build(
-        "sac", env, distribution="qr", num_critics=3, num_atoms=count, num_dropped=dropped, num_updates=1,
+        "sac", env, returns=TQC(count, dropped), num_critics=3, num_updates=1,
         initial_temperature=0.3, normalize_observations=True,
     )  # fmt: skip
     iterate = counting(agent, 20)
@@ -123,7 +123,7 @@ def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardiz
 
 @pytest.mark.slow
 def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
-    agent, config = build("sac", RandomWalk(True), learning_starts=40 * 16)
+    agent, config = build("sac", RandomWalk(True), **{"replay.learning_starts": 40 * 16})
     iterate, first = counting(agent), jax.jit(agent.init)(jax.random.key(0))
     state = first
     for i in range(9):
@@ -186,4 +186,4 @@ def test_bad_input_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
         SAC().build(Unbounded(True))
     with pytest.raises(ValueError, match=r"learning_starts=10: a batch of 256"):
-        SAC(learning_starts=10).build(RandomWalk(True))
+        SAC(replay=Replay(learning_starts=10)).build(RandomWalk(True))

@@ -12,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless
@@ -67,7 +68,7 @@ def marks(name, space):
 )  # fmt: skip
 def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
-    config = msrl.algorithms.get(name)(**arguments(name, env))
+    config = msrl.algorithms.make(name, arguments(name, env))
     if REFUSED.get(name) == action_space:
         with pytest.raises(TypeError, match=r"use .*ppo"):
             config.build(env)
@@ -84,6 +85,9 @@ OTHERS = {
     "truth values": Box(False, True, (2,), bool), "several actions": Tuple((CHOICE, CHOICE)),
     "named actions": Dict({"a": MOTION}),
 }  # fmt: skip
+
+
+WINDOWS = {"trace_length": 2, "burn_in": 1}
 
 
 @pytest.mark.parametrize(
@@ -131,11 +135,11 @@ class Wandering(Still):
 )  # fmt: skip
 def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(name, kind):
     env = Wandering(OBSERVED[kind], MOTION if REFUSED.get(name) == CHOICE else CHOICE)
-    fields = {field.name for field in dataclasses.fields(msrl.algorithms.get(name))}
-    small = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "batch_size": 8, "capacity": 128}
-    small |= {"memory_size": 4, "num_minibatches": 2, "trace_length": 2, "burn_in": 1, "population_size": 8}
-    small |= {"learning_starts": 64}
-    given = {key: value for key, value in small.items() if key in fields}
+    fields = all_fields(msrl.algorithms.get(name))
+    small = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "batch_size": 8, "replay.capacity": 128}
+    small |= {"memory_size": 4, "num_minibatches": 2, "population_size": 8} | WINDOWS
+    small |= {"replay.learning_starts": 64}
+    given = {key: value for key, value in small.items() if key in fields and (key not in WINDOWS or "hindsight" not in fields)}
     params = []
     for each in (env, msrl.envs.FlattenObservation(env)):
         agent = make_counted(name, each, **given)
@@ -161,11 +165,16 @@ def test_data_of_any_space_train_as_the_vectors_that_they_flatten_to(name):
     """Alone, and mixed into the run's own experience."""
     env = Wandering(OBSERVED["parts"], MOTION if name in ("cql", "td3") else CHOICE)
     vectors, dataset = msrl.envs.FlattenObservation(env), random_rows(env)
-    flat = {
-        field: np.asarray(spaces.flatten(env.observation_space, getattr(dataset, field))) for field in ("obs", "next_obs")
+    flat = {field: np.asarray(spaces.flatten(env.observation_space, getattr(dataset, field))) for field in ("obs", "next_obs")}
+    small = {
+        "num_envs": 8,
+        "unroll_length": 4,
+        "replay.capacity": 128,
+        "replay.learning_starts": 32,
+        "num_updates": 2,
+        "batch_size": 16,
     }
-    small = {"num_envs": 8, "unroll_length": 4, "capacity": 128, "learning_starts": 32, "num_updates": 2, "batch_size": 16}
-    fields, params = {field.name for field in dataclasses.fields(msrl.algorithms.get(name))}, []
+    fields, params = all_fields(msrl.algorithms.get(name)), []
     for each, rows in ((env, dataset), (vectors, dataclasses.replace(dataset, **flat))):
         given = {key: value for key, value in small.items() if key in fields}
         agent = make_counted(name, each, **given, hidden_sizes=(4,), data=rows)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.algorithms import C51
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
 from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, one, plain_mlp, start, wide
 from tests.support.random_walk import RandomWalk
@@ -74,7 +75,7 @@ def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementat
     """As FastTD3: the target is that of the critic with the lower mean; the actor climbs the first critic's mean."""
     env, atoms = RandomWalk(True), np.linspace(V_MIN, V_MAX, N)
     agent, config = build(
-        "td3", env, distribution="c51", num_atoms=N, v_min=V_MIN, v_max=V_MAX, num_updates=1, policy_noise=0.0, policy_period=1
+        "td3", env, returns=C51(V_MIN, V_MAX, N), num_updates=1, policy_noise=0.0, policy_period=1
     )
     iterate = counting(agent)
     state = start(agent, 6, iterate)

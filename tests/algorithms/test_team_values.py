@@ -20,7 +20,7 @@ from tests.support.mixers import plain_monotonic
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {
     "num_envs": 4, "unroll_length": 4, "hidden_sizes": (5,), "learning_rate": 1e-3, "discount": DISCOUNT, "max_grad_norm": 1e6,
-    "capacity": 256, "learning_starts": None,
+    "replay.capacity": 256, "replay.learning_starts": None,
 }  # fmt: skip
 
 
@@ -139,7 +139,14 @@ def per_agent(params, inputs, shared):
 # Values of joint actions.
 
 S, B, STEPS = 5, 4, 2
-VALUES = {"core": "none", "trace_length": S - STEPS + 1, "n_step": STEPS, "batch_size": B, "mixing_size": 2, "hyper_size": 3}
+VALUES = {
+    "core": "none",
+    "trace_length": S - STEPS + 1,
+    "replay.n_step": STEPS,
+    "batch_size": B,
+    "mixing_size": 2,
+    "hyper_size": 3,
+}
 
 
 def window(rng, masked=True):
@@ -170,7 +177,7 @@ def joint_value(params, values, obs, mixer):
 )
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
-    config = algorithms.get(name)(**SMALL | VALUES | {"share_parameters": shared})
+    config = algorithms.make(name, SMALL | VALUES | {"share_parameters": shared})
     rule, rng = rule_of(qmix, Leaving(), config), np.random.default_rng(3)
     learner, w, weight = begin(rule, 1), window(rng), np.float32(rng.uniform(0.5, 1, B))
     update, key = jax.jit(rule.update), jax.random.key(0)
@@ -227,7 +234,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     discrete, rows, penalty, temperature = isinstance(env, Leaving) and env.action_mask is not None, 6, 0.02, 0.7
     size = N if discrete else 2
     options = {"output_penalty": penalty, "temperature": temperature, "share_parameters": shared, "batch_size": rows}
-    config = algorithms.MADDPG(**SMALL | options)
+    config = algorithms.make(algorithms.MADDPG, SMALL | options)
     rule, rng = rule_of(maddpg, env, config), np.random.default_rng(7)
     learner, e, weight = begin(rule, 4), transitions(rng, rows, discrete), np.float32(rng.uniform(0.5, 1, rows))
     update, key = jax.jit(rule.update), jax.random.key(8)

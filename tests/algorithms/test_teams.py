@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Teams
+from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Prioritized, Replay, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.support.agents import make_still
@@ -90,7 +90,7 @@ def test_teams_draw_actions_independently_of_each_other(key):
 
 
 def test_a_run_is_long_enough_for_every_team():
-    waiting = "vdn:hidden_sizes=(8,),trace_length=4,batch_size=4,learning_starts=300"
+    waiting = "vdn:hidden_sizes=(8,),trace_length=4,batch_size=4,replay.learning_starts=300"
     agent = make_still("teams", Wishes(), **SMALL, teams={"red": waiting, "blue": "random"})
     assert agent.learning_starts == 304  # 19 steps of 16 environments
 
@@ -129,13 +129,13 @@ def test_agents_by_patterns():
 def test_configs_and_texts_are_the_same_teams():
     """They become one text, which JSON keeps, without fields that are the defaults and with all others."""
     mappo = MAPPO(learning_rate=7e-4, hidden_sizes=(8, 8), core="gru", max_grad_norm=None)
-    qmix = QMIX(prioritised=True, beta=None)
+    qmix = QMIX(replay=Replay(priorities=Prioritized(beta=None)))
     forms = [
         {"red": mappo, "blue": qmix, "green": "random"},
         {"red": "mappo:learning_rate=7e-4,hidden_sizes=(8, 8),core=gru,max_grad_norm=None,clip_ratio=0.2",
-         "blue": "qmix:prioritised=True, beta=None", "green": "random"},
-        "red=mappo:core='gru',learning_rate=0.0007,max_grad_norm=None,hidden_sizes=(8,8) blue=qmix:beta=None,prioritised=True "
-        "green=random",
+         "blue": "qmix:replay=replay(priorities=prioritized(beta=None))", "green": "random"},
+        "red=mappo:core='gru',learning_rate=0.0007,max_grad_norm=None,hidden_sizes=(8,8) "
+        "blue=qmix:replay=replay(priorities=prioritized(beta=None)) green=random",
     ]  # fmt: skip
     first, *others = [Teams(**SMALL, teams=form) for form in forms]
     assert [hash(first)] * 2 == [hash(other) for other in others] and all(first == other for other in others)

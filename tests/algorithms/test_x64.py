@@ -9,6 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.algorithms.losses import critics
 from msrl_jax.envs.base import narrow
 from msrl_jax.run.prepare import make_experiment
@@ -18,16 +19,17 @@ from tests.support.transitions import noise
 
 SIZES = {
     "num_envs": 8, "unroll_length": 4, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 4,
-    "learning_starts": 64, "batch_size": 16, "capacity": 512, "num_simulations": 2, "model_steps": 2, "num_workers": 4,
+    "replay.learning_starts": 64, "batch_size": 16, "replay.capacity": 512, "num_simulations": 2, "model_steps": 2,
+    "num_workers": 4,
     "latent_size": 4, "num_opponents": 2, "pool_size": 2, "mixing_size": 4, "hyper_size": 4,
 }  # fmt: skip
-WINDOWS = {"trace_length": 4, "n_step": 1}
+WINDOWS = {"trace_length": 4, "replay.n_step": 1}
 PARTICULAR = {
     "r2d2": {"burn_in": 0, **WINDOWS}, "qmix": {"trace_length": 4}, "vdn": {"trace_length": 4},
-    "dqn": {"prioritised": True, "n_step": 3, "distribution": "iqn"}, "apex_dqn": {"distribution": "c51"},
-    "sac": {"distribution": "qr", "normalize_observations": True},
+    "dqn": {"replay.priorities": "prioritized", "replay.n_step": 3, "returns": "iqn"}, "apex_dqn": {"returns": "c51"},
+    "sac": {"returns": "tqc", "normalize_observations": True},
     "mappo": {"normalize_values": True}, "impala": {"core": "lru"}, "a2c": {"core": "gru"},
-    "muzero": {"model_steps": 2, "n_step": 2},
+    "muzero": {"model_steps": 2, "replay.n_step": 2},
     "teams": {"teams": {"walker": "ippo:num_epochs=1,num_minibatches=2,hidden_sizes=[8]"}},
 }  # fmt: skip
 ENVS = dict.fromkeys(("sac", "td3", "ddpg", "cql", "iql"), "Pendulum-v1") | {"self_play": "KuhnPoker"}
@@ -46,7 +48,7 @@ class Narrow(Homes):
 def options(name):
     config = algorithms.get(name)
     env = ENVS.get(name) or (Narrow() if config.many_agents else "CartPole-v1")
-    known = {field.name for field in dataclasses.fields(config)}
+    known = all_fields(config)
     if config.offline:
         return env, {"data": noise(envs.make(env)), "hidden_sizes": (8,), "num_updates": 2, "batch_size": 16}
     fields = {k: v for k, v in SIZES.items() if k in known and (k != "memory_size" or "core" in PARTICULAR.get(name, {}))}
@@ -94,7 +96,14 @@ def test_a_run_trains_and_is_evaluated(name, tmp_path):
     with jax.enable_x64(True):
         steps = 4 if algorithms.get(name).offline else 128
         result = msrl.train(
-            name, env, total_steps=steps, chunk=1, eval_episodes=2, devices=jax.devices()[:1], progress=False, out=tmp_path,
+            name,
+            env,
+            total_steps=steps,
+            chunk=1,
+            eval_episodes=2,
+            devices=jax.devices()[:1],
+            progress=False,
+            out=tmp_path,
             **fields,
         )
         assert result.status == "finished" and np.isfinite(result.evaluation.returns).all()

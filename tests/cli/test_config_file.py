@@ -9,6 +9,7 @@ import pytest
 
 from msrl_jax import PBT, Experiment, Result, algorithms, envs, train
 from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.fields import all_fields, value_of
 from msrl_jax.cli import config_file, flags, main
 from msrl_jax.cli.handlers import COMMANDS
 from msrl_jax.run.disk.run_toml import repeating
@@ -43,12 +44,12 @@ def experiment_of(file, *words):
 def changed(config):
     """Values of fields that are not their defaults and fit each other."""
     found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for name in all_fields(config):
+        value = value_of(config, name)
         for new in (not value,) if isinstance(value, bool) else (0.25, 0.5, 1.0, 8, 16, 2, 0, None, (8, 9), "relu", "batch"):
             with contextlib.suppress(ValueError, TypeError):
-                if field.name != "data" and getattr(algorithms.make(config, found | {field.name: new}), field.name) != value:
-                    found[field.name] = new
+                if name != "data" and value_of(algorithms.make(config, found | {name: new}), name) != value:
+                    found[name] = new
                     break
     return found
 
@@ -77,8 +78,8 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     assert found[:2] == expected[:2] and found[2] == expected[2] | {"env"}
     assert main(["train", "--config", str(file), "--print-config"]) == 0 and capsys.readouterr().out == file.read_text()
     # Everything that can be said is in the file, with its line of text; what has its default is a comment.
-    named = re.findall(r"^#?(\w+) = ", file.read_text(), re.MULTILINE)
-    fields = {f.name for f in dataclasses.fields(config)}
+    named = re.findall(r"^#?\"?([\w.]+)\"? = ", file.read_text(), re.MULTILINE)
+    fields = all_fields(type(config))
     assert {*named, "recipe", "trust"} == {*expected[0], *fields} and len(named) == len(set(named))
     (file.parent / "all.toml").write_text(re.sub(r"^#(\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
     assert parsed("train", "--config", str(file.parent / "all.toml"))[0] == expected[0]
@@ -124,10 +125,10 @@ def test_only_a_file_that_would_train_is_printed(words, message, capsys):
 
 def test_flags_win(tmp_path):
     file = tmp_path / "a.toml"
-    file.write_text('algo = "dqn"\nlearning-rate = 1e-3 # a comment\ndouble = true\nhidden_sizes = [\n  8,\n]\nseed = 5\n')
-    options, config, _ = parsed("train", f"--config={file}", "--seed", "7", "--no-double", "--hidden-sizes", "4")
+    file.write_text('algo = "dqn"\nlearning-rate = 1e-3 # a comment\ntarget = "double"\nhidden_sizes = [\n  8,\n]\nseed = 5\n')
+    options, config, _ = parsed("train", f"--config={file}", "--seed", "7", "--target", "greedy", "--hidden-sizes", "4")
     assert (options["algo"], options["seed"]) == ("dqn", 7)
-    assert config == {"learning_rate": 1e-3, "double": False, "hidden_sizes": (4,)}
+    assert config == {"learning_rate": 1e-3, "target": "greedy", "hidden_sizes": (4,)}
     file.write_text('run = "there"\nepisodes = 3\n')
     assert str(parsed("evaluate", "--config", str(file))[0]["run"]) == "there"
     options, *_ = parsed("evaluate", "here", "--config", str(file))
@@ -142,7 +143,11 @@ MISTAKES = [
     ("\n# one\nseed = 1.5", "line 3: Error parsing seed: '1.5' is not a whole number"),
     ("learning_rate = nan", "line 1: learning_rate is nan; use a finite number"),
     ("seed = 1\nlearning_rate = -1.0", "line 2: PPO.learning_rate=-1.0: use a finite number above 0"),
-    ("[ppo]\nlearning_rate = 1", "line 1: ppo is a table; keys are flat"),
+    ("learning_rate = [1e-3, -1.0]", "line 1: member 1 (learning_rate=-1)"),
+    ("[ppo]\nlearning_rate = 1", "line 2: unknown key 'ppo.learning_rate'"),
+    ("seed.x = 1", "line 1: unknown key 'seed.x'"),
+    ('algo = "dqn"\nexploration.base = 2', "line 2: DQN.exploration.base=2.0: exploration is annealed, which has no base"),
+    ('algo = "dqn"\nreplay.n_step = 0', "line 2: DQN.replay.n_step=0: use an integer of at least 1"),
     ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array"),
     ("hidden_sizes = []", "line 1: hidden_sizes is an empty array"),
     ('hidden_sizes = ["--seed"]', "line 1: hidden_sizes has '--seed', which begins as a flag does"),
@@ -216,8 +221,8 @@ EXPERIMENTS = {
     "a rate that adapts": {"algo": "ppo_rnd", "learning_rate": "kl:0.01", "intrinsic_coef": 0.25},
     "an own optimizer": {"optimizer": "tests.support.transformations:falling"},
     "an optimizer of optax": {"optimizer": "adamw:weight_decay=0.1"},
-    "critics": {"algo": "sac", "env": "Pendulum-v1", "distribution": "qr", "num_critics": 3},
-    "replay": {"algo": "dqn", "prioritised": True, "storage": None, "beta": None},  # and a data_fraction without effect
+    "critics": {"algo": "sac", "env": "Pendulum-v1", "returns": "tqc", "num_critics": 3},
+    "replay": {"algo": "dqn", "replay": "replay:priorities=prioritized(beta=None)"},
 }  # fmt: skip
 
 
@@ -248,9 +253,7 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
     (tmp_path / "run.toml").write_text(repeating(experiment, about))
     options, fields, _ = parsed("train", "--config", str(tmp_path / "run.toml"))
     assert algorithms.make(options["algo"], fields) == config
-    for name in {f.name for f in dataclasses.fields(config)} - set(fields):  # of these, what is not there has no effect
-        with pytest.raises(ValueError, match=r"has no effect (with|on)|but there is none"):
-            algorithms.make(config, {name: getattr(config, name)})
+    assert fields.keys() == {f.name for f in dataclasses.fields(config)}
 
 
 @pytest.mark.parametrize(

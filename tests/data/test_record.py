@@ -119,7 +119,8 @@ def test_members_are_recorded_one_after_another(recorded, tmp_path):
 OTHERS = {
     "es": {"num_envs": 8, "unroll_length": 12, "hidden_sizes": (4,)},
     "sac": {
-        "num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "learning_starts": 48, "capacity": 400, "batch_size": 16,
+        "num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "replay.learning_starts": 48, "replay.capacity": 400,
+        "batch_size": 16,
         "num_updates": 1,
     },
     "a3c": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_workers": 4},

@@ -14,7 +14,7 @@ SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
 
 
 def experiment(algo, env="CartPole-v1", **config):
-    return msrl.Experiment(algorithm=msrl.algorithms.get(algo)(**(SMALL | config)), env=env, total_steps=1000)
+    return msrl.Experiment(algorithm=msrl.algorithms.make(algo, SMALL | config), env=env, total_steps=1000)
 
 
 @pytest.mark.long
@@ -57,7 +57,7 @@ def test_equal_programs_have_equal_fingerprints():
 @pytest.mark.parametrize(
     ("algo", "config", "why"),
     [
-        ("dqn", {"learning_starts": 32, "capacity": 256, "batch_size": 16}, ".*buffer .insert. keeps .*, or train impala, ppo"),
+        ("dqn", {"replay": "replay:256,learning_starts=32"}, ".*buffer .insert. keeps .*, or train impala, ppo"),
         ("impala", {"replay_batches": 2}, ".*buffer .sample_batches. keeps .*, or train impala with its defaults$"),
         ("es", {}, "random keys .* cross between its actors and its learner"),
         ("ppo", {"normalize_observations": True, "num_minibatches": 2}, "each actor would normalize by statistics of its own"),
@@ -65,7 +65,7 @@ def test_equal_programs_have_equal_fingerprints():
 )  # fmt: skip
 def test_what_actors_apart_cannot_do_is_refused_in_one_sentence(algo, config, why):
     config = {name: x for name, x in (SMALL | config).items() if hasattr(msrl.algorithms.get(algo), name)}
-    given = msrl.Experiment(algorithm=msrl.algorithms.get(algo)(**config), total_steps=10_000)
+    given = msrl.Experiment(algorithm=msrl.algorithms.make(algo, config), total_steps=10_000)
     with pytest.raises(ValueError, match=f"^{algo} on CartPole-v1 cannot learn from actors in other processes: {why}"):
         split_program(given)
 

@@ -114,8 +114,10 @@ def test_steps_without_an_answer_do_not_count():
 def agent_of(algorithm, env):
     if algorithm == "ppo":
         return counted(PPO(num_envs=16, unroll_length=8, num_minibatches=2, num_epochs=1, hidden_sizes=(8,)).build(env), 9)
-    options = {"batch_size": 16, "capacity": 512, "learning_starts": 128}
-    return counted(DQN(num_envs=16, unroll_length=8, hidden_sizes=(8,), **options).build(env), 9)
+    options = {"batch_size": 16, "replay.capacity": 512, "replay.learning_starts": 128}
+    return counted(
+        msrl.algorithms.make(DQN, {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)} | options).build(env), 9
+    )
 
 
 RUNS = [

@@ -19,7 +19,7 @@ POLICIES = ("SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central
 SMALL = example.CellNetwork(num_nodes=2, channels=2, num_features=6)
 SIZES = {
     "ppo": {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "num_epochs": 2},
-    "dqn": {"num_envs": 8, "batch_size": 16, "capacity": 512, "learning_starts": 64, "num_updates": 2},
+    "dqn": {"num_envs": 8, "batch_size": 16, "replay.capacity": 512, "replay.learning_starts": 64, "num_updates": 2},
 }
 C = 3
 

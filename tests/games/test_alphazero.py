@@ -13,7 +13,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games import AlphaZero, match, with_search
-from msrl_jax.games.alphazero import Move, Outcome, position_worth, searcher
+from msrl_jax.games.alphazero import Move, Outcome, Positions, position_worth, searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.tree_search import cross_entropy
 from tests.support.agents import make_still
@@ -23,7 +23,7 @@ from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
 SMALL = {
-    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "capacity": 256,
+    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "replay.capacity": 256,
     "hidden_sizes": (8,), "network": "mlp",
 }  # fmt: skip
 
@@ -47,7 +47,9 @@ def played(game, *moves):
 
 def searched(game, states_and_obs, **options):
     """What searches with an untrained network play in some positions: for each, the action of who is to move, and examples."""
-    search, network = searcher(AlphaZero(**(SMALL | {"gumbel_scale": 0.0, "random_share": 0.0} | options)), game)
+    search, network = searcher(
+        msrl.algorithms.make(AlphaZero, SMALL | {"gumbel_scale": 0.0, "random_share": 0.0} | options), game
+    )
     states, obs = jax.tree.map(lambda *x: jnp.stack(x), *states_and_obs)
     params = network.init(jax.random.key(0), jax.tree.map(lambda x: x[:, 0], obs))
     keys = jax.random.split(jax.random.key(1), len(states_and_obs))
@@ -123,7 +125,7 @@ def test_illegal_moves_are_neither_played_nor_learned(game):
 @pytest.mark.slow
 def test_games_that_end_in_an_unroll_are_worth_what_they_brought(game):
     """In the buffer: the last mover of a game wins or fills the board, and the signs of the positions before alternate."""
-    agent = build(game, unroll_length=24, capacity=1024, random_share=0.0, gumbel_scale=5.0)
+    agent = build(game, unroll_length=24, replay=Positions(1024), random_share=0.0, gumbel_scale=5.0)
     after, metrics = jax.jit(agent.iteration)(jax.jit(agent.init)(jax.random.key(0)))
     items = jax.tree.map(lambda x: np.moveaxis(x, 1, 2).reshape(8, -1, *x.shape[3:])[:, :24], after.replay.items)
     obs, _, _, value = jax.tree.leaves(jax.device_get(items))
@@ -143,7 +145,7 @@ def test_games_that_end_in_an_unroll_are_worth_what_they_brought(game):
 @pytest.mark.long
 def test_learning_follows_the_search(game):
     """Both losses fall, and the network becomes more certain."""
-    agent = build(game, num_envs=32, unroll_length=8, num_simulations=16, num_updates=16, batch_size=64, capacity=4096,
+    agent = build(game, num_envs=32, unroll_length=8, num_simulations=16, num_updates=16, batch_size=64, replay=Positions(4096),
                   learning_rate=3e-3, hidden_sizes=(32,))  # fmt: skip
     run = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=40))
     _, metrics = run(jax.jit(agent.init)(jax.random.key(0)))
@@ -161,13 +163,13 @@ def test_trees_take_what_is_said(game, monkeypatch):
         return out
 
     monkeypatch.setattr(mctx, "gumbel_muzero_policy", spy)
-    search_of_game, network = searcher(AlphaZero(**SMALL), game)
+    search_of_game, network = searcher(msrl.algorithms.make(AlphaZero, SMALL), game)
     states, obs = jax.tree.map(lambda x: x[None], played(game))
     params = jax.eval_shape(network.init, jax.random.key(0), jax.tree.map(lambda x: x[:, 0], obs))
     jax.eval_shape(search_of_game, params, jax.random.split(jax.random.key(1), 1), states, obs)
     monkeypatch.setattr("msrl_jax.games.tree_search.device_memory", lambda devices: 1)
     with pytest.raises(ValueError, match=r"num_simulations=4: the search trees .* take ([\d,]+) bytes") as error:
-        AlphaZero(**(SMALL | {"num_envs": 1, "batch_size": 4})).build(game)
+        msrl.algorithms.make(AlphaZero, SMALL | {"num_envs": 1, "batch_size": 4}).build(game)
     said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))
     assert said <= found[0] <= 1.1 * said
 
@@ -176,8 +178,8 @@ def test_trees_take_what_is_said(game, monkeypatch):
     ("env", "options", "message"),
     [
         (GAME, {"num_simulations": 10**9}, r"num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
-        (GAME, {"capacity": 8}, r"AlphaZero, whose positions are the buffer's steps: capacity=8 holds 0 steps"),
-        (GAME, {"storage": "bool"}, r"storage="),
+        (GAME, {"replay.capacity": 8}, r"AlphaZero, whose positions are the buffer's steps: capacity=8 holds 0 steps"),
+        (GAME, {"replay.storage": "bool"}, r"storage="),
         ("pgx:leduc_holdem", {}, r"two players who move in turns .* 'pgx:leduc_holdem' .* use self_play"),
         (KuhnPoker(), {}, r"two players who move in turns and see the whole state, but environment 'KuhnPoker' has 2 agents"),
         (Homes(), {}, r"environment 'Homes' has 3 agents"),
@@ -209,9 +211,7 @@ def test_what_a_search_cannot_use_is_refused(game, monkeypatch):
 def test_a_run_goes_on_exactly(tmp_path):
     options = {**SMALL, "total_steps": 10 * 32, "actor_period": 2, "eval_episodes": 1}
     whole = msrl.train("alphazero", GAME, **options)
-    stopped = msrl.train(
-        "alphazero", GAME, **options, out=tmp_path, chunk=1, callbacks=[lambda tick: tick.iteration >= 5]
-    )
+    stopped = msrl.train("alphazero", GAME, **options, out=tmp_path, chunk=1, callbacks=[lambda tick: tick.iteration >= 5])
     assert stopped.history["iteration"][-1] == 5
     resumed = msrl.train(out=tmp_path, resume=True)
     assert_same_state(resumed.state, whole.state)

@@ -24,8 +24,9 @@ from tests.support.random_walk import RandomWalk
 
 E, B, M, N = 8, 16, 3, 2
 SMALL = {
-    "num_envs": E, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": B, "capacity": 512, "n_step": N,
-    "learning_starts": 64, "model_steps": M, "hidden_sizes": (8,), "latent_size": 6,
+    "num_envs": E, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": B, "replay.capacity": 512,
+    "replay.n_step": N,
+    "replay.learning_starts": 64, "model_steps": M, "hidden_sizes": (8,), "latent_size": 6,
 }  # fmt: skip
 
 
@@ -219,7 +220,7 @@ def test_one_update_equals_an_independent_implementation(env):
     In a game, a step's successor is of the other player, so its worth counts with the other sign.
     """
     options = {"num_updates": 1, "learning_rate": 3e-3, "value_coef": 0.5, "reward_coef": 2.0}
-    config, is_game = MuZero(**SMALL | options), isinstance(env, Heap)
+    config, is_game = msrl.algorithms.make(MuZero, SMALL | options), isinstance(env, Heap)
     seen = player_observation(vectorize_turns("muzero", env, E)) if is_game else observation_type(env)
     agent = config.build(env)
     iterate = counting(agent, 100)
@@ -280,7 +281,7 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
     [
         ({"act_simulations": 10**9}, r"MuZero\.act_simulations=1000000000: the search trees of .* use act_simulations="),
         ({"num_simulations": 10**9}, r"MuZero\.num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
-        ({"capacity": 32}, r"MuZero, whose model_steps \+ n_step are the buffer's length: .* a window is length=5 steps long"),
+        ({"replay.capacity": 32}, r"MuZero, whose model_steps .* length: .* a window is length=5 steps long"),
         ({"act_simulations": -1}, r"MuZero\.act_simulations=-1: use an integer of at least 0"),
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
         ({"network": msrl.algorithms.Whole(actor=None)}, r"network=Whole\(\.\.\.\) has no place for a model"),

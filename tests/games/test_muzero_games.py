@@ -21,8 +21,9 @@ from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
 SMALL = {
-    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "capacity": 512, "n_step": 2,
-    "learning_starts": 64, "model_steps": 2, "hidden_sizes": (8,), "latent_size": 6, "network": "mlp",
+    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "replay.capacity": 512,
+    "replay.n_step": 2,
+    "replay.learning_starts": 64, "model_steps": 2, "hidden_sizes": (8,), "latent_size": 6, "network": "mlp",
 }  # fmt: skip
 
 

@@ -341,7 +341,7 @@ def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
         patched.setattr(reproduction, "train", train)
         assert reproduced(tmp_path, seeds=2).verdict == "interrupted"
     (tmp_path / "seeds-0-1" / "best.npz").unlink()
-    with pytest.raises(_recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
+    with pytest.raises(recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
         reproduced(tmp_path, seeds=2)
 
 

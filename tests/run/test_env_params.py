@@ -27,8 +27,9 @@ DRAWN = {
 SMALL = {
     "ppo": {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 1, "num_minibatches": 2},
     "dqn": {
-        "num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "learning_starts": 128, "batch_size": 32, "num_updates": 2,
-        "capacity": 1024,
+        "num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "replay.learning_starts": 128, "batch_size": 32,
+        "num_updates": 2,
+        "replay.capacity": 1024,
     },
 }  # fmt: skip
 
@@ -36,7 +37,7 @@ SMALL = {
 @functools.cache
 def reference(algo):
     """The agent, its initial state, and the result of plain jit(scan)."""
-    agent = counted(msrl.algorithms.get(algo)(**SMALL[algo]).build(envs.RandomizeParams(envs.make(ENV), DRAWN)), 100)
+    agent = counted(msrl.algorithms.make(algo, SMALL[algo]).build(envs.RandomizeParams(envs.make(ENV), DRAWN)), 100)
     state = jax.jit(agent.init)(jax.random.key(0))
     return agent, state, *jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, length=ITERATIONS))(state)
 

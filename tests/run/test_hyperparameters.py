@@ -201,7 +201,7 @@ def test_what_is_not_finite_is_told_with_the_setting_of_its_member(tiny, one_dev
 def test_a_population_that_does_not_fit_says_how_many_bytes(monkeypatch):
     monkeypatch.setattr("msrl_jax.fragments.runtime.memory._limits_of_container", lambda: [10**8])
     with pytest.raises(ValueError, match=r"takes [\d,]+ bytes"):
-        msrl.train("dqn", ENV, seeds=50, learning_rate=[1e-3, 1e-4], capacity=100_000, total_steps=1e6, progress=False)
+        msrl.train("dqn", ENV, seeds=50, learning_rate=[1e-3, 1e-4], replay="replay:100_000", total_steps=1e6, progress=False)
 
 
 def test_an_algorithm_that_branches_on_a_field_is_told_so(tiny):

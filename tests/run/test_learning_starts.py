@@ -10,16 +10,23 @@ from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search.space import rung_steps
 from tests.support.many_agents import Homes
 
-SMALL = {"num_envs": 4, "unroll_length": 4, "num_updates": 2, "batch_size": 16, "capacity": 1024, "learning_starts": 100}
+SMALL = {
+    "num_envs": 4,
+    "unroll_length": 4,
+    "num_updates": 2,
+    "batch_size": 16,
+    "replay.capacity": 1024,
+    "replay.learning_starts": 100,
+}
 
 
 @pytest.mark.parametrize(
     ("algo", "env", "fields"),
     [
         ("dqn", "CartPole-v1", {}),
-        ("r2d2", "CartPole-v1", {"trace_length": 4, "burn_in": 0, "n_step": 1}),
+        ("r2d2", "CartPole-v1", {"trace_length": 4, "burn_in": 0, "replay.n_step": 1}),
         ("qmix", Homes(), {"trace_length": 4}),
-        ("muzero", "CartPole-v1", {"model_steps": 2, "n_step": 2}),
+        ("muzero", "CartPole-v1", {"model_steps": 2, "replay.n_step": 2}),
         ("alphazero", "pgx:tic_tac_toe", {}),
     ],
 )
@@ -32,7 +39,7 @@ def test_a_run_without_an_update_is_refused_before_anything_compiles(algo, env, 
 
 @pytest.mark.long
 def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd):
-    options = SMALL | {"learning_starts": 112, "eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
+    options = SMALL | {"replay.learning_starts": 112, "eval_episodes": 0, "chunk": 1, "devices": jax.devices()[:1]}
     result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options)
     assert np.isnan(result.history["loss"][:-1]).all() and np.isfinite(result.history["loss"][-1])
     assert "replay ratio: 0.125 updates per environment step, of batch_size=16\n" in capfd.readouterr().err

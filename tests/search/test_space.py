@@ -89,8 +89,8 @@ def test_rungs_by_hand():
 
 @pytest.mark.parametrize("whole", [Whole("nets:actor", "nets:critic", "nets:value"), Whole((len, max), (len, max))])
 def test_networks_with_their_last_layers_are_one_value(whole):
-    axes, constants = read_axes(IQL, {"network": whole, "expectile": [0.7, 0.9]})
-    assert [axis.field for axis in axes] == ["expectile"] and constants == {"network": whole}
+    axes, constants = read_axes(IQL, {"network": whole, "critic.expectile": [0.7, 0.9]})
+    assert [axis.field for axis in axes] == ["critic.expectile"] and constants == {"network": whole}
 
 
 def test_a_list_with_functions_is_a_list():

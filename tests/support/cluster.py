@@ -14,7 +14,8 @@ ENV = "CartPole-v1:max_steps_in_episode=30"
 CONFIGS = {
     "ppo": {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
             "normalize_observations": True},
-    "dqn": {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (8,), "learning_starts": 32, "capacity": 256, "batch_size": 16},
+    "dqn": {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (8,), "replay.learning_starts": 32, "replay.capacity": 256,
+    "batch_size": 16},
     "impala": {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)},
 }  # fmt: skip
 ITERATIONS, CHUNK = 6, 2

@@ -8,8 +8,8 @@ import msrl_jax as msrl
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
 CONFIGS = {
     "ppo": SMALL | {"num_epochs": 1, "num_minibatches": 2},
-    "dqn": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
-    "sac": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
+    "dqn": SMALL | {"batch_size": 8, "replay.capacity": 256, "replay.learning_starts": 32, "num_updates": 2},
+    "sac": SMALL | {"batch_size": 8, "replay.capacity": 256, "replay.learning_starts": 32, "num_updates": 2},
     "es": {"num_envs": 4, "unroll_length": 24, "hidden_sizes": (8,)},
     "impala": SMALL,
 }

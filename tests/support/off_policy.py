@@ -14,13 +14,14 @@ from msrl_jax.fragments.counters import counter
 
 E, B = 16, 32
 SMALL = {
-    "num_envs": E, "unroll_length": 4, "num_updates": 3, "batch_size": B, "capacity": 64 * E, "learning_starts": 8 * E,
+    "num_envs": E, "unroll_length": 4, "num_updates": 3, "batch_size": B, "replay.capacity": 64 * E,
+    "replay.learning_starts": 8 * E,
     "hidden_sizes": (8, 6), "learning_rate": 3e-3,
 }  # fmt: skip
 
 
 def build(name, env, **overrides):
-    config = algorithms.get(name)(**SMALL | overrides)
+    config = algorithms.make(name, SMALL | overrides)
     return config.build(env), config
 
 

@@ -11,7 +11,10 @@ import numpy as np
 from tests.support import processes
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
-_OFF = {"num_envs": 4, "unroll_length": 4, "hidden_sizes": (8,), "learning_starts": 32, "capacity": 256, "batch_size": 16}
+_OFF = {
+    "num_envs": 4, "unroll_length": 4, "hidden_sizes": (8,), "batch_size": 16, "replay.learning_starts": 32,
+    "replay.capacity": 256,
+}  # fmt: skip
 RUNS = {
     "ppo": (
         "ppo", ENV,
@@ -22,11 +25,11 @@ RUNS = {
         "recurrent_ppo", ENV,
         {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 4},
     ),
-    "dqn": ("dqn", ENV, _OFF | {"prioritised": True, "n_step": 3}),
+    "dqn": ("dqn", ENV, _OFF | {"replay.priorities": "prioritized", "replay.n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
     "sac+gru": (
         "sac", "Pendulum-v1",
-        _OFF | {"learning_starts": 128, "core": "gru", "memory_size": 4, "burn_in": 2, "trace_length": 4},
+        _OFF | {"replay.learning_starts": 128, "core": "gru", "memory_size": 4, "burn_in": 2, "trace_length": 4},
     ),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
     "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru", "memory_size": 4}),

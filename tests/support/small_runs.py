@@ -15,49 +15,80 @@ PARTICULAR = {
     "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
     "recurrent_ppo+lru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "lru"},
     "recurrent_ppo+gtrxl": {
-        "num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "gtrxl:layers=1,heads=2,context=4",
+        "num_epochs": 2,
+        "num_minibatches": 2,
+        "memory_size": 16,
+        "core": "gtrxl:layers=1,heads=2,context=4",
     },
     "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": Fading()},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
     "pqn": {"num_epochs": 2, "num_minibatches": 2},
-    "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    "dqn": {"replay.learning_starts": 512, "batch_size": 64, "num_updates": 2, "replay.capacity": 4096},
     # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
     "dqn+c51": {
-        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "c51",
+        "replay.learning_starts": 512,
+        "batch_size": 16,
+        "num_updates": 2,
+        "replay.capacity": 4096,
+        "returns": "c51",
         "learning_rate": 1e-3,
     },
-    "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
+    "dqn+qr": {"replay.learning_starts": 512, "batch_size": 64, "num_updates": 2, "replay.capacity": 4096, "returns": "qr"},
     # Targets average over actions: which of two nearly equal values is the larger one decides nothing but an action.
-    "dqn+munchausen": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "munchausen": True},
-    "dqn+iqn": {
-        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "iqn", "num_fractions": 4,
-        "num_choice_fractions": 8, "learning_rate": 1e-3,
+    "dqn+munchausen": {
+        "replay.learning_starts": 512,
+        "batch_size": 64,
+        "num_updates": 2,
+        "replay.capacity": 4096,
+        "target": "munchausen",
     },
-    "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    "dqn+iqn": {
+        "replay.learning_starts": 512,
+        "batch_size": 16,
+        "num_updates": 2,
+        "replay.capacity": 4096,
+        "returns": "iqn:num_fractions=4,num_choice_fractions=8",
+        "learning_rate": 1e-3,
+    },
+    "apex_dqn": {"replay.learning_starts": 512, "batch_size": 64, "num_updates": 2, "replay.capacity": 4096},
     "r2d2": {
-        "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
-        "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
+        "replay.learning_starts": 512,
+        "batch_size": 64,
+        "num_updates": 2,
+        "replay.capacity": 4096,
+        "memory_size": 16,
+        "burn_in": 2,
+        "trace_length": 4,
+        "replay.n_step": 3,
+        "exploration": "per_env",
+        "learning_rate": 2.5e-4,
     },
     # Searches compare values that are nearly equal in a new network: few examples and steps, lest rounding decide.
     "muzero": {
-        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "latent_size": 16, "num_simulations": 4,
-        "model_steps": 2, "n_step": 3,
+        "replay.learning_starts": 512,
+        "batch_size": 16,
+        "num_updates": 2,
+        "replay.capacity": 4096,
+        "latent_size": 16,
+        "num_simulations": 4,
+        "model_steps": 2,
+        "replay.n_step": 3,
     },
-    "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "sac": {"num_updates": 2, "batch_size": 64, "replay.capacity": 4096, "replay.learning_starts": 512},
+    "td3": {"num_updates": 2, "batch_size": 64, "replay.capacity": 4096, "replay.learning_starts": 512},
+    "ddpg": {"num_updates": 2, "batch_size": 64, "replay.capacity": 4096, "replay.learning_starts": 512},
     "bc": {"num_updates": 2, "batch_size": 64},
     "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
     "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
     "iql": {"num_updates": 2, "batch_size": 64},
-    "iql+awac": {"num_updates": 2, "batch_size": 64, "critic": "policy"},
-    "iql+crr": {"num_updates": 2, "batch_size": 64, "critic": "policy", "num_actions": 4, "weighting": "binary"},
+    "iql+awac": {"num_updates": 2, "batch_size": 64, "critic": "of_policy"},
+    "iql+crr": {"num_updates": 2, "batch_size": 64, "critic": "of_policy:4", "weighting": "binary"},
 }
 CRITICS = {
-    "sac+qr": {"distribution": "qr", "num_critics": 3, "num_atoms": 5, "num_dropped": 1, "normalize_observations": True},
-    "td3+c51": {"distribution": "c51", "num_atoms": 11, "v_min": -50.0, "v_max": 0.0, "max_exploration_noise": 0.4},
+    "sac+qr": {"returns": "tqc:5,1", "num_critics": 3, "normalize_observations": True},
+    "td3+c51": {"returns": "c51:-50.0,0.0,11", "max_exploration_noise": 0.4},
     "sac+batch_norm": {"batch_norm": True, "tau": 0.01},
 }
 for _name, _options in CRITICS.items():
@@ -72,7 +103,7 @@ PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 _WINDOWS = {"memory_size": 16, "burn_in": 2, "trace_length": 4}
 PARTICULAR["sac+gru"] = PARTICULAR["sac"] | _WINDOWS | {"core": "gru", "normalize_observations": True}
-PARTICULAR["td3+lru"] = PARTICULAR["td3"] | _WINDOWS | {"core": "lru", "n_step": 2}
+PARTICULAR["td3+lru"] = PARTICULAR["td3"] | _WINDOWS | {"core": "lru", "replay.n_step": 2}
 for _name in ("ppo", "recurrent_ppo", "sac"):
     PARTICULAR[f"{_name}+privileged"] = PARTICULAR[_name]
 # Modules of one's own.
@@ -87,11 +118,11 @@ OPTIMIZED = {
     "ppo+muon": {"optimizer": "muon:ns_steps=1", "learning_rate": 1e-3}, "dqn+own": {"optimizer": transformations.falling},
     "ppo+kl": {"learning_rate": "kl:1e-4,start=1e-3"},
     "sac+cosine": {"learning_rate": "cosine:1e-3:1e-4,warmup=0.01", "tau": "linear:0.1:0.001", "optimizer": "adamw"},
-    "dqn+scheduled": {"final_epsilon": "cosine:0.8:0.1", "learning_rate": "linear:1e-3", "exploration_steps": 600},
+    "dqn+scheduled": {"exploration.final": "cosine:0.8:0.1", "learning_rate": "linear:1e-3", "exploration.steps": 600},
 }  # fmt: skip
 for _name, _options in OPTIMIZED.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
-PARTICULAR["sac+goals"] = PARTICULAR["sac"] | {"relabel": 0.8, "n_step": 2}
+PARTICULAR["sac+goals"] = PARTICULAR["sac"] | {"hindsight": "hindsight:0.8", "replay.n_step": 2}
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}, "PointMaze": {"max_steps": 10}}
 

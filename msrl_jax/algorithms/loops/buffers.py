@@ -8,7 +8,6 @@ data.
 import dataclasses
 import math
 import os
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import data, replay
+from msrl_jax.algorithms.fields import check_unused
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
@@ -28,17 +28,13 @@ from msrl_jax.fragments.support.checks import shown
 from msrl_jax.replay import Indices, Relabelling, Replay, ReplayState, Sample, Transition
 
 
-def check_data(config: Any, given: Collection[str] = ()) -> None:
+def check_data(config: Any) -> None:
     """Raises ValueError unless `data` are a path or a data set, and `data_fraction` of no data has its default."""
     name, source = type(config).__name__, config.data
     if not isinstance(source, str | os.PathLike | Dataset | None):
         raise ValueError(f"{name}.data={shown(source)}: use the path of a data set, or a msrl_jax.data.Dataset")
-    share = getattr(config, "data_fraction", None)
-    if source is None and share is not None and (share != type(config).data_fraction or "data_fraction" in given):
-        raise ValueError(
-            f"{name}.data_fraction={share} is a share of every batch for a data set, but there is none; give "
-            "data='experience.npz', or leave data_fraction out"
-        )
+    if source is None:
+        check_unused(config, ("data_fraction",), "without a data set; give data='experience.npz'")
 
 
 def action_type(space: Space) -> jax.ShapeDtypeStruct:
@@ -53,17 +49,17 @@ def n_step_buffer(env: Environment, config: Any) -> Replay:
 
     Goals of the run's own transitions are relabelled if the config has it so; raises TypeError if there are no goals.
     """
-    windows: dict[str, Any] = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
-    if getattr(config, "relabel", 0):
-        windows |= {"relabelling": Relabelling(goals_of(env), config.relabel, config.relabel_by)}
+    windows: dict[str, Any] = {"length": config.replay.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
+    if hindsight := getattr(config, "hindsight", None):
+        windows |= {"relabelling": Relabelling(goals_of(env), hindsight.share, hindsight.by)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
-        return window_buffer(obs, action, config, config.batch_size, config.shards, **windows)
+        return window_buffer(obs, action, config, config.batch_size, config.replay.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
     mixed_in = data.buffer(
-        dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs),
-        length=config.n_step, discount=config.discount,
+        dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.replay.storage, obs),
+        length=config.replay.n_step, discount=config.discount,
     )  # fmt: skip
     return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
 
@@ -72,15 +68,17 @@ def agents_buffer(view: TeamView, config: Any) -> Replay:
     """Makes an `n_step_buffer` of several agents, each with its own rewards and ends of episodes."""
     one, agents = action_type(view.action_space), (view.num_agents,)
     action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
-    windows = {"length": config.n_step, "discount": config.discount}
-    return window_buffer(view.observation_type, action, config, config.batch_size, config.shards, agents=agents, **windows)
+    windows = {"length": config.replay.n_step, "discount": config.discount}
+    return window_buffer(
+        view.observation_type, action, config, config.batch_size, config.replay.shards, agents=agents, **windows
+    )
 
 
 def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> Replay:
     """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
-    length = config.burn_in + config.trace_length + config.n_step - 1
+    length = config.burn_in + config.trace_length + config.replay.n_step - 1
     buffer = window_buffer(
-        obs, action, config, config.batch_size, config.shards, carry,
+        obs, action, config, config.batch_size, config.replay.shards, carry,
         may_be_absent=may_be_absent, length=length, stride=max(config.trace_length // 2, 1),
         length_is="burn_in + trace_length + n_step - 1 are",
     )  # fmt: skip
@@ -120,18 +118,18 @@ def window_buffer(
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
     example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_absent else None)
     options: dict[str, Any] = {
-        "capacity": config.capacity,
+        "capacity": config.replay.capacity,
         "num_envs": config.num_envs,
         "unroll_length": config.unroll_length,
         "batch_size": batch_size,
-        "min_size": config.learning_starts,
+        "min_size": config.replay.learning_starts,
         "shards": shards,
-        "storage": storage_of(config.storage, obs),
+        "storage": storage_of(config.replay.storage, obs),
         **windows,
     }
     make = replay.uniform
-    if getattr(config, "prioritised", False):
-        make, options = replay.prioritized, options | {"alpha": config.alpha, "beta": config.beta}
+    if priorities := config.replay.priorities:
+        make, options = replay.prioritized, options | {"alpha": priorities.alpha, "beta": priorities.beta}
     try:
         return make(example, **options)
     except ValueError as error:
@@ -169,7 +167,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
 
 def split_batch(config: Any) -> tuple[int, int, int]:
     """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind."""
-    shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
+    shards = math.gcd(config.num_envs, config.batch_size, 8) if config.replay.shards is None else config.replay.shards
     rows = config.batch_size // shards
     given = round(config.data_fraction * rows)
     if not 0 < given < rows:

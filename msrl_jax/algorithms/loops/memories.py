@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.agent import Progress
+from msrl_jax.algorithms.fields import check_unused
 from msrl_jax.algorithms.loops.buffers import action_type, n_step_buffer, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Explore, Learner, Rule
 from msrl_jax.algorithms.loops.windows import replay_values, successors
@@ -41,10 +42,12 @@ class History(NamedTuple):
 def check_memory(config: Any) -> None:
     """Raises ValueError if an algorithm with a memory is to learn from a data set too, or in hindsight."""
     name = type(config).__name__
-    if config.core != "none" and config.relabel:
+    if config.core == "none":
+        check_unused(config, ("burn_in", "trace_length"), "with core='none'")
+    if config.core != "none" and config.hindsight:
         raise ValueError(
-            f"{name}.relabel={config.relabel} replaces goals of single steps, but {name}.core learns from sequences, of which "
-            "memories saw the old ones; use core='none', or leave relabel out"
+            f"{name}.hindsight={config.hindsight} replaces goals of single steps, but {name}.core learns from sequences, of "
+            "which memories saw the old ones; use core='none', or leave hindsight out"
         )
     if config.core != "none" and config.data is not None:
         raise ValueError(
@@ -126,7 +129,7 @@ def remembered(
         window: Transition = batch.experience
         after, length = jax.tree.map(lambda x: x[config.burn_in :], window), config.trace_length
         sums = (after.reward, after.terminated, after.truncated)
-        sums = (jnp.stack([x[n : n + length] for n in range(config.n_step)]) for x in sums)
+        sums = (jnp.stack([x[n : n + length] for n in range(config.replay.n_step)]) for x in sums)
         reward, last, discount = fold(*sums, discount=config.discount)
         last += jnp.arange(length)[:, None]
 

@@ -16,7 +16,7 @@ priorities and importance weights. A network without a recurrent state acts with
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,14 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, step_size
 from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.options import Annealed, PerEnv
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import mask_of, sample_legal
 from msrl_jax.envs.privileged import actor_part
 from msrl_jax.envs.spaces import is_integers, num_values
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, advance, at_least, counter, fraction, remainder
+from msrl_jax.fragments.counters import Counter, advance, at_least, counter, remainder
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Transition
@@ -60,7 +61,6 @@ Update = Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[
 ChooseAction = Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], key, carry) -> (action [E, ...], carry)` outside of training, before `action_transform`; the best or
 most probable action if `key` is None."""
-Exploration = Literal["annealed", "per_env"]
 Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], keys [E], steps, carry) -> (action [E, ...], carry)`: acts after `steps` environment steps."""
 
@@ -334,22 +334,14 @@ def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule:
     )
 
 
-def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps: int) -> Callable[..., jax.Array]:
+def epsilon_greedy(
+    exploration: Annealed | PerEnv, *, num_envs: int, num_actions: int, random_steps: int
+) -> Callable[..., jax.Array]:
     """Makes `(greedy [E], keys [E], steps, obs) -> actions [E]`, random with probability epsilon, and in the first steps."""
-    rank = jnp.arange(num_envs) / max(num_envs - 1, 1)
-    by_env = config.base_epsilon ** (1 + 7 * rank)  # arXiv 1803.00933
-    # A schedule over the fraction of `exploration_steps` that is done: the fraction cannot overflow, a step count could.
-    annealed = optax.linear_schedule(1.0, config.final_epsilon, transition_steps=1)
-
-    def epsilon(steps: Counter) -> jax.Array:
-        """The probabilities of random actions. `[]` or `[E]`"""
-        if config.exploration == "per_env":
-            return by_env
-        return jnp.asarray(annealed(fraction(steps, 1, config.exploration_steps)))
 
     def explore(greedy: jax.Array, keys: jax.Array, steps: Counter, obs: Any = None) -> jax.Array:
         whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-        probability = jnp.where(at_least(steps, random_steps), epsilon(steps), 1.0)
+        probability = jnp.where(at_least(steps, random_steps), exploration.epsilon(steps, num_envs), 1.0)
         at_random = jax.vmap(jax.random.uniform)(whether) < probability
         return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)
 

@@ -9,8 +9,8 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
+from msrl_jax.algorithms.losses.distributional import value_error
 from msrl_jax.algorithms.networks.layers import Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
@@ -69,6 +69,6 @@ def sequence_loss(
     weight: jax.Array, taken: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
     """The mean loss of values `[L, B]` of actions taken, with weights `[B]`; and the priorities `[B]`, and statistics."""
-    losses = optax.l2_loss(taken, target) if huber_delta is None else optax.huber_loss(taken, target, delta=huber_delta)
+    losses = value_error(taken, target, huber_delta)
     stats = {"loss": losses.mean(), "value": taken.mean()}
     return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, eta), stats)

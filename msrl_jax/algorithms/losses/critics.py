@@ -4,22 +4,20 @@ In the shape descriptions, `C` denotes the number of critics, `B` the batch size
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from msrl_jax.algorithms.losses.distributional import (
     categorical_loss,
     categorical_projection,
-    check_support,
     quantile_huber_loss,
-    support,
+    value_error,
 )
+from msrl_jax.algorithms.options import C51, TQC, Expected
 from msrl_jax.envs import Discrete, Space
 
-Distribution = Literal["none", "c51", "qr"]
 Backup = Callable[[jax.Array], jax.Array]
 """Maps returns from the next step on to returns from this step on, `[B]` each and increasing."""
 
@@ -35,14 +33,14 @@ class Prediction(NamedTuple):
     error: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> TD errors [B]; losses of distributions
 
 
-def expectations() -> Prediction:
+def expectations(huber_delta: float | None = None) -> Prediction:
     """Expected returns; the lowest counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10)."""
     return Prediction(
         num_outputs=1,
         expected=lambda q: q,
         value=lambda q: q.min(0),
         target=lambda q, backup: backup(q.min(0)),
-        loss=lambda q, target: jax.vmap(optax.l2_loss, (0, None))(q, target),
+        loss=lambda q, target: jax.vmap(lambda q: value_error(q, target, huber_delta))(q),
         error=lambda q, target: target - q.mean(0),
     )
 
@@ -97,21 +95,14 @@ def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
 
 def prediction_of(config: Any, action_space: Space) -> Prediction:
     """What the critics of a config predict; raises ValueError if it is a distribution of discrete actions."""
-    if config.distribution != "none" and isinstance(action_space, Discrete):
+    returns: Expected | C51 | TQC = config.returns
+    if isinstance(returns, Expected):
+        return expectations(returns.huber_delta)
+    if isinstance(action_space, Discrete):
         raise ValueError(
-            f"{type(config).__name__}.distribution={config.distribution!r} is of the returns of continuous actions, but the "
-            f"space is {action_space}; use distribution='none', or dqn"
+            f"{type(config).__name__}.returns={returns} is of the returns of continuous actions, but the space is "
+            f"{action_space}; use returns='expected', or dqn"
         )
-    if config.distribution == "c51":
-        return categorical(config.num_atoms, *support(config))
-    return truncated_quantiles(config.num_atoms, config.num_dropped) if config.distribution == "qr" else expectations()
-
-
-def check_prediction(config: Any) -> None:
-    """Raises ValueError unless the atoms of a config have limits in order, and some of its quantiles are targets."""
-    check_support(config)
-    if config.distribution == "qr" and config.num_dropped >= config.num_atoms:
-        raise ValueError(
-            f"{type(config).__name__}.num_dropped={config.num_dropped} leaves no target of the num_atoms={config.num_atoms} "
-            "quantiles of a critic; use a smaller num_dropped"
-        )
+    if isinstance(returns, C51):
+        return categorical(returns.num_atoms, *returns.support(config.discount))
+    return truncated_quantiles(returns.num_quantiles, returns.num_dropped)

@@ -10,25 +10,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-
-def support(config: Any) -> tuple[float, float]:
-    """The lowest and the highest atom of a config with `distribution="c51"`."""
-    v_min = -1 / (1 - config.discount) if config.v_min is None else config.v_min
-    return v_min, 1 / (1 - config.discount) if config.v_max is None else config.v_max
+from msrl_jax.algorithms.options import C51
 
 
 def check_support(config: Any) -> None:
-    """Raises ValueError unless a config with `distribution="c51"` has atoms in between finite limits."""
-    if config.distribution != "c51":
+    """Raises ValueError unless the atoms of a config that predicts them are in between finite limits."""
+    atoms, name = config.returns, type(config).__name__
+    if not isinstance(atoms, C51):
         return
-    name = type(config).__name__
-    if (config.v_min is None or config.v_max is None) and config.discount == 1:
-        raise ValueError(
-            f"{name}.discount=1.0 bounds no return; give v_min and v_max for distribution='c51', or use discount=0.99"
-        )
-    v_min, v_max = support(config)
+    if (atoms.v_min is None or atoms.v_max is None) and config.discount == 1:
+        raise ValueError(f"{name}.discount=1.0 bounds no return; give v_min and v_max to returns='c51', or use discount=0.99")
+    v_min, v_max = atoms.support(config.discount)
     if v_min >= v_max:
-        raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
+        raise ValueError(f"{name}.returns: v_min={v_min:g} is not below v_max={v_max:g}; use a smaller one or a larger one")
+
+
+def value_error(value: jax.Array, target: jax.Array, huber_delta: float | None) -> jax.Array:
+    """Half the squared error, which is linear above `huber_delta`, if there is one."""
+    return optax.l2_loss(value, target) if huber_delta is None else optax.huber_loss(value, target, delta=huber_delta)
 
 
 def categorical_projection(probability: jax.Array, returns: jax.Array, v_min: float, v_max: float) -> jax.Array:

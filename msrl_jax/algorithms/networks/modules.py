@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax._compat import used_inputs
-from msrl_jax.algorithms.config import MADE, has_arrays
+from msrl_jax.algorithms.fields import MADE, has_arrays
 from msrl_jax.algorithms.networks.layers import Network, Whole
 from msrl_jax.fragments.support import naming
 

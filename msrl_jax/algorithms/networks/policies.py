@@ -74,9 +74,7 @@ class _Linear(nn.Module):
         return head(self.torso, self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(
-    part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float, batch_norm: bool = False
-) -> Network:
+def linear_network(part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float, batch_norm: bool = False) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
     module = _Linear(make_torsos(seen, config).of(part).clone(batch_norm=batch_norm), num_outputs, scale)
     return Network(module.init, module.apply)

@@ -4,9 +4,66 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from msrl_jax.fragments.support.checks import suggestion
+
+
+class Call(NamedTuple):
+    """What `NAME`, `NAME:ARGUMENTS` or `NAME(ARGUMENTS)` says; arguments are literals, words (as text) and calls."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+def read_call(text: str) -> Call:
+    """Reads a name and its arguments, which are written as in a Python call; nothing is evaluated.
+
+    Raises:
+      ValueError: if it cannot be read, or gives an argument twice.
+    """
+    name, colon, arguments = text.strip().partition(":")
+    try:
+        node = ast.parse(f"{name}({arguments})" if colon and name.isidentifier() else text.strip(), mode="eval").body
+        found = _argument(node)
+    except (SyntaxError, RecursionError, MemoryError, ValueError, TypeError) as error:
+        fact = f": {error}" if isinstance(error, _Twice) else ""
+        raise ValueError(f"cannot read {text!r}{fact}; write NAME or NAME:argument=value,argument=value") from None
+    found = Call(found) if isinstance(node, ast.Name) else found
+    if not isinstance(found, Call):
+        raise ValueError(f"cannot read {text!r}; write NAME or NAME:argument=value,argument=value")
+    return found
+
+
+class _Twice(ValueError):
+    pass
+
+
+def _argument(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Call(ast.Name(name)):
+            keys = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+            if len(keys) < len(node.keywords):
+                raise ValueError("** is no argument")
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise _Twice(f"{twice[0]} is given twice")
+            kwargs = {key: _argument(keyword.value) for key, keyword in zip(keys, node.keywords, strict=True)}
+            return Call(name, tuple(map(_argument, node.args)), kwargs)
+        case ast.List() | ast.Tuple():
+            return tuple(map(_argument, node.elts))
+    return ast.literal_eval(node)
+
+
+def write_call(name: str, kwargs: Mapping[str, str], *, nested: bool = False) -> str:
+    """The text that `read_call` reads as this call, whose arguments are texts already."""
+    arguments = ",".join(f"{key}={value}" for key, value in kwargs.items())
+    if nested:
+        return f"{name}({arguments})"
+    return f"{name}:{arguments}" if arguments else name
+
 
 Calls: TypeAlias = Mapping[str, Callable[..., Any]]
 """The functions that text may call, by name."""

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from msrl_jax import policies
-from msrl_jax.algorithms import words
 from msrl_jax.fragments.support.naming import reference
 from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.policies.base import spec as policy_text
@@ -41,13 +40,14 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
     text += "".join(_entry(name, x) for name, x in options.items() if x is not None)
     values = {f.name: _field(experiment, about, f.name) for f in dataclasses.fields(experiment.algorithm)}
     texts = {f.name: f.metadata["doc"] for f in dataclasses.fields(experiment.algorithm)}
-    without_effect = [name for name in values if not _may_be_given(experiment.algorithm, name)]
-    return text + "\n" + "".join(_entry(name, x, texts[name], given=name not in without_effect) for name, x in values.items())
+    text += "\n" + "".join(_entry(name, x, texts[name]) for name, x in values.items())
+    of_options = {name: x for name, x in (about["settings"] or {}).items() if name not in values}
+    return text + "".join(_entry(name, x) for name, x in of_options.items())
 
 
-def _entry(name: str, x: Any, doc: str = "", *, given: bool = True) -> str:
+def _entry(name: str, x: Any, doc: str = "") -> str:
     note = toml.comment(_OBJECT) if isinstance(x, Mapping) else ""
-    return note + toml.entry(name, x, doc, given=given)
+    return note + toml.entry(name, x, doc)
 
 
 def _algorithm(experiment: Experiment) -> Any:
@@ -92,12 +92,3 @@ def _field(experiment: Experiment, about: Mapping[str, Any], name: str) -> Any:
     if name.endswith("learning_rate") and isinstance(x, float) and about["rollbacks"]:
         return x * 2 ** len(about["rollbacks"])  # each rollback halved it
     return x
-
-
-def _may_be_given(config: Any, name: str) -> bool:
-    """Whether a field has an effect with the others."""
-    try:
-        words.check_given(config, [name])
-    except ValueError:
-        return False
-    return True

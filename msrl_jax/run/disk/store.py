@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from msrl_jax.algorithms import schedules, words
-from msrl_jax.algorithms.config import is_word
+from msrl_jax.algorithms.fields import is_word, tunable_fields, value_of
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
@@ -200,10 +200,11 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
     fixed = is_word(rate) or words.is_own(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
-    rises = getattr(config, "beta", None) is not None and "beta" not in own
+    beta = "replay.priorities.beta"
+    rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in own
     if was == now or not (falls or rises or own):
         return
-    what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises) + list(own))
+    what = " and ".join(["the learning rate"] * bool(falls) + [beta] * bool(rises) + list(own))
     if falls and rate is not None:
         text = f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
     _note(

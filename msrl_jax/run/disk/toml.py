@@ -21,6 +21,15 @@ def value(x: Any) -> str:
     return json.dumps(str(x), ensure_ascii=False)
 
 
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted keys in place of tables within tables; what was an object is one value."""
+    found: dict[str, Any] = {}
+    for key, x in table.items():
+        is_table = isinstance(x, Mapping) and x and [*x] != ["object"]
+        found |= {f"{key}.{name}": part for name, part in flat(x).items()} if is_table else {key: x}
+    return found
+
+
 def comment(text: str) -> str:
     """Lines of a comment."""
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
@@ -28,4 +37,5 @@ def comment(text: str) -> str:
 
 def entry(key: str, x: Any, doc: str = "", *, given: bool = True) -> str:
     """The lines of a key, in a comment if its value is not given."""
+    key = json.dumps(key) if "." in key else key
     return f"{comment(doc)}{'' if given else '#'}{key} = {value(x)}\n"

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
-from msrl_jax.algorithms.config import with_traced
+from msrl_jax.algorithms.fields import value_of, with_traced
 from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, whole
@@ -50,7 +50,7 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
         return build(with_traced(config, numbers))
 
     def init(key: jax.Array, numbers: Mapping[str, jax.Array] | None = None) -> Member:
-        given = {name: getattr(config, name) for name in names} if numbers is None else numbers
+        given = {name: value_of(config, name) for name in names} if numbers is None else numbers
         own = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
         return Member(of(own).init(key), own)
 

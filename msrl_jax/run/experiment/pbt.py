@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
-from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.fields import all_fields, tunable_fields
 from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.envs import param_distributions
 from msrl_jax.envs.param_distributions import Distribution, Ramp
@@ -90,12 +90,12 @@ class PBT:
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
         """Checks the search for a config."""
-        kind, tunable = type(base).__name__, tunable_fields(type(base))
+        kind, tunable = type(base).__name__, tunable_fields(base)
         for name in self.search:
             if name not in tunable:
                 fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
-                if name in {field.name for field in dataclasses.fields(base)}:
-                    fact = f"{name} of {kind} changes shapes or branches of the program"
+                if name in all_fields(type(base)):
+                    fact = f"{name} of {kind} changes shapes or branches of the program, or is of an option that it has not"
                 raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
         fixed = {name: value for name, value in overrides.items() if name not in self.search}
         for name, value in overrides.items():

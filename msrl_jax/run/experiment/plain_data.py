@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.algorithms.config import is_object
+from msrl_jax.algorithms.fields import is_object, is_option, text
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.naming import reference
 
@@ -24,6 +24,8 @@ def to_json(value: Any) -> Any:
     """Converts a value to plain JSON data: arrays to lists, nan and infinities to null, data sets to descriptions."""
     if isinstance(value, Dataset):
         value = value.describe()
+    if is_option(value):
+        return text(value, whole=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ import numpy as np
 from msrl_jax import algorithms, data, envs
 from msrl_jax.algorithms import code_names, files, words
 from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.algorithms.config import is_object, is_word, tunable_fields
+from msrl_jax.algorithms.fields import is_object, is_word, tunable_fields
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.replay_ratio import check_learns
 from msrl_jax.algorithms.transformations import counted
@@ -90,8 +90,8 @@ class Experiment:
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'
             )
-        if unknown := [name for name in self.settings if name not in tunable_fields(type(self.algorithm))]:
-            kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(type(self.algorithm)))
+        if unknown := [name for name in self.settings if name not in tunable_fields(self.algorithm)]:
+            kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(self.algorithm))
             raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
         object.__setattr__(self, "env_params", self.env_params or None)
         object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))

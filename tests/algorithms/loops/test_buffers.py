@@ -31,8 +31,9 @@ def random_data(env, rows=400, seed=0):
 
 CARTPOLE, PENDULUM = envs.make("CartPole-v1"), envs.make("Pendulum-v1")
 DQN = {
-    "num_envs": 16, "unroll_length": 4, "num_updates": 2, "batch_size": 32, "capacity": 512, "learning_starts": 64,
-    "hidden_sizes": (8,), "prioritised": True, "n_step": 2,
+    "num_envs": 16, "unroll_length": 4, "num_updates": 2, "batch_size": 32, "replay.capacity": 512,
+    "replay.learning_starts": 64,
+    "hidden_sizes": (8,), "replay.priorities": "prioritized", "replay.n_step": 2,
 }  # fmt: skip
 
 
@@ -98,7 +99,9 @@ def test_a_buffer_that_mixes_is_a_buffer(mixed):
     ("fraction", "shards", "own"), [(0.5, None, 16), (0.25, None, 24), (0.3, None, 24), (0.3, 2, 22), (0.01, 1, None)]
 )
 def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
-    config = msrl.algorithms.DQN(**DQN | {"shards": shards, "data": "x.npz", "data_fraction": fraction})
+    config = msrl.algorithms.make(
+        msrl.algorithms.DQN, DQN | {"replay.shards": shards, "data": "x.npz", "data_fraction": fraction}
+    )
     if own is None:
         with pytest.raises(ValueError, match=r"data_fraction=0.01 of the 32 rows that each of 1 shards .* none to the data"):
             split_batch(config)
@@ -107,7 +110,9 @@ def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
 
 
 def agent(**changes):
-    return counted(msrl.algorithms.DQN(**DQN | {"data": random_data(CARTPOLE)} | changes).build(CARTPOLE), 15)
+    return counted(
+        msrl.algorithms.make(msrl.algorithms.DQN, DQN | {"data": random_data(CARTPOLE)} | changes).build(CARTPOLE), 15
+    )
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +211,14 @@ def test_data_actions_are_converted_to_policy_actions(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sac", *(pytest.param(n, marks=pytest.mark.slow) for n in ("td3", "ddpg"))])
 def test_actor_critics_learn_from_both(name):
-    config = {"num_envs": 8, "unroll_length": 2, "batch_size": 32, "capacity": 500, "learning_starts": 32, "num_updates": 1}
+    config = {
+        "num_envs": 8,
+        "unroll_length": 2,
+        "batch_size": 32,
+        "replay.capacity": 500,
+        "replay.learning_starts": 32,
+        "num_updates": 1,
+    }
     options = {"devices": jax.devices()[:1], "progress": False, "eval_episodes": 0, "hidden_sizes": (8,), "total_steps": 96}
     result = msrl.train(name, "Pendulum-v1", data=random_data(PENDULUM), **options, **config)
     assert result.history["q"][-1] > 0.5  # rewards of the data are positive, those of the pendulum are not
@@ -219,9 +231,12 @@ def test_actor_critics_learn_from_both(name):
         ({"data": "no/such.npz"}, "there is no file no/such.npz"),
         ({"data": 5}, "DQN.data=5: use the path of a data set"),
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
-        ({"data": None, "data_fraction": 0.3}, r"DQN.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
+        (
+            {"data": None, "data_fraction": 0.3},
+            "DQN.data_fraction has no effect without a data set; give data='experience.npz'",
+        ),
         ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
-        ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot store 400 rows of the data set exactly"),
+        ({"data": random_data(CARTPOLE), "replay.storage": "uint8"}, "cannot store 400 rows of the data set exactly"),
     ],
 )
 def test_bad_data_are_refused(change, message):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms import DQN, Progress
+from msrl_jax.algorithms import Annealed, PerEnv, Progress
 from msrl_jax.algorithms.loops.off_policy import epsilon_greedy, uniform_actions
 from msrl_jax.envs import Discrete
 from msrl_jax.fragments.counters import counter
@@ -14,14 +14,14 @@ from tests.support.random_walk import RandomWalk
 
 E, STARTS = 16, 64
 LATE = [2**24 - E, 2**24, 2**31 - E, 2**31, 2**32 - E, 2**32, 10**13]
-OPTIONS = {"num_envs": E, "unroll_length": 1, "num_updates": 1, "batch_size": 16, "capacity": 256, "hidden_sizes": (4,)}
-GREEDY = {"exploration_steps": STARTS, "final_epsilon": 0.0}
+OPTIONS = {"num_envs": E, "unroll_length": 1, "num_updates": 1, "batch_size": 16, "replay.capacity": 256, "hidden_sizes": (4,)}
+GREEDY = {"exploration.steps": STARTS, "exploration.final": 0.0}
 
 
 @pytest.mark.parametrize("name", [pytest.param("sac", marks=pytest.mark.long), "dqn"])
 def test_actions_follow_the_network_from_the_first_update_on(name):
     """Random actions are the same for all parameters; others are not."""
-    config = algorithms.get(name)(learning_starts=STARTS, **OPTIONS, **(GREEDY if name == "dqn" else {}))
+    config = algorithms.make(name, {"replay.learning_starts": STARTS} | OPTIONS | (GREEDY if name == "dqn" else {}))
     agent = config.build(RandomWalk(name != "dqn"))
     state = jax.jit(agent.init)(jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 64))
@@ -42,8 +42,7 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
 
 @pytest.fixture(scope="module")
 def explore():
-    config = DQN(exploration_steps=10_000, final_epsilon=0.25)
-    return jax.jit(epsilon_greedy(config, num_envs=4000, num_actions=1000, random_steps=STARTS))
+    return jax.jit(epsilon_greedy(Annealed(10_000, 0.25), num_envs=4000, num_actions=1000, random_steps=STARTS))
 
 
 @pytest.mark.parametrize("steps", [STARTS, 10_000, *LATE])
@@ -62,8 +61,7 @@ def test_discrete_actions_are_drawn_with_equal_probabilities():
 
 
 def test_every_environment_has_its_own_epsilon():
-    config = DQN(exploration="per_env", base_epsilon=0.4)
-    explore = jax.jit(epsilon_greedy(config, num_envs=3, num_actions=1000, random_steps=STARTS))
+    explore = jax.jit(epsilon_greedy(PerEnv(0.4), num_envs=3, num_actions=1000, random_steps=STARTS))
     keys = jax.random.split(jax.random.key(0), (2000, 3))
     for steps in (STARTS, 2**31, 10**13):
         found = jax.vmap(explore, (None, 0, None))(jnp.full(3, -1), keys, counter(steps))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms import DDPG, SAC, TD3
+from msrl_jax.algorithms import DDPG, SAC, TD3, make
 from msrl_jax.algorithms.losses.critics import categorical, expectations, truncated_quantiles
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
 
@@ -73,13 +73,17 @@ def test_of_expected_returns_the_lowest_counts(examples):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (SAC, {"distribution": "c51", "v_min": 5.0, "v_max": -5.0}, r"SAC\.v_min=5 is not below v_max=-5; use a smaller v_min"),
-        (TD3, {"distribution": "c51", "discount": 1.0}, r"TD3\.discount=1.0 bounds no return; give v_min and v_max"),
-        (TD3, {"distribution": "qr", "num_atoms": 4, "num_dropped": 4}, r"TD3\.num_dropped=4 leaves no target"),
-        (DDPG, {"distribution": "iqn"}, r"DDPG\.distribution='iqn': use one of \['c51', 'none', 'qr'\]"),
+        (SAC, {"returns": "c51:5.0,-5.0"}, r"SAC\.returns: v_min=5 is not below v_max=-5; use a smaller"),
+        (
+            TD3,
+            {"returns": "c51", "discount": 1.0},
+            r"TD3\.discount=1.0 bounds no return; give v_min and v_max to returns='c51'",
+        ),
+        (TD3, {"returns": "tqc:4,4"}, r"TD3\.returns\.num_dropped=4 leaves no target"),
+        (DDPG, {"returns": "iqn"}, "DDPG.returns='iqn': use one of expected, c51, tqc"),
         (TD3, {"exploration_noise": 0.3, "max_exploration_noise": 0.2}, r"max_exploration_noise=0.2 is below"),
     ],
 )
 def test_bad_distributions_are_refused_with_a_remedy(config, options, message):
     with pytest.raises(ValueError, match=message):
-        config(**options)
+        make(config, options)

@@ -95,7 +95,7 @@ def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
 def test_an_iteration_is_the_same(algorithm):
     small = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
     if algorithm == "dqn":
-        small |= {"learning_starts": 64, "batch_size": 8, "capacity": 1024, "num_updates": 4}
+        small |= {"replay.learning_starts": 64, "batch_size": 8, "replay.capacity": 1024, "num_updates": 4}
     agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, small), msrl.envs.make("CartPole-v1")), 10)
     state = jax.jit(agent.init)(jax.random.key(0))
     for _ in range(3):  # with a buffer that fills

@@ -101,7 +101,14 @@ def test_states_that_do_not_fit_are_refused_in_bytes():
 def test_seeds_count():
     """One buffer fits the host's memory, a thousand do not."""
     with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes of .* its largest leaf is state\.inner\.replay"):
-        msrl.train("dqn", "CartPole-v1", capacity=2_000_000_000 // 64, seeds=1000, total_steps=2000, eval_episodes=0)
+        msrl.train(
+            "dqn",
+            "CartPole-v1",
+            replay=msrl.algorithms.Replay(2_000_000_000 // 64),
+            seeds=1000,
+            total_steps=2000,
+            eval_episodes=0,
+        )
 
 
 def test_one_array_in_two_leaves_gets_memory_for_each(devices):
