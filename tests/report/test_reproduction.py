@@ -341,7 +341,7 @@ def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
         patched.setattr(reproduction, "train", train)
         assert reproduced(tmp_path, seeds=2).verdict == "interrupted"
     (tmp_path / "seeds-0-1" / "best.npz").unlink()
-    with pytest.raises(_recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
+    with pytest.raises(recipes.RecordError, match=r"seeds-0-1 has no best.npz: .* delete the folder"):
         reproduced(tmp_path, seeds=2)
 
 
@@ -388,7 +388,7 @@ def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp
 def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
     """It reads their folder again."""
     monkeypatch.setattr(reproduction, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
-    with pytest.raises(msrl.experiment.NotSavedError, match="No space left on device"):
+    with pytest.raises(msrl.run.NotSavedError, match="No space left on device"):
         reproduced(tmp_path / "out")
 
 
