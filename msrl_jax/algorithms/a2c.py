@@ -23,7 +23,7 @@ from msrl_jax.algorithms.config import (
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
+from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
@@ -133,7 +133,7 @@ class A2C:
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
 
-        def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[A2CState, Metrics]:
+        def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[A2CState, Metrics]:
             def step(before, keys):
                 env_state, obs, carry = before
                 action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)

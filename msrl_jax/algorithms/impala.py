@@ -26,7 +26,7 @@ from msrl_jax.algorithms.config import (
     tunable,
 )
 from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, next_values, no_bonus
+from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
@@ -255,7 +255,7 @@ class IMPALA:
                 metrics = jax.tree.map(lambda x: x.mean(0), metrics)
             return params, opt_state, {**metrics, **in_force(learning_rate)}
 
-        def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[IMPALAState, Metrics]:
+        def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
             batches = batches._replace(trajectory=add_bonus(batches.trajectory, batches.last_obs))
             if queue is not None:  # draw K of the kept batches

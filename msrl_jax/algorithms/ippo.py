@@ -327,17 +327,16 @@ def _centralized_network(observation_space: Space, action_space: Space, state_si
         value, critic_carry = critic.unroll(params["critic"], inputs[1], is_first, carry[1])
         return policy, value, (actor_carry, critic_carry)
 
+    def note(params: Any, inputs: Any, carry: Any) -> jax.Array:
+        return critic.step(params["critic"], inputs[1], carry[1])[0]
+
     def value(params: Any, inputs: Any, note: Any) -> jax.Array:
         return critic.step(params["critic"], inputs[1], ())[0] if isinstance(note, tuple) else note
 
-    return ActorCritic(
-        init=init,
-        initial_carry=lambda batch_shape: (actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)),
-        act=act,
-        note=lambda params, inputs, carry: critic.step(params["critic"], inputs[1], carry[1])[0],
-        value=value,
-        unroll=unroll,
-    )
+    def initial_carry(batch_shape: tuple[int, ...]) -> Any:
+        return actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)
+
+    return ActorCritic(init, initial_carry, act, note, value, unroll)
 
 
 class _Policy(nn.Module):

@@ -28,7 +28,7 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels import global_norm
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
-from msrl_jax.algorithms.loops.trajectory import AddBonus, Trajectory, estimate, no_bonus
+from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget
@@ -172,7 +172,7 @@ class PPO:
             params, opt_state, _ = learned
             return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
 
-        def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = no_bonus) -> tuple[PPOState, Metrics]:
+        def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
             def step(before, keys):
                 env_state, obs, carry = before
                 action, log_prob, note, carry = act(state.params, actor_part(obs), carry, keys)

@@ -297,9 +297,8 @@ def check_made(env: Any) -> None:
         raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
-    starts = "vectorize" if is_on_host(env) else "reset"
-    if missing := [name for name in (starts, "observation_space") if not hasattr(type(env), name) and not hasattr(env, name)]:
-        raise TypeError(f"the environment is {shown(env)}, which has no {missing[0]}; give an environment, as of envs.make")
+    if not any(hasattr(type(env), name) or hasattr(env, name) for name in ("reset", "vectorize")):
+        raise TypeError(f"the environment is {shown(env)}, which has no reset; give an environment, as of envs.make")
 
 
 def has_agents(env: Any) -> bool:

@@ -25,13 +25,14 @@ SMALL = {
 }  # fmt: skip
 PARTICULAR = {
     "teams": {"teams": "player_0=ippo:num_minibatches=2 player_1=ippo:num_minibatches=2"},
+    "impala_rnd": {"replay_batches": 0},
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
 # Trees, and what others have alike.
 LONG = (
     "alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo", "td3", "es",
-    "bc", "a2c", "impala", "pqn", "ippo",
+    "bc", "a2c", "impala", "pqn", "ippo", "a2c_rnd", "impala_rnd",
 )  # fmt: skip
 
 

@@ -155,10 +155,9 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     remembering = copies * steps * (4 * env.visible + 2) if algorithm == "recurrent_ppo" else 0
     arriving = 4 * copies * steps * env.visible + 4 * number_of(own) + 4 + remembering
     assert sum(c.nbytes * c.times for c in to_actors) == arriving
-    # The learner gets it once for each step and once for each successor; PPO after the last step too.
-    more = copies if algorithm == "ppo" else 0
+    # The learner gets it once for each step and once for each successor.
     got = sum(c.nbytes * c.times for c in plan.crossings if c.destination == "learners" and "privileged" in c.value)
-    assert got == 4 * (2 * copies * steps + more) * env.env.observation_space.shape[0]
+    assert got == 4 * 2 * copies * steps * env.env.observation_space.shape[0]
 
 
 @pytest.mark.slow
@@ -212,7 +211,7 @@ def test_offline_and_replayed_data_have_it_too():
 
 @pytest.mark.parametrize("algorithm", ["es", "dqn", "r2d2", "pqn", "bc"])
 def test_other_algorithms_refuse_it(algorithm):
-    with pytest.raises(TypeError, match=rf"{algorithm!r} does not take one; use a2c, a3c, cql, ddpg, .*Unprivileged"):
+    with pytest.raises(TypeError, match=rf"{algorithm!r} does not take one; use a2c, a2c_rnd, a3c, cql, ddpg, .*Unprivileged"):
         check_env(get(algorithm), cartpole())
     check_env(get(algorithm), envs.Unprivileged(cartpole()))
 

@@ -172,7 +172,7 @@ WRONG = {
     "nothing": ({"entropy_coef": lambda p: None}, "<lambda> fails: .* returns a number"),
     "members": ({"learning_rate": ["linear:3e-4", 1e-3]}, "use a number for each member"),
     "annealed": ({"learning_rate": "linear:1e-3", "anneal_learning_rate": True}, "anneal_learning_rate has no effect"),
-    "kl of another field": ({"clip_ratio": "kl:0.01"}, "only the learning rates of ippo, mappo, ppo, recurrent_ppo, self_play"),
+    "kl of another field": ({"clip_ratio": "kl:0.01"}, "only the learning rates of ippo, mappo, ppo, ppo_rnd, recurr"),
     "kl": ({"learning_rate": "kl:0"}, "use a target above 0"),
     "kl bounds": ({"learning_rate": "kl:0.01,start=1"}, "0 < low <= start <= high"),
     "rollback": ({"learning_rate": "kl:0.01", "guard": "rollback"}, 'guard="rollback" halves a learning rate'),

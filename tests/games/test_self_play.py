@@ -172,7 +172,7 @@ def test_only_the_learners_seat_teaches():
             state=np.zeros((4, 8, 2), np.float32),
             is_first=np.ones((4, 8), bool),
             action=np.where(changed, 0, rng.integers(3, size=(4, 8, 2))),
-            extras=(log_prob,),
+            extras=(log_prob, (), ()),
             reward=normal(4, 8, 2, 1)[..., 0],
             terminated=np.ones((4, 8, 2), bool),
             truncated=np.zeros((4, 8), bool),

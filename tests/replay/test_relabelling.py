@@ -95,8 +95,8 @@ def transition(items, t, env, goal, length):
 CASES = [
     ("future", 3, replay.prioritized),
     ("final", 1, replay.uniform),
-    ("episode", 2, replay.uniform),
-    ("geometric", 1, replay.uniform),
+    pytest.param("episode", 2, replay.uniform, marks=pytest.mark.long),
+    pytest.param("geometric", 1, replay.uniform, marks=pytest.mark.long),
 ]
 
 
@@ -141,6 +141,7 @@ def test_distances_are_geometric_up_to_the_end(discount):
     np.testing.assert_allclose(got / len(fraction), mass / mass.sum(), atol=2e-4)
 
 
+@pytest.mark.long
 def test_the_same_batches_after_two_to_the_31_episodes():
     """Numbers of episodes wrap around."""
     buffer = make(replay.uniform, length=2, relabelling=replay.Relabelling(GOALS, 1.0, "episode"))

@@ -78,7 +78,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         jax.tree.map(np.testing.assert_array_equal, other, seen[0])
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "prioritized", "relabelled"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "prioritized"))
 def test_nothing_as_large_as_the_buffer_is_copied(kind):
     buffer = make(kind, capacity=NUM_ENVS * 2**14)
     program = compile_on(buffer, 1, 3)

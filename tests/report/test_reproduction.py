@@ -388,7 +388,7 @@ def test_agents_that_learn_from_data_are_scored_by_their_evaluations(folder, tmp
 def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
     """It reads their folder again."""
     monkeypatch.setattr(reproduction, "train", lambda *args, **options: SimpleNamespace(save_error="No space left on device"))
-    with pytest.raises(msrl.experiment.NotSavedError, match="No space left on device"):
+    with pytest.raises(msrl.run.NotSavedError, match="No space left on device"):
         reproduced(tmp_path / "out")
 
 

@@ -17,10 +17,7 @@ from msrl_jax.algorithms.returns.value_size import ValueSize
 AddBonus = Callable[["Trajectory", Any], "Trajectory"]
 """`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
 
-
-def no_bonus(trajectory: "Trajectory", last_obs: Any) -> "Trajectory":
-    """The trajectory as it is."""
-    return trajectory
+NO_BONUS: AddBonus = lambda trajectory, last_obs: trajectory  # noqa: E731
 
 
 class Trajectory(NamedTuple):

@@ -40,11 +40,6 @@ class ActorCritic(NamedTuple):
     # carry is cleared before the first step of every episode
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Distribution, jax.Array, Carry]]
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether it has a core."""
-        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.initial_carry(()))))
-
 
 def actor_critic(config: Any, observation_space: Space, action_space: Space) -> ActorCritic:
     """Makes the actor-critic of a config. With a core, policy and value share all but their heads, unless critics see more."""
@@ -125,7 +120,7 @@ def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
         policy: Any = network.act(state.params, obs, ())[0]
         return policy.probabilities()
 
-    is_categorical = not network.is_recurrent and not has_scale(check_policy_space(space))
+    is_categorical = not network.initial_carry(()) and not has_scale(check_policy_space(space))
     return {
         "act": act,
         "initial_carry": lambda num_envs: network.initial_carry((num_envs,)),
