@@ -82,7 +82,7 @@ class ContrastiveRL:
     discount: float = tunable(default=0.99, above=0, high=1, doc="goals `k` steps later weigh `discount**k`. Usual: 0.99.")
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/16 to 1 per environment step.")
     batch_size: int = field(default=256, low=2, doc="pairs, and goals, per update, `B`. Usual: 256 to 1024.")
-    replay: Replay = field(default=Replay(200_000), doc="the buffer, and how batches are drawn.")
+    replay: Replay = field(default=Replay(200_000), doc="the buffer. Usual: 1e4 to 1e6 steps.")
     learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 3e-4 to 3e-3.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")

@@ -68,7 +68,7 @@ class DQN:
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=128, doc="transitions per update, `B`. Usual: 32 to 512.")
-    replay: Replay = field(default=Replay(), doc="the buffer, and how batches are drawn.")
+    replay: Replay = field(default=Replay(), doc="the buffer. Usual: 1e4 to 1e6 steps.")
     hindsight: Hindsight | None = field(default=None, doc="goals of sampled steps that were achieved later. Usual: None.")
     learning_rate: Tunable = tunable(default=0.00025, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
@@ -87,7 +87,9 @@ class DQN:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     target: Double | Greedy | Munchausen = field(default=Double(), doc="which values targets take. Usual: double.")
-    returns: Expected | C51 | QR | IQN = field(default=Expected(), doc="what the network predicts of a return.")
+    returns: Expected | C51 | QR | IQN = field(
+        default=Expected(), doc="what the network predicts of a return. Usual: expected."
+    )
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, atoms have limits, and M-DQN has single steps and no atoms."""

@@ -57,7 +57,7 @@ class QMIX:
     discount: Tunable = tunable(default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps, or 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
-    replay: Replay = field(default=Replay(100_000, learning_starts=4000), doc="the buffer, and how batches are drawn.")
+    replay: Replay = field(default=Replay(100_000, learning_starts=4000), doc="the buffer. Usual: 1e4 to 1e6 steps.")
     learning_rate: Tunable = tunable(default=0.003, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

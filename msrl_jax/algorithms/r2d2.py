@@ -57,7 +57,7 @@ class R2D2:
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
     replay: Replay = field(
         default=Replay(50_000, n_step=5, learning_starts=2000, priorities=Prioritized(0.9, None)),
-        doc="the buffer, and how batches are drawn.",
+        doc="the buffer. Usual: 1e4 to 1e6 steps.",
     )
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")

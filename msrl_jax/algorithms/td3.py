@@ -56,7 +56,7 @@ class TD3:
     batch_size: int = field(default=256, doc="transitions, or windows, per update, `B`. Usual: 32 to 512.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
-    replay: Replay = field(default=Replay(200_000), doc="the buffer, and how batches are drawn.")
+    replay: Replay = field(default=Replay(200_000), doc="the buffer. Usual: 1e4 to 1e6 steps.")
     hindsight: Hindsight | None = field(default=None, doc="goals of sampled steps that were achieved later. Usual: None.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
@@ -73,7 +73,7 @@ class TD3:
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
-    returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return.")
+    returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
     policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
     exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     max_exploration_noise: TunableOrNone = tunable(

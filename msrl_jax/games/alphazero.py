@@ -106,7 +106,7 @@ class AlphaZero:
     discount: Tunable = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
     num_updates: int = field(default=32, doc="updates per iteration, `K`. Usual: each position in 1 to 8 batches.")
     batch_size: int = field(default=256, doc="positions per update, `B`. Usual: 128 to 4096.")
-    replay: Positions = field(default=Positions(), doc="the buffer of positions.")
+    replay: Positions = field(default=Positions(), doc="the buffer of positions. Usual: 1e4 to 1e6.")
     learning_rate: Tunable = tunable(default=2e-3, above=0, doc="step size of updates. Usual: 2e-4 to 2e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

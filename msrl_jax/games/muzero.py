@@ -93,7 +93,7 @@ class MuZero:
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: each step in 1 to 8 batches.")
     batch_size: int = field(default=128, doc="windows per update, `B`. Usual: 128 to 1024.")
     model_steps: int = field(default=5, doc="steps that the model is unrolled to learn, `M`. Usual: 5.")
-    replay: Replay = field(default=Replay(50_000, n_step=10), doc="the buffer, and how batches are drawn.")
+    replay: Replay = field(default=Replay(50_000, n_step=10), doc="the buffer. Usual: 1e4 to 1e6 steps.")
     learning_rate: Tunable = tunable(default=1e-3, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

@@ -361,9 +361,9 @@ def test_acting_goes_on_from_a_carry():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"memory_size": 8}, "A2C.memory_size has no effect on A2C.core='none'; leave it out, or give core='gru'"),
-        ({"core": nn.GRUCell(8), "memory_size": 8}, "A2C.memory_size has no effect on A2C.core=GRUCell"),
-        ({"core": "gru", "shared_torso": True}, "A2C.shared_torso has no effect on A2C.core='gru'; leave it out"),
+        ({"memory_size": 8}, "A2C.memory_size has no effect with core='none'; leave it out"),
+        ({"core": nn.GRUCell(8), "memory_size": 8}, "A2C.memory_size has no effect with core=GRUCell"),
+        ({"core": "gru", "shared_torso": True}, "A2C.shared_torso has no effect with core='gru'; leave it out"),
     ],
 )
 def test_fields_that_a_memory_leaves_without_effect_are_refused(options, text):

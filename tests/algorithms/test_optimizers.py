@@ -90,7 +90,7 @@ def test_the_norm_of_one_vector_is_that_of_the_leaves():
     assert global_norm({}) == 0.0 and global_norm([3.0, 4.0]) == 5.0
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm", "anneal_learning_rate"])
-def test_what_has_no_effect_on_a_transformation_of_ones_own_is_refused(name):
+@pytest.mark.parametrize(("name", "value"), [("learning_rate", 0.1), ("max_grad_norm", None), ("anneal_learning_rate", True)])
+def test_what_has_no_effect_on_a_transformation_of_ones_own_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"PPO.{name} has no effect on your optimizer"):
-        msrl.algorithms.make("ppo", {"optimizer": transformations.falling, name: PPO().__dict__[name]})
+        msrl.algorithms.make("ppo", {"optimizer": transformations.falling, name: value})

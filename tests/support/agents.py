@@ -4,6 +4,7 @@ import dataclasses
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import Progress, counted
+from msrl_jax.algorithms.fields import with_values
 from msrl_jax.fragments.counters import counter
 
 
@@ -14,8 +15,8 @@ def still(agent):
 
 
 def make_still(name, env, **fields):
-    return still(algorithms.build(algorithms.get(name)(**fields), env))
+    return still(algorithms.build(with_values(algorithms.get(name)(), fields), env))
 
 
 def make_counted(name, env, iterations=None, **fields):
-    return counted(algorithms.build(algorithms.get(name)(**fields), env), iterations)
+    return counted(algorithms.build(with_values(algorithms.get(name)(), fields), env), iterations)
