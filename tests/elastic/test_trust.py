@@ -33,7 +33,7 @@ def nothing_runs(tmp_path, monkeypatch):
 def test_the_command_passes_the_users_trust_on(trust, monkeypatch):
     asked = []
 
-    def noted(where, context, actor, limit, say):
+    def noted(where, actor, limit, say):
         asked.append(actor.trust)
         return 3
 
