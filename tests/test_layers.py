@@ -5,6 +5,8 @@ import graphlib
 import re
 from pathlib import Path
 
+import pytest
+
 from msrl_jax._rooms import added, rooms
 
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
@@ -156,3 +158,11 @@ def test_a_folder_s_init_is_a_table_of_contents():
         for node in rest:
             is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Call)
             assert is_alias or isinstance(node, ast.Import | ast.ImportFrom), f"{name}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: str(stub.parent.relative_to(PACKAGE)))
+def test_no_name_of_a_package_is_that_of_a_module_in_it(stub):
+    """The import of the module would take the place of the name."""
+    package = ".".join(stub.parent.relative_to(PACKAGE.parent).parts)
+    imports = re.findall(r"^from (\S+) import (\w+)", stub.read_text(), re.MULTILINE)
+    assert not {name for module, name in imports if module != package} & {path.stem for path in stub.parent.iterdir()}

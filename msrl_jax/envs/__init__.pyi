@@ -35,8 +35,8 @@ from msrl_jax.envs.spaces import Discrete as Discrete
 from msrl_jax.envs.spaces import MultiDiscrete as MultiDiscrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
-from msrl_jax.envs.stack_agents import DictEnvironment as DictEnvironment
-from msrl_jax.envs.stack_agents import stack_agents as stack_agents
+from msrl_jax.envs.stacking import DictEnvironment as DictEnvironment
+from msrl_jax.envs.stacking import stack_agents as stack_agents
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
 from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState

@@ -297,7 +297,7 @@ def check_made(env: Any) -> None:
         raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
-    if not any(hasattr(type(env), name) or hasattr(env, name) for name in ("reset", "vectorize")):
+    if not any(hasattr(type(env), name) or hasattr(env, name) for name in ("reset", "step", "vectorize")):
         raise TypeError(f"the environment is {shown(env)}, which has no reset; give an environment, as of envs.make")
 
 

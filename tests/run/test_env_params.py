@@ -219,7 +219,7 @@ def test_runs_without_numbers_to_set_say_so():
         with pytest.raises(ValueError, match=re.escape(message)):
             changed(there, {"length": 1.0})
     with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
-        msrl.experiment.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
+        msrl.run.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, narrow
-from msrl_jax.envs.stack_agents import stack_agents
+from msrl_jax.envs.stacking import stack_agents
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
 
