@@ -387,9 +387,9 @@ def has_arrays(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Whether the value of a field may be no plain data: a module, a core, a function, or several."""
-    several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
     if is_option(value):
         return any(is_object(getattr(value, f.name)) for f in dataclasses.fields(value))
+    several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
     return callable(value) or hasattr(value, "apply") or hasattr(value, "step") or several
 
 
