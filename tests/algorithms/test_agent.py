@@ -59,7 +59,7 @@ def shapes_and_axes(name, size):
     wanted = {
         "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "replay.capacity": 64 * size,
         "replay.learning_starts": 64 * size,
-        "replay.shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2,
+        "replay.shards": size, "shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2,
         "replay.priorities": "prioritized",
     }  # fmt: skip
     options = {field: value for field, value in wanted.items() if field in fields}

@@ -15,7 +15,7 @@ SEEDS = 16
 
 def curves(name, env, total_steps, seeds, **options):
     """Mean return of the episodes that ended in each tenth of training. `[10, seeds]`"""
-    single = algorithms.make(name, options).build(envs.make(env))
+    single = algorithms.build(algorithms.make(name, options), envs.make(env))
     length = total_steps // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])

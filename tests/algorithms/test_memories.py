@@ -27,7 +27,7 @@ PARTS = ("actor", "critic")
 
 def build(name, env=None, **options):
     config = msrl.algorithms.make(name, SMALL | options)
-    return config.build(env or RandomWalk(True)), config
+    return msrl.algorithms.build(config, env or RandomWalk(True)), config
 
 
 def dense(p, x):

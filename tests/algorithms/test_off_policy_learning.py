@@ -20,7 +20,7 @@ TQC = {"returns": "tqc:10", "num_updates": 8, "hidden_sizes": (64, 64)}
 )  # fmt: skip
 def test_the_pendulum_swings_up_on_all_of_five_seeds(name, options, steps):
     """The mean return of the episodes that end in the last tenth, exploration included; SAC makes the most updates a step."""
-    single = algorithms.make(name, options).build(envs.make("Pendulum-v1"))
+    single = algorithms.build(algorithms.make(name, options), envs.make("Pendulum-v1"))
     length = steps // single.steps_per_iteration
     agent = counted(single, length)
     train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])

@@ -296,7 +296,7 @@ def test_data_are_no_constants_of_the_program():
     """Ten times the data make shapes in the program larger, and nothing else."""
     env, sizes = RandomWalk(True), []
     for rows in (640, 6400):
-        agent = counted(algorithms.make(IQL, SMALL | {"data": noise(env, rows)}).build(env))
+        agent = counted(algorithms.build(algorithms.make(IQL, SMALL | {"data": noise(env, rows)}), env))
         state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
         traced = jax.jit(agent.iteration).trace(state)
         assert sum(np.size(c) for c in traced.jaxpr.consts) < 16

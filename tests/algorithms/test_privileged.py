@@ -51,7 +51,7 @@ def recorded(env, steps=400):
 def loss_of_values(algorithm, env, iterations):
     """The mean squared error of values at the end of training, halved."""
     options = LEARNING[algorithm] | ({"data": recorded(env)} if algorithm in ("iql", "cql") else {})
-    agent = counted(msrl.algorithms.make(algorithm.partition("+")[0], options).build(env), None)
+    agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm.partition("+")[0], options), env), None)
 
     def run(key):
         return jax.lax.scan(lambda state, _: agent.iteration(state), agent.with_data(agent.init(key)), None, iterations)[1]
@@ -92,7 +92,7 @@ MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2
 def test_only_the_critic_has_parameters_for_it(algorithm, options):
     env = pendulum() if algorithm in ("sac", "td3", "ddpg", "cql") else cartpole()
     sizes = {} if "network" in options and options["network"] is not MODULE["network"] else {"hidden_sizes": (16,)}
-    agent = msrl.algorithms.make(algorithm, sizes | options).build(env)
+    agent = msrl.algorithms.build(msrl.algorithms.make(algorithm, sizes | options), env)
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
     inputs = {"actor": set(), "critic": set()}
     for path, x in jax.tree.leaves_with_path(params):
@@ -136,7 +136,7 @@ def number_of(tree):
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("recurrent_ppo", "sac"))])
 def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     env, copies, steps = pendulum() if algorithm == "sac" else cartpole(), SMALL["num_envs"], SMALL["unroll_length"]
-    agent = counted(msrl.algorithms.make(algorithm, SMALL | PARTICULAR[algorithm]).build(env), None)
+    agent = counted(msrl.algorithms.build(msrl.algorithms.make(algorithm, SMALL | PARTICULAR[algorithm]), env), None)
     state = jax.jit(agent.init)(jax.random.key(0))
     plan = msrl.compile(agent.iteration, state, policy=Apart(), axes=agent.axes, devices=jax.devices()[:3]).explain()
     to_actors = [c for c in plan.crossings if c.destination == "actors"]

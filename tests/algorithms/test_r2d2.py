@@ -245,7 +245,7 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
 
 @pytest.mark.long
 def test_stale_actors_keep_their_own_carry():
-    agent = counted(msrl.algorithms.make(R2D2, SMALL).build(RandomWalk()))
+    agent = counted(msrl.algorithms.build(msrl.algorithms.make(R2D2, SMALL), RandomWalk()))
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=1)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
@@ -286,7 +286,7 @@ def test_members_evaluate_and_act_with_a_carry():
 def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with pytest.raises(ValueError, match=rf"R2D2, whose burn_in \+ trace_length \+ n_step - 1 are .*{message}") as error:
-        msrl.algorithms.make(R2D2, options).build(envs.make("CartPole-v1"))
+        msrl.algorithms.build(msrl.algorithms.make(R2D2, options), envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
     assert cli.main(["train", "--algo", "r2d2", "--env", "CartPole-v1", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -169,7 +169,7 @@ def test_trees_take_what_is_said(game, monkeypatch):
     jax.eval_shape(search_of_game, params, jax.random.split(jax.random.key(1), 1), states, obs)
     monkeypatch.setattr("msrl_jax.games.tree_search.device_memory", lambda devices: 1)
     with pytest.raises(ValueError, match=r"num_simulations=4: the search trees .* take ([\d,]+) bytes") as error:
-        msrl.algorithms.make(AlphaZero, SMALL | {"num_envs": 1, "batch_size": 4}).build(game)
+        msrl.algorithms.build(msrl.algorithms.make(AlphaZero, SMALL | {"num_envs": 1, "batch_size": 4}), game)
     said = int(str(error.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))
     assert said <= found[0] <= 1.1 * said
 
