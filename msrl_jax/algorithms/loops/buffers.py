@@ -133,7 +133,7 @@ def window_buffer(
     try:
         return make(example, **options)
     except ValueError as error:
-        text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
+        text = str(error).replace("min_size", "replay.learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
 
 

@@ -94,8 +94,10 @@ class PBT:
         for name in self.search:
             if name not in tunable:
                 fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
-                if name in all_fields(type(base)):
-                    fact = f"{name} of {kind} changes shapes or branches of the program, or is of an option that it has not"
+                if name in all_fields(base):
+                    fact = f"{name} of {kind} changes shapes or branches of the program"
+                elif name in all_fields(type(base)):
+                    fact = f"{name} belongs to an option that this {kind} does not use"
                 raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
         fixed = {name: value for name, value in overrides.items() if name not in self.search}
         for name, value in overrides.items():
