@@ -8,6 +8,7 @@ from typing import get_type_hints
 
 import msrl_jax as msrl
 from msrl_jax._rooms import rooms
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.cli.handlers import COMMANDS
 
 THEMES = {
@@ -74,12 +75,11 @@ def algorithm_page(name: str) -> str:
     lines += ["```python", f'result = msrl.train("{name}", {env}{data})', "```", ""]
     lines += [f"The same as `msrl.train({public}.{kind.__name__}(), ...)`. Each field is a keyword, and a flag.", ""]
     lines += ["| field | default | bounds | what it is |", "|---|---|---|---|"]
-    for field in dataclasses.fields(kind):
+    for name, field in all_fields(kind).items():
         about = field.metadata
         bounds = ", ".join(f"{key} {value:g}" for key, value in about["bounds"].items())
-        needs = kind.needs.get(field.name)
-        text = about["doc"] + (f" With `{needs}`." if needs else "") + (" *Tunable.*" if about["tunable"] else "")
-        lines.append("| " + " | ".join(map(cell, (f"`{field.name}`", f"`{field.default!r}`", bounds, text))) + " |")
+        text = about["doc"] + (" *Tunable.*" if about["tunable"] else "")
+        lines.append("| " + " | ".join(map(cell, (f"`{name}`", f"`{field.default!r}`", bounds, text))) + " |")
     lines += ["", "*Tunable* fields may have a value for each member of one program; most of them may be schedules."]
     if (Path(__file__).parent / "results" / f"{name}.md").exists():
         lines += ["", f"[Curves, and what the recipes reach](../../results/{name}.md)."]

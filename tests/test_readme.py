@@ -61,6 +61,7 @@ RUN_HERE = (
     (ALGORITHMS, "Goals in hindsight"),
     (ALGORITHMS, "Networks of your own"),
     (ALGORITHMS, "Optimizers"),
+    (ALGORITHMS, "Options"),
     (ALGORITHMS, "Schedules"),
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
@@ -433,6 +434,11 @@ def test_networks_of_ones_own(run_sections):
     assert set(whole["result"].state.params["actor"]["params"]) == {"torso"}
     assert remembering["result"].state.params["core"]["kernel"].shape == (64, 32)
     assert remembering["result"].description["config"]["core"] == "cores:fading"
+
+
+def test_options_are_values_or_their_text(run_sections):
+    (namespace,), _ = run_sections(ALGORITHMS, "Options")
+    assert namespace["config"].returns.v_max == 200 and namespace["same"].replay.priorities.alpha == 0.4
 
 
 @pytest.mark.slow

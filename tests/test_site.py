@@ -1,6 +1,5 @@
 """The reference pages of the docs name all that there is; Sphinx builds them without a warning."""
 
-import dataclasses
 import html
 import importlib
 import inspect
@@ -13,6 +12,7 @@ import nbformat
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.cli.handlers import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,8 +41,7 @@ def rows(text):
 
 def test_every_field_argument_and_option_has_a_row(pages):
     for name in msrl.algorithms.names():
-        fields = [field.name for field in dataclasses.fields(msrl.algorithms.get(name))]
-        assert rows(pages[f"algorithms/{name}.md"]) == fields
+        assert rows(pages[f"algorithms/{name}.md"]) == [*all_fields(msrl.algorithms.get(name))]
     arguments = [p.name for p in inspect.signature(msrl.train).parameters.values()]
     assert sorted(rows(pages["train.md"])) == sorted("**overrides" if name == "overrides" else name for name in arguments)
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", pages["command_line.md"], re.MULTILINE | re.DOTALL))

@@ -27,7 +27,7 @@ ALL = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "Environments", "M
 
 
 def build(**given):
-    config = example.ContrastiveRL(**SMALL | {"representation_size": R} | given)
+    config = msrl.algorithms.make(example.ContrastiveRL, SMALL | {"representation_size": R} | given)
     return config.build(ENV), config
 
 
@@ -152,7 +152,7 @@ class Unpaid(type(ENV)):
 
 @pytest.mark.slow
 def test_rewards_are_not_needed():
-    config = example.ContrastiveRL(**SMALL)
+    config = msrl.algorithms.make(example.ContrastiveRL, SMALL)
     states = [start(config.build(env), 4) for env in (ENV, Unpaid("open", 8, tolerance=0.1))]
     assert np.isnan(states[1].replay.items[4]).any()
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s.params) for s in states))
@@ -165,7 +165,7 @@ def test_bad_input_is_refused_before_anything_compiles():
     with pytest.raises(TypeError, match="contrastive_rl acts in a bounded Box"):
         refused(Bits())
     with pytest.raises(ValueError, match="shards=3 does not divide both num_envs=16 and batch_size=32; use a divisor of 16"):
-        build(shards=3)
+        build(**{"replay.shards": 3})
     with pytest.raises(ValueError, match=r"batch_size=1: use an integer of at least 2"):
         example.ContrastiveRL(batch_size=1)
 
@@ -189,7 +189,7 @@ class Parts:
 
 
 def test_goals_may_have_several_parts():
-    agent = counted(example.ContrastiveRL(**SMALL | {"num_envs": 2, "shards": 1}).build(Parts()))
+    agent = counted(msrl.algorithms.make(example.ContrastiveRL, SMALL | {"num_envs": 2, "replay.shards": 1}).build(Parts()))
     state = jax.eval_shape(agent.init, jax.random.key(0))
     weights = {x.shape[0] for x in jax.tree.leaves(state.inner.params["critic"]["goal"]) if len(x.shape) == 2}
     assert 2 + 1 + 3 in weights and jax.eval_shape(agent.iteration, state)
