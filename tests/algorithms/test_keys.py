@@ -25,7 +25,7 @@ SMALL = {
 }  # fmt: skip
 PARTICULAR = {
     "teams": {"teams": "player_0=ippo:num_minibatches=2 player_1=ippo:num_minibatches=2"},
-    "impala_rnd": {"replay_batches": 0},
+    "impala_rnd": {"replay_batches": 0, "num_updates": 1},
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
