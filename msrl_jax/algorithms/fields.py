@@ -307,6 +307,9 @@ def check_fields(self: Any) -> None:
         if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
             value = value.item()
             object.__setattr__(self, f.name, value)
+        if int in kinds and float not in kinds and isinstance(value, float) and value.is_integer():  # such as 1e5
+            value = int(value)
+            object.__setattr__(self, f.name, value)
         if options := choices(f):
             where = f"{type(self).__name__}.{f.name}"
             value = _read_option(where, value, f) if isinstance(value, str | Call) else value

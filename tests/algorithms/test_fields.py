@@ -184,5 +184,12 @@ def test_sweeps_and_populations_name_numbers_of_options():
     ]
     population = PBT({"replay.priorities.alpha": envs.uniform(0.1, 0.9)}, members=2)
     population.check(R2D2(), {})
-    with pytest.raises(ValueError, match=r"replay\.priorities\.alpha of DQN .* is of an option that it has not"):
+    with pytest.raises(ValueError, match=r"replay\.priorities\.alpha belongs to an option that this DQN does not use"):
         population.check(DQN(), {})
+
+
+def test_whole_numbers_may_be_written_as_fractions():
+    config = make("dqn", {"replay": "replay:1e5,n_step=3", "num_envs": 8.0})
+    assert (config.replay.capacity, config.num_envs) == (100_000, 8) and type(config.replay.capacity) is int
+    with pytest.raises(ValueError, match=r"DQN\.num_envs=8\.5: use an integer of at least 1"):
+        make("dqn", {"num_envs": 8.5})
