@@ -317,8 +317,8 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
 
     def as_statistics(config, policy, value, taken, advantage, old_value, target):
         """A loss that reports what it is given, number by number; for what does not count, nan."""
-        told = {"action": taken.action[: A * length : A] * 1.0, "target": jnp.where(taken.present, target, jnp.nan)}
-        told["difference"] = jnp.where(taken.present, target - advantage, jnp.nan)[:: A * length]
+        told = {"action": taken.action[0, : A * length : A] * 1.0, "target": jnp.where(taken.present, target, jnp.nan)[0]}
+        told["difference"] = jnp.where(taken.present, target - advantage, jnp.nan)[0, :: A * length]
         numbered = {f"{name}{i}": x[i] for name, x in told.items() for i in range(len(x))}
         return value.sum(), numbered | {"approx_kl": jnp.float32(0)}
 
