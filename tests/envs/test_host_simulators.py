@@ -263,7 +263,7 @@ def test_workers_stop_with_their_parent_however_it_ends(how, tmp_path):
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from tests.envs.test_host import simulators, GymnasiumEnvironment, Counting
+from tests.envs.test_host_simulators import simulators, GymnasiumEnvironment, Counting
 import functools
 sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
 steps, _ = sim.reset(seed)
