@@ -177,7 +177,12 @@ def test_a_trained_policy_is_valued_from_a_file_of_its_steps(tmp_path):
 
 @pytest.mark.long
 def test_the_command_estimates_from_data(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(room, "FittedQ", functools.partial(FittedQ, num_updates=1000, tau=0.05))
+    estimate = room.estimate_return
+
+    def shorter(result, source, settings, **options):
+        return estimate(result, source, dataclasses.replace(settings, num_updates=1000, tau=0.05), **options)
+
+    monkeypatch.setattr(room, "estimate_return", shorter)
     small = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "eval_episodes": 0}
     msrl.train("ppo", "CartPole-v1", total_steps=256, progress=False, out=tmp_path / "run", **small)
     run, played = str(tmp_path / "run"), str(tmp_path / "played.npz")
