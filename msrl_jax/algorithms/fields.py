@@ -111,8 +111,7 @@ def option(cls: type[T]) -> type[T]:
     made.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made.__str__ = lambda self: text(self)
     made.__repr__ = lambda self: f"{cls.__name__}({', '.join(f'{name}={x!r}' for name, x in _given(self).items())})"
-    new: Any = dataclasses.dataclass(frozen=True, repr=False)(made)
-    new.__init__ = entry(new.__init__)
+    new: Any = entry(dataclasses.dataclass(frozen=True, repr=False)(made))
     register(new)
     return new
 

@@ -292,7 +292,7 @@ def env_name(env: Environment | VectorEnvironment) -> str:
 
 
 def check_made(env: Any) -> None:
-    """Raises TypeError if something is no environment: its name, a class, or an object without spaces and methods."""
+    """Raises TypeError if something is no environment: its name, a class, or an object without its methods."""
     if isinstance(env, str):
         raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
     if isinstance(env, type):

@@ -154,6 +154,11 @@ def test_seeds_that_were_trained_one_by_one_are_one_row_and_one_curve(run, tmp_p
     np.testing.assert_allclose(line.get_xdata(), np.linspace(64, 384, 4))  # the steps of the run with the fewest
     np.testing.assert_allclose(line.get_ydata(), 6 * line.get_xdata())  # the returns are linear, and interpolated
     assert line.get_label() == "s5, s6, s7" and np.ptp(band.get_paths()[0].vertices[:, 1]) > 64
+    del seeds["s6"].history["episode_return"]  # no episode has ended yet, nor in one seed of the other run
+    pair = with_settings(run, 2)
+    pair.history["episode_return"][:, 3] = np.nan
+    labels = [line.get_label() for line in msrl.plot_runs(seeds | {"rates": pair}).axes[0].get_lines()]
+    assert labels == ["s5, s6, s7, rates, learning_rate=0.1", "rates, learning_rate=1"]
 
 
 PBT = {"members": 4, "every": 2}
