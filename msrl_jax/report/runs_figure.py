@@ -128,7 +128,7 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
         for panel, (metric, env, runs) in zip(panels, wanted, strict=True):
             for number, group in enumerate(groups_of(runs, _MOST_CURVES)):
                 if (points := _points(group, metric, _X[x])) is not None:
-                    of_members = any(np.ndim(run.history.get(metric)) > 1 or run.members == 1 for run, _ in group.parts)
+                    of_members = any(np.ndim(run.history.get(metric, 0)) > 1 or run.members == 1 for run, _ in group.parts)
                     words = [group.names, group.label * of_members, "lowest to highest" * (group.mixed and of_members)]
                     draw(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
             units = dict.fromkeys(run.unit for run in runs.values())
