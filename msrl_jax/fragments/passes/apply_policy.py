@@ -4,7 +4,8 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from msrl_jax._compat import Atom, Jaxpr, Var, aval, jaxprs_in
+from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, Var, aval, jaxprs_in
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
-from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
+from msrl_jax.fragments.graph.nodes import Graph, Node
 from msrl_jax.fragments.passes.instructions import Instruction, Run, walk
 from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement, device_names
 from msrl_jax.fragments.support.checks import shown, suggestion
@@ -195,30 +196,55 @@ def check_owners(graph: Graph) -> None:
     within an iteration, each would undo the other's update. (Bodies of loops are not checked.)
     """
     region = graph.region
-    producers = region.producers
-    for leaf, out in zip(region.carry, region.next_carry, strict=True):
-        owners = _owners(producers, out, leaf)
-        if len(owners) > 1:
-            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in owners.items())
+    owners: list[dict[str, str]] = [{} for _ in region.carry]  # role -> fragment
+    from_leaves = _reached(
+        {leaf: 1 << i for i, leaf in enumerate(region.carry)}, region.nodes, lambda eqn: (eqn.invars, eqn.outvars)
+    )
+    ends: dict[Var, int] = defaultdict(int)
+    for i, out in enumerate(region.next_carry):
+        if isinstance(out, Var):
+            ends[out] |= 1 << i
+    to_ends = _reached(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
+    for node in region.nodes:
+        if is_fragment(node.eqn) and (role := node.eqn.params["role"]).startswith("learner:"):
+            before, after = _by_type(node.eqn.invars, from_leaves), _by_type(node.eqn.outvars, to_ends)
+            updated = functools.reduce(operator.or_, (before[kind] & after[kind] for kind in before), 0)
+            for i in range(updated.bit_length()):
+                if updated >> i & 1:
+                    owners[i].setdefault(role, node.eqn.params["name"])
+    for leaf, found in zip(region.carry, owners, strict=True):
+        if len(found) > 1:
+            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in found.items())
             raise ValueError(
                 f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners claim the same "
                 "parameters. Give each learner parameters of its own, or both fragments the same role"
             )
 
 
-def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, str]:
-    """The learners between `leaf` and `out`, role -> fragment, along values of the leaf's type."""
-    kind = aval(leaf).shape, aval(leaf).dtype
-    alike = lambda var, _: (aval(var).shape, aval(var).dtype) == kind  # noqa: E731
-    paths: dict[Atom, dict[str, str]] = {leaf: {}}  # of the variables to which a path leads
-    for node in upstream(producers, [out], alike):
-        before = [paths[a] for a in node.eqn.invars if isinstance(a, Var) and a in paths]
-        if before:
-            merged = functools.reduce(operator.or_, before)
-            if is_fragment(node.eqn) and node.eqn.params["role"].startswith("learner:"):
-                merged = merged | {node.eqn.params["role"]: node.eqn.params["name"]} | merged
-            paths.update(dict.fromkeys((v for v in node.eqn.outvars if alike(v, node)), merged))
-    return paths.get(out, {}) if isinstance(out, Var) else {}
+def _reached(
+    starts: Mapping[Var, int], nodes: Iterable[Node], ends_of: Callable[[JaxprEqn], tuple[Sequence[Atom], Sequence[Atom]]]
+) -> dict[Var, int]:
+    """The starts from which a path of values of one type leads to each variable, as bits of an integer."""
+    reached = defaultdict(int, starts)
+    for node in nodes:
+        entries, exits = ends_of(node.eqn)
+        by_type = _by_type(entries, reached)
+        for var in exits:
+            if isinstance(var, Var):
+                reached[var] |= by_type[_type(var)]
+    return reached
+
+
+def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Any, int]:
+    found: dict[Any, int] = defaultdict(int)
+    for atom in atoms:
+        if isinstance(atom, Var):
+            found[_type(atom)] |= bits.get(atom, 0)
+    return found
+
+
+def _type(var: Var) -> Any:
+    return aval(var).shape, aval(var).dtype
 
 
 def check_codecs(graph: Graph, layout: Layout) -> None:
