@@ -14,7 +14,8 @@ from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.passes.apply_policy import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout, device_names
-from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
+from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
+from msrl_jax.fragments.plan.hlo import Found, collectives, module_of
 from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import size
@@ -47,10 +48,10 @@ def explain(
     """
     steps, layout = list(walk(instructions)), fit.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
-    texts = {i: compiled[i].as_text() or "" for i, _ in steps if isinstance(i, Run)}
-    found = {i: collectives(text) for i, text in texts.items()}
+    modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, Run)}
+    found = {i: collectives(module) for i, module in modules.items()}
     named = {f.name for f in fragments}
-    launched = {i: launches(text, named) if i.placement.devices[0].platform != "cpu" else () for i, text in texts.items()}
+    launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
     if in_loop:
         launched = {i: one_turn(each) for i, each in launched.items()}
     programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))

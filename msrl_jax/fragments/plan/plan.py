@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
+from msrl_jax.fragments.plan.cost import FragmentPlan
+from msrl_jax.fragments.plan.hlo import Collective
 from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.fragments.plan.picture import svg_of
 from msrl_jax.fragments.plan.text import table_of

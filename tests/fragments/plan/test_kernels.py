@@ -8,6 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
+from msrl_jax.fragments.plan.hlo import Module
 from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds
 
 TEXT = """HloModule jit_iteration
@@ -76,7 +77,7 @@ ENTRY %main (a: f32[8,4], w: f32[4,4], which: s32[]) -> (f32[8,4], f32[4,4]) {
 
 def test_launches_of_a_text_by_hand():
     rows, row, weights, index = 8 * 4 * 4, 4 * 4, 4 * 4 * 4, 4
-    assert launches(TEXT, ["act", "play", "learn"]) == (
+    assert launches(Module(TEXT), ["act", "play", "learn"]) == (
         Launches("act", (5,), 1, 0, 0, 0, row + index + row),  # reads a slice and the index, writes a row
         Launches("play", (5,), 1, 0, 0, 0, row + index + row),  # reads a row and the index, writes the row in place
         Launches("", (5,), 1, 0, 0, 0, 3 * index),  # the counter
@@ -84,19 +85,20 @@ def test_launches_of_a_text_by_hand():
         # The larger branch has two kernels; then a copy, and a collective that is not counted twice.
         Launches("", (), 2, 0, 1, 1, 2 * 2 * rows + 2 * rows + 2 * weights),
     )
-    assert sum(x.count * x.times for x in launches(TEXT)) == 3 * 5 + 1 + 4
+    assert sum(x.count * x.times for x in launches(Module(TEXT))) == 3 * 5 + 1 + 4
 
 
 def test_a_fusion_that_runs_beside_others_counts_as_one():
     line = next(line for line in TEXT.splitlines() if line.startswith("  %rows.2 ="))
     shape = "((f32[8,4]{1,0}, f32[1,4]{1,0}, s32[]), f32[8,4]{1,0}, u32[])"
     start = line.replace("%rows.2 = f32[8,4]{1,0} fusion(", f"%start.1 = {shape} fusion-start(")
-    assert launches(TEXT.replace(line, f"{start}\n  %rows.2 = f32[8,4]{{1,0}} fusion-done(%start.1)")) == launches(TEXT)
+    other = TEXT.replace(line, f"{start}\n  %rows.2 = f32[8,4]{{1,0}} fusion-done(%start.1)")
+    assert launches(Module(other)) == launches(Module(TEXT))
 
 
 def test_a_loop_of_unknown_length_counts_once_with_its_condition():
     text = TEXT.replace(', backend_config={"known_trip_count":{"n":"5"}}', "").replace("constant(0)", "constant(9)")
-    assert [(x.trips, x.count) for x in launches(text) if x.trips] == [((1,), 1 + 3)]
+    assert [(x.trips, x.count) for x in launches(Module(text)) if x.trips] == [((1,), 1 + 3)]
 
 
 def test_a_time_is_the_largest_of_three():
