@@ -12,7 +12,7 @@ import numpy as np
 
 from msrl_jax.elastic.actor_pool import ActorPool, WaitForActors, check_policy
 from msrl_jax.elastic.split_program import split_program
-from msrl_jax.fragments.passes.apply_policy import check_devices
+from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
 from msrl_jax.run.experiment.spec import Experiment

@@ -16,7 +16,7 @@ passes in this order:
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/apply_policy.py applies the policy to devices and sizes before them, and refuses bad input between them.
+passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
-from msrl_jax.fragments.passes.apply_policy import Fit, check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
+from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
+from msrl_jax.fragments.passes.validate import check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
@@ -61,7 +62,7 @@ class Program(Generic[State]):
 
     def __init__(
         self,
-        fit: Fit,
+        placed: PlacedPolicy,
         graph: Graph,
         schedule: Schedule,
         fused: ClosedJaxpr | None,
@@ -69,8 +70,8 @@ class Program(Generic[State]):
         traced: Traced,
         seconds: float,
     ):
-        self.layout, self.graph, self.schedule = fit.layout, graph, schedule
-        self._fit = fit
+        self.layout, self.graph, self.schedule = placed.layout, graph, schedule
+        self._placed_policy = placed
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree, self.traced = tree, traced
         self._executables = Executables(seconds=seconds)
@@ -331,8 +332,8 @@ class Program(Generic[State]):
             self.warm_up()
             compiled = self._executables.compiled
         return explain(
-            self._fit, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings, self.is_fused,
-            unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self._delayed_values(),
+            self._placed_policy, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings,
+            self.is_fused, unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self._delayed_values(),
         )  # fmt: skip
 
     def _delayed_values(self) -> dict[str, list[Value]]:
