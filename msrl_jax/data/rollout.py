@@ -19,7 +19,7 @@ from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.params import GivenParams, ParamSource, with_source
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host_calls import host_errors
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.random_keys import key_for
@@ -130,7 +130,7 @@ def record(
 
         return jax.lax.scan(step, running, None, length=chunk)
 
-    play = Fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
+    play = MemoryCheckedJit(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
     leaves = behavior.take(trained)
     key, env_key = jax.random.split(key_for("data", jax.random.key(seed)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower
 from msrl_jax.run.experiment.spec import Experiment
 
 

@@ -18,7 +18,7 @@ passes in this order:
 
 passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
-(`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+(runtime/fused_loop.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
 Each name is imported at its first use.
 """

@@ -20,12 +20,21 @@ from msrl_jax.fragments.passes.validate import check_jit_is_on, check_no_mesh_is
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
-from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
-from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
+from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.execute import Around, Executor, named_in_traces, waiting
+from msrl_jax.fragments.runtime.fused_loop import FusedLoop
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
 from msrl_jax.fragments.runtime.send_changed import Sent, label_of
-from msrl_jax.fragments.runtime.timing import Prediction, check_delay, measure_costs, predict, time_chunks
+from msrl_jax.fragments.runtime.timing import (
+    Dispatch,
+    Prediction,
+    check_delay,
+    measure_costs,
+    measure_dispatch,
+    predict,
+    time_chunks,
+)
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.tracebacks import entry

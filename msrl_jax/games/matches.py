@@ -16,7 +16,7 @@ from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.games.turn_based import draws, turn_actions
@@ -172,7 +172,8 @@ def match(
         found = {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
         return found | {"outside": end.outside}
 
-    program = Fitting(jax.jit(play), f"a match of {games:,} games at once", "Play fewer games; several matches play as many")
+    remedy = "Play fewer games; several matches play the same number"
+    program = MemoryCheckedJit(jax.jit(play), f"a match of {games:,} games at once", remedy)
     played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
     if outside := int(played.pop("outside").sum()):
         raise ValueError(f"a player gave an action that is not in {game.action_space} in {outside} of {games} games; mend it")

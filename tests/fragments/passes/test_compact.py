@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun, jaxprs_in, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes.compact import compacted
-from msrl_jax.fragments.runtime import executables, lower
+from msrl_jax.fragments.runtime import fused_loop, lower
 
 
 def assert_equal_bits(expected, found):
