@@ -109,7 +109,7 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
         return (key, flag, count, level, half, large), {"rows": rows[0], "flag": flag, "count": count, "half": half}
 
     def ran(packs):
-        for module in (lower, executables):
+        for module in (lower, fused_loop):
             monkeypatch.setattr(module, "kernels_matter", lambda placement: packs)
         program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
         whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
