@@ -59,7 +59,7 @@ class LearnerProgram:
     Its runs may be shorter than what is asked for, if no unroll comes for a second.
     """
 
-    is_fused, registers, unrepeatable = False, {}, "Actors made its data"
+    is_fused, registers, nondeterminism_reason = False, {}, "Actors made its data"
 
     def __init__(self, pool: ActorPool):
         self._pool, self._program = pool, pool.program

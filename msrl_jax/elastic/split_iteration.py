@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from msrl_jax._compat import ShapedArray, jaxpr_as_fun, jaxprs_in
 from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
 from msrl_jax.fragments.placement import Device, Layout, Placement
-from msrl_jax.fragments.runtime.lower import suited
+from msrl_jax.fragments.runtime.lower import prepare_for_placement
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _run(instructions: Sequence[Instruction], known: dict[Value, Any]) -> None:
     """Evaluates programs and moves, in order."""
     for i in instructions:
         if isinstance(i, Run):
-            results = jaxpr_as_fun(suited(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
+            results = jaxpr_as_fun(prepare_for_placement(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
             known.update(zip(i.outputs, results, strict=True))
         elif isinstance(i, Move):
             known.update((r, known[s]) for s, r in zip(i.sources, i.results, strict=True))

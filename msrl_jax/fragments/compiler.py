@@ -17,7 +17,7 @@ from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.passes.validate import check_graph, check_meshes, check_settings
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.lower import suited
+from msrl_jax.fragments.runtime.lower import prepare_for_placement
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
@@ -76,5 +76,5 @@ def compile(
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
-    fused = suited(traced.jaxpr, default) if fuses else None
+    fused = prepare_for_placement(traced.jaxpr, default) if fuses else None
     return Program(placed, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -40,7 +40,7 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
     """What is to blame, or why that is not known."""
     if not guard.can_read:
         return "The state is on several processes, so the cause was not looked for."
-    if why := run.program.unrepeatable:
+    if why := run.program.nondeterminism_reason:
         return f"{why}, so the iteration was not run again to find the cause."
     state, begin, _ = guard.earlier(run)
     iterations = run.finding.iteration - begin

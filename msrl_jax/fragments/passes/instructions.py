@@ -161,8 +161,8 @@ class Carry:
     """A value that a loop carries."""
 
     init: Value  # its value before the loop
-    enter: Value  # its value at the start of the body
-    leave: Value  # its value at the end of the body
+    body_in: Value  # its value at the start of the body
+    body_out: Value  # its value at the end of the body
     result: Value  # its value after the loop
 
 

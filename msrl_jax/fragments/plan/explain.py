@@ -15,8 +15,8 @@ from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, 
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
-from msrl_jax.fragments.plan.hlo import Found, collectives, module_of
-from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
+from msrl_jax.fragments.plan.hlo import CollectiveReport, collectives, module_of
+from msrl_jax.fragments.plan.kernels import Launches, launches, per_iteration, roofline_seconds
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.runtime.memory import lacking_memory
@@ -53,7 +53,7 @@ def explain(
     named = {f.name for f in fragments}
     launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
     if in_loop:
-        launched = {i: one_turn(each) for i, each in launched.items()}
+        launched = {i: per_iteration(each) for i, each in launched.items()}
     programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
@@ -102,13 +102,13 @@ def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: S
         launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
         whole = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
         kind = getattr(placement.devices[0], "device_kind", "")
-        if launched and (seconds := least_seconds(kind, launched, whole / len(placement.devices))) is not None:
+        if launched and (seconds := roofline_seconds(kind, launched, whole / len(placement.devices))) is not None:
             least[placement.name] = seconds
     return least
 
 
 def _program(
-    run: Run, times: int, compiled: jax.stages.Compiled, found: Found, launched: tuple[Launches, ...]
+    run: Run, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(

@@ -155,7 +155,7 @@ class Collective:
     source: str  # JAX's name for the operation that caused it
 
 
-class Found(NamedTuple):
+class CollectiveReport(NamedTuple):
     """The collectives of a program."""
 
     collectives: list[Collective]
@@ -163,7 +163,7 @@ class Found(NamedTuple):
     understood: bool  # whether the list is complete; if not, part of the text was not understood
 
 
-def collectives(module: Module) -> Found:
+def collectives(module: Module) -> CollectiveReport:
     """Finds the collectives of a compiled program."""
     known, read = True, set[str]()
 
@@ -188,7 +188,7 @@ def collectives(module: Module) -> Found:
 
     found = list(visit(module.entry, 1, True))
     mentioned = {line for line in module.text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
-    return Found(found, known, bool(module.instructions(module.entry)) and mentioned <= read)
+    return CollectiveReport(found, known, bool(module.instructions(module.entry)) and mentioned <= read)
 
 
 def _result(shape: str) -> str:

@@ -111,12 +111,12 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
     return tuple(Launches(fragment, trips, *numbers) for (fragment, trips, _), numbers in found.items())
 
 
-def one_turn(found: Iterable[Launches]) -> tuple[Launches, ...]:
+def per_iteration(found: Iterable[Launches]) -> tuple[Launches, ...]:
     """What one turn of the outermost loops launches, without what surrounds them."""
     return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
 
 
-def least_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
+def roofline_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
     """The time below which a device cannot do its part of an iteration; None if nothing is known of it.
 
     Args:

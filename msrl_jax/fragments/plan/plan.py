@@ -116,7 +116,7 @@ class Plan:
     loops: tuple[LoopPlan, ...]
     warnings: tuple[str, ...]
     host_calls: tuple[HostCallPlan, ...] = ()
-    least_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    roofline_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     registers: tuple[RegisterPlan, ...] = ()
 
     @property

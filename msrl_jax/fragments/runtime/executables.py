@@ -72,7 +72,7 @@ class Executables:
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # of every Run, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # how values of a Move travel, if not one by one
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `Patching` of a Move that sends changes
+    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of a Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations
@@ -145,7 +145,7 @@ def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]
     return error
 
 
-def on_own_mesh(sharding: object, value: Value) -> NamedSharding | None:
+def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | None:
     """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
 
     The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed

@@ -16,14 +16,14 @@ from msrl_jax.fragments.graph.host_calls import IN_TRACES
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
 from msrl_jax.fragments.runtime.host_queue import HostQueue, resolved
-from msrl_jax.fragments.runtime.send_changed import Patching, Sender, Sent
+from msrl_jax.fragments.runtime.send_changed import DeltaStats, DeltaTransfer, Sender
 from msrl_jax.fragments.runtime.transfer import crossing, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
 Call = Callable[..., Sequence[jax.Array]]
-What: TypeAlias = Literal["program", "transfer", "wait"]
-Around: TypeAlias = Callable[[Call, What], Call]
+CallKind: TypeAlias = Literal["program", "transfer", "wait"]
+CallWrapper: TypeAlias = Callable[[Call, CallKind], Call]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
 # an earlier one that they depend on waits for a place: a deadlock.
@@ -37,8 +37,8 @@ class Executor:
     """
 
     def __init__(
-        self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call,
-        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, Sent] | None = None,
+        self, schedule: Schedule, executables: Executables, around: CallWrapper = lambda call, what: call,
+        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, DeltaStats] | None = None,
     ):  # fmt: skip
         """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
         and `each` the step of an instruction. What Moves that send changes have sent is counted in `sent`.
@@ -50,7 +50,7 @@ class Executor:
             default=0,
         )
         self.senders: list[Sender] = []
-        self._sent: dict[Move, Sent] = {} if sent is None else sent
+        self._sent: dict[Move, DeltaStats] = {} if sent is None else sent
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
@@ -173,11 +173,11 @@ class Executor:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._around(_put_one_copy if to_one else _put, "transfer")
 
-    def _sender(self, i: Move, patching: Patching) -> Sender:
+    def _sender(self, i: Move, patching: DeltaTransfer) -> Sender:
         here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
         there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
         wait = self._around(lambda array: jax.block_until_ready(array), "wait")
-        sent = self._sent.setdefault(i, Sent(patching.words))
+        sent = self._sent.setdefault(i, DeltaStats(patching.words))
         self.senders.append(Sender(patching, [*here, *there], self._transfer(i), wait, sent))
         return self.senders[-1]
 
@@ -202,15 +202,15 @@ class Executor:
     def _loop(self, i: Loop) -> Step:
         steps = [self._step(b) for b in i.body]
         rows = [(v.index, self._row_numbers(v, i.length)) for v in i.indices]
-        enters = [c.enter.index for c in i.carry]
-        leaves = [c.leave.index for c in i.carry]
-        start = [(c.init.index, c.enter.index) for c in i.carry]
-        end = [(c.enter.index, c.result.index) for c in i.carry]
+        enters = [c.body_in.index for c in i.carry]
+        leaves = [c.body_out.index for c in i.carry]
+        start = [(c.init.index, c.body_in.index) for c in i.carry]
+        end = [(c.body_in.index, c.result.index) for c in i.carry]
         order = range(i.length - 1, -1, -1) if i.reverse else range(i.length)
 
         def step(slots: Slots) -> None:
-            for init, enter in start:
-                slots[enter] = slots[init]
+            for init, body_in in start:
+                slots[body_in] = slots[init]
             for init, _ in start:
                 slots[init] = None
             for t in order:
@@ -223,9 +223,9 @@ class Executor:
                     slots[k] = None
                 for k, x in zip(enters, left, strict=True):
                     slots[k] = x
-            for enter, result in end:
-                slots[result] = slots[enter]
-                slots[enter] = None
+            for body_in, result in end:
+                slots[result] = slots[body_in]
+                slots[body_in] = None
 
         return step
 
@@ -267,7 +267,7 @@ def waiting() -> Any:
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
-def named_in_traces(call: Call, what: What) -> Call:
+def named_in_traces(call: Call, what: CallKind) -> Call:
     """A function whose time has a name in traces of `jax.profiler`."""
 
     def named(*args: Any) -> Any:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from msrl_jax.fragments.passes.compact import Together, kernels_matter
+from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, on_own_mesh, replicated
+from msrl_jax.fragments.runtime.executables import Executables, Request, replicated, to_placement_sharding
 
 _Packed: TypeAlias = tuple[Any, list[jax.Array]]
 _Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
@@ -31,7 +31,7 @@ class FusedLoop:
     @property
     def packs(self) -> bool:
         """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
-        return bool(self.leaves) and kernels_matter(self.leaves[0].placement)
+        return bool(self.leaves) and is_single_accelerator(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
         """Has another thread compile the program; `compile` then waits for that."""
@@ -47,7 +47,7 @@ class FusedLoop:
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
             compiled = executables.compile(self._request(most, donate, prescribed))
             made = compiled.output_shardings[len(self.leaves) :]
-            if all(on_own_mesh(s, v) for s, v in zip(made, self.metrics, strict=True)):
+            if all(to_placement_sharding(s, v) for s, v in zip(made, self.metrics, strict=True)):
                 return compiled
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
@@ -67,8 +67,8 @@ class FusedLoop:
 
     def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
-        state = Together([v.aval for v in self.leaves], self.packs and self.rewritten)
-        metrics = Together([v.aval for v in self.metrics], self.packs)
+        state = SmallArrayPacker([v.aval for v in self.leaves], self.packs and self.rewritten)
+        metrics = SmallArrayPacker([v.aval for v in self.metrics], self.packs)
 
         def step(carry: _Loop) -> _Loop:
             done, before, rows = carry

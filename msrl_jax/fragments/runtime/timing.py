@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import Call, Executor, Slots, Step, What
+from msrl_jax.fragments.runtime.execute import Call, CallKind, Executor, Slots, Step
 from msrl_jax.fragments.runtime.send_changed import changes_of
 from msrl_jax.fragments.runtime.transfer import Leaves
 
@@ -119,13 +119,13 @@ class _Clock:
 
     def loop(self, i: Loop) -> None:
         for c in i.carry:
-            self.ready[c.enter] = self.ready.get(c.init, 0.0)
+            self.ready[c.body_in] = self.ready.get(c.init, 0.0)
         for _ in range(i.length):
             self.run(i.body)
-            left = [self.ready.get(c.leave, 0.0) for c in i.carry]
-            self.ready.update(zip((c.enter for c in i.carry), left, strict=True))
+            left = [self.ready.get(c.body_out, 0.0) for c in i.carry]
+            self.ready.update(zip((c.body_in for c in i.carry), left, strict=True))
         for c in i.carry:
-            self.ready[c.result] = self.ready[c.enter]
+            self.ready[c.result] = self.ready[c.body_in]
 
 
 def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
@@ -147,7 +147,7 @@ def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int
     for iteration in range(2 * ahead + 8):
         clock.run(schedule.body)
         ends.append(max([clock.host, *clock.ready.values()]))
-        clock.ready = {enter: clock.ready.get(leave, 0.0) for enter, leave in copies}
+        clock.ready = {body_in: clock.ready.get(body_out, 0.0) for body_in, body_out in copies}
         if iteration >= ahead:
             clock.host = max(clock.host, ends[iteration - ahead])
     steady = ends[-4:]
@@ -187,7 +187,7 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each call of JAX
     in_programs: list[float] = []  # those in compiled programs
 
-    def around(call: Call, what: What) -> Call:
+    def around(call: Call, what: CallKind) -> Call:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)

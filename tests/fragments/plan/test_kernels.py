@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.plan.hlo import Module
-from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds
+from msrl_jax.fragments.plan.kernels import Launches, launches, roofline_seconds
 
 TEXT = """HloModule jit_iteration
 
@@ -104,10 +104,10 @@ def test_a_loop_of_unknown_length_counts_once_with_its_condition():
 def test_a_time_is_the_largest_of_three():
     found = [(Launches("", (10,), 3, 1, 0, 0, 10**6), 10)]
     for flops, seconds in ((0, 40e-6), (1e12, 1e12 / 495e12)):
-        assert least_seconds("NVIDIA H100 80GB HBM3", found, flops) == pytest.approx(seconds)
-    assert least_seconds("NVIDIA H100 80GB HBM3", [(found[0][0], 10_000)], 0) == pytest.approx(10_000 * 4e-6)
-    assert least_seconds("TPU v5 lite", found, 0) == pytest.approx(10**7 / 0.82e12)
-    assert least_seconds("a device of tomorrow", found, 0) is None
+        assert roofline_seconds("NVIDIA H100 80GB HBM3", found, flops) == pytest.approx(seconds)
+    assert roofline_seconds("NVIDIA H100 80GB HBM3", [(found[0][0], 10_000)], 0) == pytest.approx(10_000 * 4e-6)
+    assert roofline_seconds("TPU v5 lite", found, 0) == pytest.approx(10**7 / 0.82e12)
+    assert roofline_seconds("a device of tomorrow", found, 0) is None
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def test_launches_of_programs_whose_kernels_are_known():
     (in_loop,) = [x for p in looped.programs for x in p.launches if x.fragment == "walk" and x.trips]
     assert in_loop.trips == (11,) and 1 <= in_loop.kernels + in_loop.library_calls <= 2
     assert looped.to_dict()["launches"] == looped.launches and looped.launches["all"] >= 11
-    assert "launches of each device" in str(looped) and looped.least_seconds["all"] >= 11e-6
+    assert "launches of each device" in str(looped) and looped.roofline_seconds["all"] >= 11e-6
 
 
 @pytest.mark.long
@@ -189,4 +189,4 @@ def test_an_iteration_launches_few_kernels(algorithm):
 
 def test_cpus_launch_nothing():
     plan = planned(lambda x: (x + 1, {}), jax.ShapeDtypeStruct((4,), jnp.float32), jax.devices()[:1])
-    assert plan.launches == {} and not plan.least_seconds and "launches" not in str(plan)
+    assert plan.launches == {} and not plan.roofline_seconds and "launches" not in str(plan)
