@@ -12,7 +12,7 @@ passes in this order:
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
-    repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
+    workarounds   passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 

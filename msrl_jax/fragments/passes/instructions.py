@@ -186,7 +186,7 @@ class Loop:
         return [c.result for c in self.carry]
 
     def __str__(self) -> str:
-        carried = ", ".join(f"{c.enter} = {c.init} | {c.leave}" for c in self.carry)
+        carried = ", ".join(f"{c.body_in} = {c.init} | {c.body_out}" for c in self.carry)
         body = "\n".join("    " + line for i in self.body for line in str(i).splitlines())
         return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
 

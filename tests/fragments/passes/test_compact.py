@@ -110,7 +110,7 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
 
     def ran(packs):
         for module in (lower, fused_loop):
-            monkeypatch.setattr(module, "kernels_matter", lambda placement: packs)
+            monkeypatch.setattr(module, "is_single_accelerator", lambda placement: packs)
         program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
         whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
         return whole, parts, program.compiled(5)[0].as_text().count("get-tuple-element")
