@@ -188,14 +188,11 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
 
 
 def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies arrays in place; compiles nothing, since a program for each shape would stay in memory."""
-    pieces = [[shard.data for shard in x.addressable_shards] for x in arrays]
-    targets = [[piece.sharding for piece in of_array] for of_array in pieces]
-    copies = jax.device_put(pieces, targets, may_alias=False)
-    return [
-        jax.make_array_from_single_device_arrays(x.shape, x.sharding, copy, dtype=x.dtype)
-        for x, copy in zip(arrays, copies, strict=True)
-    ]
+    """Copies arrays in place. In one process that compiles nothing: a program for each shape would stay in memory."""
+    shardings = [x.sharding for x in arrays]
+    if all(x.is_fully_addressable for x in arrays):
+        return jax.device_put(list(arrays), shardings, may_alias=False)
+    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=shardings)(list(arrays))
 
 
 def initialize(
