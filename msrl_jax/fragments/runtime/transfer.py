@@ -188,11 +188,11 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
 
 
 def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies arrays in place. In one process that compiles nothing: a program for each shape would stay in memory."""
-    shardings = [x.sharding for x in arrays]
-    if all(x.is_fully_addressable for x in arrays):
-        return jax.device_put(list(arrays), shardings, may_alias=False)
-    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=shardings)(list(arrays))
+    """Copies arrays in place; compiles nothing for those of this process: a program for each shape would stay in memory."""
+    own = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
+    moved = jax.device_put([arrays[k] for k in own], [arrays[k].sharding for k in own], may_alias=False)
+    copies = dict(zip(own, moved, strict=True))
+    return [copies[k] if k in copies else jax.jit(jnp.copy, out_shardings=x.sharding)(x) for k, x in enumerate(arrays)]
 
 
 def initialize(
