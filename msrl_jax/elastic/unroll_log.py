@@ -13,6 +13,8 @@ A learner that begins notes `total_steps` and `guard`, too, which may be others 
 the number of the iteration that learns from it, or the reason why none does: `dropped` if it is late, `refused` if it is bad.
 """
 
+import array
+import contextlib
 import errno
 import json
 import os
@@ -20,8 +22,11 @@ import secrets
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.run.disk.folder import SaveWarning, check_links
@@ -35,17 +40,18 @@ class UnrollLog:
     """Writes the log of a run, in a file if it has a folder; what earlier learners of the run wrote is read first."""
 
     def __init__(self, folder: Path | None):
-        self._file, lines = None, list[dict[str, Any]]()
+        self._file = None if folder is None else folder / FILE
         if folder is not None:
             check_links(folder, [FILE])
-            self._file = folder / FILE
-            lines = read_log(self._file)
-        self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
-        self.run = next((line["run"] for line in lines), secrets.token_hex(8))
-        self.tickets = sum("joins" in line for line in lines)
-        self.dropped = self.refused = 0
-        self._count(*lines)
-        self._lines: list[dict[str, Any]] | None = lines
+        self.lives: list[int] = []  # iterations at which learners began
+        self.run, self.tickets, self.dropped, self.refused = secrets.token_hex(8), 0, 0, 0
+        self._used = array.array("q")  # the ticket, the number and the iteration of each unroll that was learned from
+        for line in () if self._file is None else each_line(self._file):
+            self.run = line.get("run", self.run)
+            self.lives += [line["begins"]] if "begins" in line else []
+            self.tickets += "joins" in line
+            self._count(line)
+            self._used.extend((line["ticket"], line["unroll"], line["used"]) if "used" in line else ())
         self._taken: dict[int, int] = {}  # the last unroll of each actor that was taken
         self._kept: list[bytes] = []  # lines that are not in the file yet
         self._gap, self._whole = 0, 0  # lines that are lost; bytes of whole lines in the file
@@ -59,10 +65,11 @@ class UnrollLog:
     def begin(self, iteration: int, **about: Any) -> None:
         """Notes that a learner begins, and facts about it; what an earlier one learned after this iteration is lost."""
         self.lives.append(iteration)
-        for line in self._lines or []:
-            if line.get("used", iteration) < iteration:
-                self._taken[line["ticket"]] = line["unroll"]
-        self._lines = None
+        learned = np.reshape(self._used, (-1, 3))
+        tickets, unrolls, _ = learned[learned[:, 2] < iteration][::-1].T
+        last, at = np.unique(tickets, return_index=True)
+        self._taken |= dict(zip(last.tolist(), unrolls[at].tolist(), strict=True))
+        self._used = array.array("q")
         if self._file is not None and self._file.exists():
             self._whole = self._file.read_bytes().rfind(b"\n") + 1  # the next line does not go on with one that was cut off
         self._write({"run": self.run, "begins": iteration, **about})
@@ -105,9 +112,9 @@ class UnrollLog:
             if (self._kept or self._gap) and (error := self._flush()) is not None:
                 self._warn_of_gap(error)
 
-    def _count(self, *lines: dict[str, Any]) -> None:
-        self.dropped += sum("dropped" in line for line in lines)
-        self.refused += sum("refused" in line or "refuses" in line for line in lines)
+    def _count(self, line: dict[str, Any]) -> None:
+        self.dropped += "dropped" in line
+        self.refused += "refused" in line or "refuses" in line
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -152,10 +159,19 @@ class UnrollLog:
 
 def read_log(file: Path) -> list[dict[str, Any]]:
     """The lines of a log; none if there is no file."""
+    return list(each_line(file))
+
+
+def each_line(file: Path) -> Iterator[dict[str, Any]]:
+    """Reads the lines of a log one after another; none if there is no file."""
     try:
-        lines = [parse_json(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-        if not all(isinstance(line, dict) for line in lines) or (lines and "run" not in lines[0]):
-            raise ValueError("a line is no entry of a record")
-        return lines
+        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
+            for number, text in enumerate(lines):
+                if not text.endswith(b"\n"):  # cut off
+                    return
+                line = parse_json(text)
+                if not isinstance(line, dict) or not (number or "run" in line):
+                    raise ValueError("a line is no entry of a record")
+                yield line
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -675,6 +676,20 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
     assert len(read_log(tmp_path / FILE)) == 16
+
+
+def test_a_learner_that_goes_on_keeps_little_of_each_line(tmp_path):
+    """Three numbers of each unroll that was learned from, until it begins."""
+    lines = [{"run": "r", "begins": 0}, {"joins": 0}]
+    lines += [{"ticket": 0, "unroll": i, "life": 0, "version": i, "used": i} for i in range(5_000)]
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tracemalloc.start()
+    log = UnrollLog(tmp_path)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 40 * len(lines) and peak < 80 * len(lines), "a line is a dict of more than 500 bytes"
+    log.begin(4_000)
+    assert log.take(0, 3_999, 1, 4_000, 4_000, 9) == "it came twice" and log.take(0, 4_000, 1, 4_000, 4_000, 9) is None
 
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
