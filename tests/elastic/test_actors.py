@@ -269,7 +269,7 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
         msrl.train("impala", actors_at=address, progress=False, **TINY)
     hello = {"versions": versions(), "ticket": None, "run": None}
     old = said(address, hello | {"versions": versions() | {"msrl-jax": "0.1.0"}})
-    assert re.fullmatch(r"it has msrl-jax 0.1.0, but the learner has [\w.]+; install the same", old["refused"])
+    assert re.fullmatch(r"it has msrl-jax 0.1.0, but the learner has [\w.]+; install the same version", old["refused"])
     stale = {"refused": "its ticket is from another run; restart the actor"}
     assert said(address, hello | {"ticket": 0, "run": "another"}) == stale
     run = said(address, hello)["run"]
@@ -689,7 +689,7 @@ def test_a_learner_that_goes_on_keeps_little_of_each_line(tmp_path):
     tracemalloc.stop()
     assert held < 40 * len(lines) and peak < 80 * len(lines), "a line is a dict of more than 500 bytes"
     log.begin(4_000)
-    assert log.take(0, 3_999, 1, 4_000, 4_000, 9) == "it came twice" and log.take(0, 4_000, 1, 4_000, 4_000, 9) is None
+    assert log.take(0, 3_999, 1, 4_000, 4_000, 9) == "it arrived twice" and log.take(0, 4_000, 1, 4_000, 4_000, 9) is None
 
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
