@@ -215,7 +215,7 @@ def test_what_cannot_be_estimated():
     ppo = result_of("ppo")
     with pytest.raises(TypeError, match="from_episodes"):
         estimate_return(ppo, [{"obs": [1]}])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="obs of the data set leaves the observation_space"):
+    with pytest.raises(ValueError, match="obs of the data set is outside the observation_space"):
         estimate_return(ppo, data)
     with pytest.raises(ValueError, match=r"nowhere\.npz"):
         estimate_return(ppo, "nowhere.npz")
