@@ -26,7 +26,7 @@ from examples.twenty_questions import UTTERANCE, Dialogues, TwentyQuestions
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import Agent, config, field, tunable
 from msrl_jax.algorithms.agent import split_keys
-from msrl_jax.algorithms.loops.off_policy import select
+from msrl_jax.algorithms.loops.replay import select
 from msrl_jax.algorithms.losses import clipped_surrogate_loss, value_loss
 from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
 from msrl_jax.fragments.counters import at_least

@@ -5,8 +5,8 @@
 
 A critic learns to tell which of many goals was achieved after a state and an action. What it then says of a goal is, but for a
 constant, the logarithm of how probable it is to be there later, in steps that the discount weighs; an actor maximizes it. The
-losses are those of JaxGCRL (Bortkiewicz et al., 2024, arXiv 2408.11052). The loop, the buffer, the goals and the actor's
-entropy are those of the package's SAC. In the shape descriptions, `B` is the batch size and `R` the size of representations.
+losses are those of JaxGCRL (Bortkiewicz et al., 2024, arXiv 2408.11052). The buffer, the goals and the actor's entropy are
+those of the package's SAC. In the shape descriptions, `B` is the batch size and `R` the size of representations.
 """
 
 import argparse
@@ -18,19 +18,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import check_bounded, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, for_each_network, gradient_rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.action_spaces import check_bounded
+from msrl_jax.algorithms.agent import split_keys, step_size, steps_before
+from msrl_jax.algorithms.loops.buffers import n_step_buffer
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    state_axes,
+)
+from msrl_jax.algorithms.losses.entropy import soft_value, temperature_loss
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Network
 from msrl_jax.algorithms.networks.policies import linear_network, make_policy
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.sac import soft_value, temperature_loss
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
+from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
+from msrl_jax.replay import Transition
 from msrl_jax.report import curves
 
 
@@ -103,6 +117,7 @@ class ContrastiveRL:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
+        to_env_action = action_transform(action_space)
         spaces = env.observation_space.spaces
         policy = make_policy(env.observation_space, action_space, self)
 
@@ -111,22 +126,13 @@ class ContrastiveRL:
 
         of_pair, of_goal = encoder(spaces["observation"]), encoder(spaces["desired_goal"])
 
-        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-            actor_key, pair_key, goal_key = jax.random.split(key, 3)
-            pair = obs["observation"], jnp.zeros((len(jax.tree.leaves(obs)[0]), action_size))
-            return {
-                "actor": policy.init(actor_key, obs),
-                "critic": {"pair": of_pair.init(pair_key, *pair), "goal": of_goal.init(goal_key, goals.desired(obs))},
-                "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
-            }
-
         def represent(critic: Any, obs: Any, action: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Representations of pairs and of goals. `[B, R]` each"""
             pair = of_pair.apply(critic["pair"], obs["observation"], action)
             return pair, of_goal.apply(critic["goal"], goals.desired(obs))
 
         @msrl.fragment(role="learner")
-        def gradients(params: Any, target_params: Any, batch: Batch):
+        def gradients(params: Any, batch: Batch):
             obs, action = batch.experience.obs, batch.experience.action  # its goals were achieved later
             temperature = jnp.exp(params["log_temperature"])
             which, acting = jax.random.split(batch.key)
@@ -158,15 +164,87 @@ class ContrastiveRL:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params, obs, key, carry):
-            return choose(policy.apply(params["actor"], obs), key), carry
+        @msrl.fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
 
-        def explore(params, obs, keys, steps, carry):
+        @msrl.fragment(role="actor")
+        def explore(params, obs, keys, steps):
             explored = policy.apply(params["actor"], obs).sample(keys)
-            return jnp.where(at_least(steps, self.replay.learning_starts), explored, uniform_actions(keys, action_space)), carry
+            return jnp.where(at_least(steps, self.replay.learning_starts), explored, uniform_actions(keys, action_space))
 
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=None)
-        return off_policy_agent(self, venv, buffer, rule, explore)
+        @msrl.fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        @msrl.fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
+        @msrl.fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @msrl.fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
+        @msrl.fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
+
+        @msrl.fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, batch)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, step_size(self, progress), ready)
+                return Learner(params, (), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress)
+
+        def iteration(state, progress):
+            def step(before, inputs):
+                env_state, obs = before
+                action = explore(state.params, obs, *inputs)
+                env_state, t = env_step(env_state, action)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                return (env_state, t.obs), item
+
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), tuple(inputs))
+            env_state, episodes = pop_episodes(env_state)
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            after = OffPolicyState(*learner, key, (), actor_keys, replay, replay_key, pending, (), (), env_state, obs)
+            return after, {**metrics, **report, **episodes}
+
+        def init(key):
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            actor_key, pair_key, goal_key = jax.random.split(params_key, 3)
+            pair = obs["observation"], jnp.zeros((self.num_envs, action_size))
+            params = {
+                "actor": policy.init(actor_key, obs),
+                "critic": {"pair": of_pair.init(pair_key, *pair), "goal": of_goal.init(goal_key, goals.desired(obs))},
+                "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
+            }
+            begun = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
+            return begun._replace(env_state=env_state, obs=obs)
+
+        def act(state, obs, key, carry):
+            return to_env_action(choose(policy.apply(state.params["actor"], obs), key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(buffer, env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            env=venv,
+        )
 
 
 SIZES: Any = {"hidden_sizes": (64, 64), "batch_size": 256}

@@ -24,7 +24,7 @@ from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, Replay
-from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.kernels.networks import matmul
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.report import curves
 

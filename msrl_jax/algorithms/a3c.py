@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
-from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
 from msrl_jax.algorithms.networks.layers import Carry, forget

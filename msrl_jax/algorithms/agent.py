@@ -14,6 +14,7 @@ import optax
 from msrl_jax import envs
 from msrl_jax.algorithms.optimizers import KL, adaptive_rate, is_own
 from msrl_jax.envs import Environment, VectorEnvironment
+from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
 
@@ -104,6 +105,12 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     """Splits the keys of environments `[E]`: those of the next unroll `[E]`, and of the steps of this one `[T, E]`."""
     keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
     return keys[0], keys[1:]
+
+
+def steps_before(config: Any, progress: Progress) -> Counter:
+    """The environment steps done before each step of an unroll. `[T]`"""
+    done = progress.times(config.num_envs * config.unroll_length)
+    return advance(done, jnp.arange(config.unroll_length) * config.num_envs)
 
 
 def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:

@@ -1,14 +1,15 @@
 """Behavior cloning: maximizes the likelihood of a data set's actions under the policy (Pomerleau, 1991).
 
 Efficient training of artificial neural networks for autonomous navigation, https://doi.org/10.1162/neco.1991.3.1.88
-This file has the loss; the loop is in `loops/offline.py`.
 """
 
 from typing import Any
 
 import jax
+import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -20,13 +21,22 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
-from msrl_jax.algorithms.loops.off_policy import Carry, gradient_rule
-from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.offline import (
+    OfflineState,
+    check_given,
+    draw,
+    learn_from,
+    playing_env,
+    read_data,
+    state_axes,
+)
 from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 
 
@@ -55,21 +65,62 @@ class BC:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         space = check_policy_space(env.action_space)
         policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, self)
+        source, venv = read_data(env, self), playing_env(env, self)
         optimizer = make_optimizer(self, epsilon=1e-8)
+        to_env_action = action_transform(venv.action_space)
 
         @fragment(role="learner")
-        def gradients(params, target_params, batch):
-            experience = batch.experience
-
+        def gradients(params, batch):
             def loss(params):
-                distribution = policy.apply(params, experience.obs)
-                losses = -log_likelihood(distribution, experience.action)
-                return losses.mean(), (losses, {"loss": losses.mean(), "entropy": distribution.entropy().mean()})
+                distribution = policy.apply(params, batch.obs)
+                total = -log_likelihood(distribution, batch.action).mean()
+                return total, {"loss": total, "entropy": distribution.entropy().mean()}
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(policy.apply(params, obs), key), carry
+        @fragment(role="buffer")
+        def sample_batches(data, key):
+            assert source is not None
+            return draw(source, data, key, self.num_updates)
 
-        rule = gradient_rule(self, optimizer, policy.init, gradients, choose_action, target=None)
-        return offline_agent(env, self, rule, read_data(env, self))
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state
+
+        @fragment(role="learner")
+        def learn(learned, progress, key, batches, held_out):
+            def update(learned, batch, key, progress):
+                params, target_params, opt_state = learned
+                grads, stats = gradients(params, batch)
+                params, opt_state = apply_update(params, opt_state, grads, step_size(self, progress))
+                return (params, target_params, opt_state), stats
+
+            return learn_from(batches, held_out, update, learned, key, progress)
+
+        def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
+            check_given(self, state)
+            data_key, batches, held_out = sample_batches(state.data, state.data_key)
+            learned = state.params, state.target_params, state.opt_state
+            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(*learned, key, data_key, data=state.data), metrics
+
+        def init(key: jax.Array) -> OfflineState:
+            params_key, learner_key, data_key = jax.random.split(key, 3)
+            params = policy.init(params_key, zeros(env.observation_space))
+            return OfflineState(params, (), optimizer.init(params), learner_key, data_key)
+
+        def act(state: OfflineState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(choose(policy.apply(state.params, obs), key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(source),
+            steps_per_iteration=self.num_updates,
+            updates_per_iteration=self.num_updates,
+            env=venv,
+            data={} if source is None else {"data": source.data},
+            unit="updates",
+        )

@@ -1,19 +1,21 @@
 """Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779), based on double DQN or, for continuous actions, SAC.
 
-A penalty pushes down a soft maximum of the values of all actions, and pushes up the values of the actions in the data. This
-file has both losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two
-critics, `D` is the length of a continuous action and `S` is `num_samples`.
+A penalty pushes down a soft maximum of the values of all actions, and pushes up the values of the actions in the data. In the
+shape descriptions, `B` is `batch_size`, `C` denotes the two critics, `D` is the length of a continuous action and `S` is
+`num_samples`.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -25,19 +27,29 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
-from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
-from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.offline import (
+    OfflineState,
+    check_given,
+    draw,
+    learn_from,
+    playing_env,
+    read_data,
+    state_axes,
+)
+from msrl_jax.algorithms.losses.entropy import soft_value, temperature_loss
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Carry, make_torso
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
 from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.sac import soft_value, temperature_loss
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from msrl_jax.envs import Box, Discrete, Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.privileged import are_privileged
+from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
+from msrl_jax.replay import NStep
 
 
 @config("cql", offline=True, privileged=True)
@@ -93,14 +105,82 @@ class CQL:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded("cql", env.action_space)
-        if isinstance(action_space, Discrete):
-            rule = discrete_rule(env, action_space, self)
-        else:
-            rule = continuous_rule(env, action_space, self)
-        return offline_agent(env, self, rule, read_data(env, self, discount=self.discount))
+        source = read_data(env, self, discount=self.discount)
+        venv, to_env_action = playing_env(env, self), action_transform(action_space)
+        conservative = of_values if isinstance(action_space, Discrete) else of_actor_and_critics
+        networks = conservative(env, action_space, self)
+        optimizer = networks.optimizer
+
+        @fragment(role="learner")
+        def gradients(params, target_params, batch, key):
+            loss = networks.make_loss(params, target_params, batch, key)
+            return jax.grad(loss, has_aux=True)(params)
+
+        @fragment(role="buffer")
+        def sample_batches(data, key):
+            assert source is not None
+            return draw(source, data, key, self.num_updates)
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state
+
+        @fragment(role="server")
+        def update_target(target_params, params):
+            return optax.incremental_update(params, target_params, self.tau)
+
+        @fragment(role="learner")
+        def learn(learned, progress, key, batches, held_out):
+            def update(learned, batch, key, progress):
+                params, target_params, opt_state = learned
+                grads, stats = gradients(params, target_params, batch, key)
+                params, opt_state = apply_update(params, opt_state, grads, step_size(self, progress))
+                return (params, update_target(target_params, networks.target(params)), opt_state), stats
+
+            return learn_from(batches, held_out, update, learned, key, progress)
+
+        def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
+            check_given(self, state)
+            data_key, batches, held_out = sample_batches(state.data, state.data_key)
+            learned = state.params, state.target_params, state.opt_state
+            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(*learned, key, data_key, data=state.data), metrics
+
+        def init(key: jax.Array) -> OfflineState:
+            params_key, learner_key, data_key = jax.random.split(key, 3)
+            params = networks.init(params_key, zeros(env.observation_space))
+            target_params = jax.tree.map(jnp.copy, networks.target(params))
+            return OfflineState(params, target_params, optimizer.init(params), learner_key, data_key)
+
+        def act(state: OfflineState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(networks.choose(state.params, obs, key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(source),
+            steps_per_iteration=self.num_updates,
+            updates_per_iteration=self.num_updates,
+            env=venv,
+            data={} if source is None else {"data": source.data},
+            unit="updates",
+        )
 
 
-def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:
+class Networks(NamedTuple):
+    """What CQL of discrete actions, or of continuous ones, learns, as pure functions."""
+
+    init: Callable[[jax.Array, Any], Any]  # (key, obs [B, ...]) -> params
+    optimizer: optax.GradientTransformationExtraArgs
+    target: Callable[[Any], Any]  # params -> what target parameters follow
+    # (params, target_params, batch, key) -> (trained params -> (loss, statistics)); gradients flow through `trained` only
+    make_loss: Callable[[Any, Any, NStep, jax.Array], Callable[[Any], tuple[jax.Array, dict[str, jax.Array]]]]
+    choose: Callable[[Any, Any, jax.Array | None], jax.Array]  # (params, obs [B, ...], key) -> actions; the best without a key
+
+
+def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks:
     """Double DQN, with the penalty added to the loss of every example."""
     if are_privileged(env.observation_space):
         raise TypeError(
@@ -114,14 +194,11 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
         )
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
     network = q_network(make_torso(env.observation_space, config), action_space)
-    optimizer = make_optimizer(config, epsilon=1e-5)
 
     def values(params, obs):
         return network.apply(params, obs)[..., 0]
 
-    @fragment(role="learner")
-    def gradients(params, target_params, batch):
-        e = batch.experience
+    def make_loss(params, target_params, e, key):
         next_target = values(target_params, e.next_obs)
         next_online = values(params, e.next_obs) if config.double else next_target
         target = e.reward + e.discount * jax.vmap(greedy_target)(only_legal(next_online, e.next_obs), next_target)
@@ -132,24 +209,23 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
             gap = conservative_gap(only_legal(q, e.obs), e.action)
             losses = optax.l2_loss(taken, target) + weight * gap
             stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
-            return losses.mean(), (target - taken, stats)
+            return losses.mean(), stats
 
-        return jax.grad(loss, has_aux=True)(params)
+        return loss
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return only_legal(values(params, obs), obs).argmax(-1).astype(jnp.int32), carry
+    def choose_best(params, obs, key):
+        return only_legal(values(params, obs), obs).argmax(-1).astype(jnp.int32)
 
-    return gradient_rule(config, optimizer, network.init, gradients, choose_action)
+    return Networks(network.init, make_optimizer(config, epsilon=1e-5), lambda params: params, make_loss, choose_best)
 
 
-def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
+def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Networks:
     """SAC, with the penalty added to the loss of the critics."""
     policy = make_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
     size, count = math.prod(action_space.shape), config.num_samples
     target_entropy = -float(size) if config.target_entropy is None else config.target_entropy
     first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
-    optimizer = for_each_network(make_optimizer(config, epsilon=1e-8))
 
     def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
@@ -177,17 +253,15 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
         actions, log_probs = zip(*drawn, strict=True)
         return jnp.concatenate(actions, 1), jnp.concatenate(log_probs, 1)
 
-    @fragment(role="learner")
-    def gradients(params, target_critic, batch):
-        e, temperature = batch.experience, jnp.exp(params["log_temperature"])
-        next_keys, now_keys, *many_keys = jax.random.split(batch.key, (2 + 3 * count, len(e.reward)))
+    def make_loss(params, target_critic, e, key):
+        temperature = jnp.exp(params["log_temperature"])
+        next_keys, now_keys, *many_keys = jax.random.split(key, (2 + 3 * count, len(e.reward)))
         next_action, next_log_prob = draw(params["actor"], e.next_obs, next_keys)
         next_q = critics.apply(target_critic, e.next_obs, next_action).min(0)
         target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
         others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
         obs_of_others = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*others.shape[:2], *x.shape[1:])), e.obs)
 
-        # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
             critic_loss = jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()
@@ -214,14 +288,15 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
                 "entropy": -log_prob.mean(),
                 "temperature": temperature,
             }
-            return total, (target - q.mean(0), stats)
+            return total, stats
 
-        return jax.grad(loss, has_aux=True)(params)
+        return loss
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return choose(policy.apply(params["actor"], obs), key), carry
+    def choose_action(params, obs, key):
+        return choose(policy.apply(params["actor"], obs), key)
 
-    return gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+    optimizer = for_each_network(make_optimizer(config, epsilon=1e-8))
+    return Networks(init, optimizer, lambda params: params["critic"], make_loss, choose_action)
 
 
 def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
 
 Later ones are implicit quantiles (Dabney et al., 2018, arXiv 1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430).
-This file has the loss; the loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`,
+In the shape descriptions, `B` is `batch_size`,
 `A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a distribution.
 """
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     NetworkKind,
@@ -22,8 +24,19 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.loops.buffers import check_data, check_discrete, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    refreshed,
+    state_axes,
+)
 from msrl_jax.algorithms.losses.distributional import (
     categorical_loss,
     categorical_projection,
@@ -31,8 +44,8 @@ from msrl_jax.algorithms.losses.distributional import (
     quantile_huber_loss,
     value_error,
 )
-from msrl_jax.algorithms.networks.layers import Carry, make_torso
-from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
+from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy, greedy_target, q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import (
     C51,
@@ -49,10 +62,12 @@ from msrl_jax.algorithms.options import (
     Replay,
 )
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter
-from msrl_jax.replay import NStep
+from msrl_jax.fragments.counters import advance, remainder
+from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.replay import NStep, Transition
 
 
 @config("dqn")
@@ -121,6 +136,7 @@ class DQN:
         midpoints = ((jnp.arange(num_midpoints) + 0.5) / num_midpoints,) if implicit else ()
         v_min, v_max = returns.support(self.discount) if isinstance(returns, C51) else (0.0, 0.0)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
+        to_env_action = action_transform(action_space)
 
         def expected(outputs: jax.Array) -> jax.Array:
             """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
@@ -152,6 +168,31 @@ class DQN:
             one, other = (jax.random.uniform(k, (self.batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True))
             return (one,), (other,)
 
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, obs, keys, steps):
+            greedy = action_values(params, obs).argmax(-1).astype(jnp.int32)
+            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size)
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             experience: NStep = batch.experience
@@ -180,20 +221,75 @@ class DQN:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return action_values(params, obs).argmax(-1).astype(jnp.int32), carry
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
 
-        randomly = epsilon_greedy(
-            self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
+
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+
+        @fragment(role="learner")
+        def refresh(acting_params, params, progress, version):
+            return refreshed(acting_params, params, progress, version, self.actor_period)
+
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            acting = state.acting_params
+            acting_params = acting[0] if acting else state.params
+
+            def step(before, inputs):
+                env_state, obs = before
+                action = explore(acting_params, obs, *inputs)
+                env_state, t = env_step(env_state, action)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                return (env_state, t.obs), item
+
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), tuple(inputs))
+            env_state, episodes = pop_episodes(env_state)
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            if acting:
+                acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
+                metrics = metrics | age
+            after = OffPolicyState(
+                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, obs, *midpoints)
+            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return begun._replace(env_state=env_state, obs=obs)
+
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(action_values(state.params, obs).argmax(-1).astype(jnp.int32)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(buffer, env_state=venv.axes, obs=P("env"), carry=P()),
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            env=venv,
+            data={"data": buffer.data} if buffer.data else {},
         )
-
-        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            greedy, carry = choose_action(params, obs, None, carry)
-            return randomly(greedy, keys, steps, obs), carry
-
-        init = lambda key, obs: network.init(key, obs, *midpoints)  # noqa: E731
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action)
-        return off_policy_agent(self, venv, buffer, rule, explore)
 
 
 def soft_target(next_value: jax.Array, next_target: jax.Array, temperature: float) -> jax.Array:

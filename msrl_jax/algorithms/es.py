@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
-from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer

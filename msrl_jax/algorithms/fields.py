@@ -6,7 +6,6 @@ such as `"per_env:0.3"`. A field of an option has a dotted name in the config, s
 """
 
 import contextlib
-import copy
 import dataclasses
 import difflib
 import inspect
@@ -179,12 +178,6 @@ def tunable_fields(config: Any) -> tuple[str, ...]:
     return tuple(name for name, f in all_fields(config).items() if f.metadata.get("tunable"))
 
 
-def with_options(config: Any) -> list[Any]:
-    """A config, and the options in it."""
-    held = [getattr(config, f.name) for f in dataclasses.fields(config)]
-    return [config, *(part for each in held if is_option(each) for part in with_options(each))]
-
-
 def check_unused(config: Any, names: Collection[str], because: str) -> None:
     """Raises ValueError if a field that has no effect, `because` of something, has another value than its default."""
     for f in dataclasses.fields(config):
@@ -197,46 +190,8 @@ def value_of(config: Any, name: str) -> Any:
     return operator.attrgetter(name)(config)
 
 
-def with_values(config: T, values: Mapping[str, Any]) -> T:
-    """A config with other values of some fields, whose names may be dotted; raises ValueError if one does not fit."""
-    return _replaced(type(config).__name__, config, values, dataclasses.replace)
-
-
-def with_traced(config: T, values: Mapping[str, Any]) -> T:
-    """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
-
-    def replace(config: Any, **values: Any) -> Any:
-        traced = copy.copy(config)
-        for name, value in values.items():
-            object.__setattr__(traced, name, value)
-        return traced
-
-    return _replaced(type(config).__name__, config, values, replace)
-
-
-def _replaced(where: str, config: Any, values: Mapping[str, Any], replace: Callable[..., Any]) -> Any:
-    own = {name: x for name, x in values.items() if "." not in name}
-    inner: dict[str, dict[str, Any]] = {}
-    for name, x in values.items():
-        head, dot, rest = name.partition(".")
-        if dot:
-            inner.setdefault(head, {})[rest] = x
-    for head, given in inner.items():
-        (f,) = (f for f in dataclasses.fields(config) if f.name == head)
-        place, held = f"{where}.{head}", own.get(head, getattr(config, head))
-        held = _read_option(place, held, f) if isinstance(held, str) else held
-        for name, x in given.items():
-            if name.partition(".")[0] not in getattr(held, "__dataclass_fields__", ()):
-                having = " or ".join(repr(kind.option) for kind in choices(f) if name in all_fields(kind))
-                fact = f"{place}.{name}={shown(x)}: {head} is {held}, which has no {name}"
-                raise ValueError(f"{fact}; leave it out, or give {head}={having} too")
-        with _at(place, held):
-            own[head] = _replaced(place, held, given, replace)
-    return replace(config, **own)
-
-
 @contextlib.contextmanager
-def _at(place: str, option: Any) -> Iterator[None]:
+def located(place: str, option: Any) -> Iterator[None]:
     """Errors of an option say where it is: `DQN.replay.n_step` in place of `Replay.n_step`."""
     try:
         yield
@@ -265,7 +220,7 @@ def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
     return str(value) if is_word else repr(value)
 
 
-def _read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
     """The option that a text stands for; raises ValueError, with the nearest name, if it is none."""
     if given == "None" and type(None) in parts_of(field.type):
         return None
@@ -283,7 +238,7 @@ def _read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -
         near = "".join(suggestion(name, known) for name in sorted(call.kwargs.keys() - known))
         taken = ", ".join(f"{name}={x}" for name, x in known.items()) or "nothing"
         raise ValueError(f"{where}: {call.name} takes {taken}{near}") from None
-    with _at(where, kind):
+    with located(where, kind):
         return kind(*call.args, **call.kwargs)
 
 
@@ -311,7 +266,7 @@ def check_fields(self: Any) -> None:
             object.__setattr__(self, f.name, value)
         if options := choices(f):
             where = f"{type(self).__name__}.{f.name}"
-            value = _read_option(where, value, f) if isinstance(value, str | Call) else value
+            value = read_option(where, value, f) if isinstance(value, str | Call) else value
             if not isinstance(value, (*options, *[type(None)] * (type(None) in kinds))):
                 raise ValueError(f"{where}={shown(value)}: use {_names(f)}")
             object.__setattr__(self, f.name, value)

@@ -34,7 +34,8 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.kernels import global_norm, truncated_values
+from msrl_jax.algorithms.kernels.networks import global_norm
+from msrl_jax.algorithms.kernels.time import truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry

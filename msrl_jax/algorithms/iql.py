@@ -1,11 +1,10 @@
 """Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
-With `critic="of_policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions,
-and there is no
-value network. With several of these actions, and with `weighting="binary"` or their best as the `baseline`, it is CRR (Wang et
-al., 2020, arXiv 2006.15134). This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is
-`batch_size` and `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange
-gradients once. The paper's code updates one network after another.
+With `critic="of_policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions, and there is
+no value network. With several of these actions, and with `weighting="binary"` or their best as the `baseline`, it is CRR (Wang
+et al., 2020, arXiv 2006.15134). In the shape descriptions, `B` is `batch_size` and `C` denotes the two critics. One update
+takes all gradients at the same parameters, so that devices exchange gradients once. The paper's code updates one network after
+another.
 """
 
 from typing import Any, Literal
@@ -15,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -28,13 +28,22 @@ from msrl_jax.algorithms.config import (
     tunable,
 )
 from msrl_jax.algorithms.fields import option
-from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
-from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule
-from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.offline import (
+    OfflineState,
+    check_given,
+    draw,
+    learn_from,
+    playing_env,
+    read_data,
+    state_axes,
+)
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 
 
@@ -116,12 +125,9 @@ class IQL:
         valued, weighting = self.critic, self.weighting
         value = make_value(env.observation_space, self) if isinstance(valued, Expectile) else None
         best = jnp.max if isinstance(valued, OfPolicy) and valued.baseline == "max" else jnp.mean
+        source = read_data(env, self, discount=self.discount, normalize_rewards=self.normalize_rewards)
+        venv, to_env_action = playing_env(env, self), action_transform(action_space)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
-
-        def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
-            actor_key, critic_key, value_key = jax.random.split(key, 3)
-            params = {"actor": policy.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
-            return params if value is None else params | {"value": value.init(value_key, obs)}
 
         def value_of(params, critic, obs, keys, over=jnp.mean):
             """The values `[B]` of observations: the network's; or of drawn actions, or expectations over discrete ones."""
@@ -133,10 +139,10 @@ class IQL:
             return over(jax.vmap(lambda keys: taken_value(critics, critic, obs, played.sample(keys)).min(0))(keys), axis=0)
 
         @fragment(role="learner")
-        def gradients(params, target_critic, batch):
-            e, (next_keys, keys), judge = batch.experience, (None, None), target_critic
+        def gradients(params, target_critic, e, key):
+            (next_keys, keys), judge = (None, None), target_critic
             if isinstance(valued, OfPolicy):  # the newest critics judge the policy, as in AWAC's code
-                (next_keys, keys), judge = jax.random.split(batch.key, (2, valued.num_actions, len(e.reward))), params["critic"]
+                (next_keys, keys), judge = jax.random.split(key, (2, valued.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
             outcome = taken_value(critics, judge, e.obs, e.action).min(0)
             advantage = outcome - value_of(params, judge, e.obs, keys, best)
@@ -155,16 +161,64 @@ class IQL:
                 losses["actor_loss"] = -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean()
                 total = jnp.stack([*losses.values()]).sum()
                 stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}
-                return total, (target - q.mean(0), stats)
+                return total, stats
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(policy.apply(params["actor"], obs), key), carry
+        @fragment(role="buffer")
+        def sample_batches(data, key):
+            assert source is not None
+            return draw(source, data, key, self.num_updates)
 
-        source = read_data(env, self, discount=self.discount, normalize_rewards=self.normalize_rewards)
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
-        return offline_agent(env, self, rule, source)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate):
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+            return optax.apply_updates(params, updates), opt_state
+
+        @fragment(role="server")
+        def update_target(target_params, params):
+            return optax.incremental_update(params, target_params, self.tau)
+
+        @fragment(role="learner")
+        def learn(learned, progress, key, batches, held_out):
+            def update(learned, batch, key, progress):
+                params, target_critic, opt_state = learned
+                grads, stats = gradients(params, target_critic, batch, key)
+                params, opt_state = apply_update(params, opt_state, grads, step_size(self, progress))
+                return (params, update_target(target_critic, params["critic"]), opt_state), stats
+
+            return learn_from(batches, held_out, update, learned, key, progress)
+
+        def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
+            check_given(self, state)
+            data_key, batches, held_out = sample_batches(state.data, state.data_key)
+            learned = state.params, state.target_params, state.opt_state
+            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(*learned, key, data_key, data=state.data), metrics
+
+        def init(key: jax.Array) -> OfflineState:
+            params_key, learner_key, data_key = jax.random.split(key, 3)
+            (actor_key, critic_key, value_key), obs = jax.random.split(params_key, 3), zeros(env.observation_space)
+            params = {"actor": policy.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
+            if value is not None:
+                params["value"] = value.init(value_key, obs)
+            target_critic = jax.tree.map(jnp.copy, params["critic"])
+            return OfflineState(params, target_critic, optimizer.init(params), learner_key, data_key)
+
+        def act(state: OfflineState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return to_env_action(choose(policy.apply(state.params["actor"], obs), key)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(source),
+            steps_per_iteration=self.num_updates,
+            updates_per_iteration=self.num_updates,
+            env=venv,
+            data={} if source is None else {"data": source.data},
+            unit="updates",
+        )
 
 
 def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:

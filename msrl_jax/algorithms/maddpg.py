@@ -5,9 +5,9 @@ its own end, so agents may help or fight each other. Discrete actions are drawn 
 the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in EPyMARL (Papoudakis et al., 2021, arXiv
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
-The team acts as one agent with joint observations and joint actions; the loops are in `loops/agents.py` and
-`loops/off_policy.py`. The critics see the actions of their own team. One update takes all gradients at the same parameters, so
-that devices exchange gradients once; the paper updates the critics first.
+The team acts as one agent with joint observations and joint actions; the loop over environments is in `loops/agents.py`. The
+critics see the actions of their own team. One update takes all gradients at the same parameters, so that devices exchange
+gradients once; the paper updates the critics first.
 
 In the shape descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state
 and `D` the number of discrete actions or the length of a continuous one.
@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     NetworkKind,
@@ -33,21 +35,31 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import agents_buffer, check_discrete_or_bounded
-from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, uniform_actions
-from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.algorithms.loops.buffers import agents_buffer
+from msrl_jax.algorithms.loops.replay import (
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    state_axes,
+)
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from msrl_jax.algorithms.options import Replay
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
+from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
+from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, at_least
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.replay import Transition
 
 
 @config("maddpg", many_agents=True)
@@ -98,16 +110,13 @@ class MADDPG:
                 return jax.vmap(partial(one.update, **rate))(updates, state, params)
 
             optimizer = optax.GradientTransformationExtraArgs(jax.vmap(one.init), update)  # type: ignore[arg-type]
+        optimizer = for_each_network(optimizer)
 
-        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-            def networks(key: jax.Array) -> dict[str, Any]:
-                actor_key, critic_key = jax.random.split(key)
-                inputs = jnp.zeros((1, *states.shape), jnp.float32), jnp.zeros((1, num_agents * size), jnp.float32)
-                one = actor.init(actor_key, zeros(obs_space))
-                return {"actor": one, "critic": critic.init(critic_key, *inputs)}
-
-            # One after another: a batched QR decomposition of orthogonal initializers is slow.
-            return networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
+        def networks(key: jax.Array) -> dict[str, Any]:
+            actor_key, critic_key = jax.random.split(key)
+            inputs = jnp.zeros((1, *states.shape), jnp.float32), jnp.zeros((1, num_agents * size), jnp.float32)
+            one = actor.init(actor_key, zeros(obs_space))
+            return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
         def outputs(actors: Any, obs: Any) -> jax.Array:
             """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
@@ -139,6 +148,36 @@ class MADDPG:
             """The mean over the examples `[B, A]` that count, summed over the agents if each has a network of its own."""
             return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
 
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, obs, is_first, keys, steps, carry):
+            joint = view.observe(obs)
+            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+            output = outputs(params["actor"], joint.obs)
+            if discrete:
+                explored = Categorical(only_legal(output, joint.obs)).sample(keys)
+            else:
+                noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32)))(keys)
+                explored = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
+            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joint.obs)
+            at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
+            return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry, carry
+
+        @fragment(role="env")
+        def of_team(reward, terminated, truncated):
+            return reward, terminated, jnp.broadcast_to(truncated[..., None], terminated.shape)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
         @fragment(role="learner")
         def gradients(params, target_params, batch):
             e, weight = batch.experience, batch.weight[:, None]
@@ -165,28 +204,71 @@ class MADDPG:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-            output = outputs(params["actor"], obs.obs)
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
+
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
+
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                return Learner(params, update_target(learner.target_params, params, ready), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress)
+
+        def begin(params: Any, rest: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
+            actor_keys, *inputs = draw_keys(rest.actor_keys, progress)
+            return params, rest._replace(actor_keys=actor_keys), tuple(inputs)
+
+        def act(acting: Any, now: Now, carry: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
+            return explore(acting, now.obs, now.is_first, *inputs, carry)
+
+        def finish(
+            params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
+        ) -> tuple[Any, OffPolicyState, Metrics]:
+            t = experience
+            obs, next_obs = view.join(t.obs, t.state, t.present), view.join(t.final_obs, t.final_state, ~t.terminated)
+            items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
+            replay = insert(rest.replay, rest.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
+            learner = rest.learner._replace(params=params)
+            learner, key, pending, metrics = learn(learner, progress, rest.key, sample, ready)
+            after = OffPolicyState((), *learner[1:], key, (), rest.actor_keys, replay, replay_key, pending)
+            return learner.params, after, {**metrics, **report}
+
+        def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
+            learner_key, replay_key = jax.random.split(learner_key)
+            # One after another: a batched QR decomposition of orthogonal initializers is slow.
+            params = networks(params_key) if shared else jax.lax.map(networks, jax.random.split(params_key, num_agents))
+            learner = Learner(params, params, optimizer.init(params))
+            begun = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
+            return params, begun._replace(params=())
+
+        def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Any) -> tuple[jax.Array, Any]:
+            joint = view.observe(obs)
+            output = outputs(params["actor"], joint.obs)
             if not discrete:
                 return jnp.tanh(output), carry
-            return choose(Categorical(only_legal(output, obs.obs)), key, 2), carry
+            return choose(Categorical(only_legal(output, joint.obs)), key, 2), carry
 
-        def explore(
-            params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry
-        ) -> tuple[jax.Array, Carry]:
-            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-            output = outputs(params["actor"], obs.obs)
-            if discrete:
-                explored = Categorical(only_legal(output, obs.obs)).sample(keys)
-            else:
-                noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32)))(keys)
-                explored = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
-            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs.obs)
-            at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
-            return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
-
-        rule = gradient_rule(self, for_each_network(optimizer), init, gradients, choose_action)
-        return off_policy_team(self, view, buffer, rule, explore, rewards="each")
+        return Team(
+            init=init,
+            axes=(P(), state_axes(buffer)._replace(params=())),
+            begin=begin,
+            act=act,
+            learn=finish,
+            choose_action=choose_action,
+            initial_carry=lambda num_envs: (),
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            agent_axes=P("env"),
+        )
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:

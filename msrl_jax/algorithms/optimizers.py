@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.kernels.networks import global_norm
 
 NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.adam, "adamw": optax.adamw, "rmsprop": optax.rmsprop, "sgd": optax.sgd, "lion": optax.lion,
@@ -67,6 +67,19 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     rate, most = getattr(config, "learning_rate", None), getattr(config, "max_grad_norm", None)
     times_rate = _times_adaptive_rate(rate.start) if isinstance(rate, KL) else _TIMES_RATE
     return optax.chain(optax.identity() if most is None else _clip(most), optimizer, times_rate)
+
+
+def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of several networks by name, which treats each by itself: it clips the norm of each one's gradients."""
+
+    def init(params: Any) -> Any:
+        return {name: optimizer.init(p) for name, p in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
+        new = {name: optimizer.update(u, state[name], params[name], **rate) for name, u in updates.items()}
+        return {name: u for name, (u, _) in new.items()}, {name: own for name, (_, own) in new.items()}
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 def _clip(most: Any) -> optax.GradientTransformation:

@@ -25,7 +25,7 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.kernels import global_norm
+from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
 from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate

@@ -11,15 +11,24 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    in_force,
+    logical_axes,
+    split_keys,
+    step_size,
+    steps_before,
+    training_env,
+)
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
-from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.buffers import check_discrete
+from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.minibatches import check_minibatches, shuffle
-from msrl_jax.algorithms.loops.off_policy import epsilon_greedy
 from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy, q_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import Annealed, PerEnv
 from msrl_jax.algorithms.returns.advantages import gae, mean
@@ -27,7 +36,6 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance
 
 
 class PQNState(NamedTuple):
@@ -105,11 +113,10 @@ class PQN:
             PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
         )
 
-        randomly = epsilon_greedy(self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=0)
-
         @fragment(role="actor")
         def explore(params, obs, keys, steps):
-            return randomly(action_values(params, obs).argmax(-1).astype(jnp.int32), keys, steps, obs)
+            greedy = action_values(params, obs).argmax(-1).astype(jnp.int32)
+            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n)
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -174,8 +181,7 @@ class PQN:
                 return (env_state, t.obs), (experience, t.final_obs)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            before = progress.times(self.num_envs * self.unroll_length)
-            steps = advance(before, jnp.arange(self.unroll_length) * self.num_envs)
+            steps = steps_before(self, progress)
             (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
             bootstrap_value = bootstrap(state.params, final_obs)
             env_state, episodes = pop_episodes(env_state)

@@ -1,8 +1,8 @@
 """QMIX and VDN: values of joint actions from values of every agent's actions.
 
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
-observations and joint actions, and learns from replayed sequences as R2D2 does; the loops are in `loops/agents.py` and
-`loops/off_policy.py`.
+observations and joint actions, and learns from replayed sequences as R2D2 does; the loop over environments is in
+`loops/agents.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
 an agent, `L` is `trace_length` and `H` is `memory_size`.
@@ -14,8 +14,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -28,20 +30,32 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import check_discrete, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule
-from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
-from msrl_jax.algorithms.loops.windows import replay_values, successors
-from msrl_jax.algorithms.networks.layers import Carry, Network, dense
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.loops.recurrence import replay_values, successors
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    refreshed,
+    state_axes,
+)
+from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
+from msrl_jax.algorithms.networks.layers import Carry, Network, dense, forget
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import Annealed, PerEnv, Replay
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter
+from msrl_jax.fragments.counters import advance, remainder
+from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.replay import Transition
 
 
@@ -102,13 +116,36 @@ class QMIX:
         buffer = sequence_buffer(view.observation_type, action, self, carry)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
-        def init(key: jax.Array, obs: Any) -> dict[str, Any]:
-            network_key, mixer_key = jax.random.split(key)
-            return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
-
         def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
             """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
             return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, obs, is_first, keys, steps, carry):
+            carry, joint = forget(is_first, carry), view.observe(obs)
+            values, next_carry = network.step(params["agents"], joint, carry)
+            greedy = only_legal(values, joint.obs).argmax(-1).astype(jnp.int32)
+            # Every agent explores by itself.
+            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+            rows, keys, best = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (joint.obs, keys, greedy))
+            action = epsilon_greedy(self.exploration, best, keys, steps, rows, action_space.n, buffer.min_size)
+            return action.reshape(greedy.shape), carry, next_carry
+
+        @fragment(role="env")
+        def of_team(reward, terminated, truncated):
+            return reward.sum(-1), terminated.all(-1), truncated
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -130,25 +167,78 @@ class QMIX:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-            values, carry = network.step(params["agents"], obs, carry)
-            return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
 
-        # Every agent explores by itself.
-        everyone = self.num_envs * num_agents
-        randomly = epsilon_greedy(self.exploration, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
 
-        def explore(
-            params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry
-        ) -> tuple[jax.Array, Carry]:
-            greedy, carry = choose_action(params, obs, None, carry)
-            keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-            rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
-            return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
-        initial_carry = lambda num_envs: network.initial_carry((num_envs,))  # noqa: E731
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-        return off_policy_team(self, view, buffer, rule, explore)
+            return learn_from(sample, ready, update, learner, key, progress)
+
+        @fragment(role="learner")
+        def refresh(acting_params, params, progress, version):
+            return refreshed(acting_params, params, progress, version, self.actor_period)
+
+        def begin(params: Any, rest: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
+            actor_keys, *inputs = draw_keys(rest.actor_keys, progress)
+            return rest.acting_params[0] if rest.acting_params else params, rest._replace(actor_keys=actor_keys), tuple(inputs)
+
+        def act(acting: Any, now: Now, carry: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
+            return explore(acting, now.obs, now.is_first, *inputs, carry)
+
+        def finish(
+            params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
+        ) -> tuple[Any, OffPolicyState, Metrics]:
+            t = experience
+            obs, next_obs = view.join(t.obs, t.state, t.present), view.join(t.final_obs, t.final_state, ~t.terminated)
+            items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
+            replay = insert(rest.replay, rest.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
+            learner = rest.learner._replace(params=params)
+            learner, key, pending, metrics = learn(learner, progress, rest.key, sample, ready)
+            acting = rest.acting_params
+            if acting:
+                acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
+                metrics = metrics | age
+            after = OffPolicyState((), *learner[1:], key, acting, rest.actor_keys, replay, replay_key, pending)
+            return learner.params, after, {**metrics, **report}
+
+        def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
+            learner_key, replay_key = jax.random.split(learner_key)
+            network_key, mixer_key = jax.random.split(params_key)
+            params = {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
+            learner = Learner(params, params, optimizer.init(params))
+            begun = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
+            return params, begun._replace(params=())
+
+        def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+            joint = view.observe(obs)
+            values, carry = network.step(params["agents"], joint, carry)
+            return only_legal(values, joint.obs).argmax(-1).astype(jnp.int32), carry
+
+        return Team(
+            init=init,
+            axes=(P(), state_axes(buffer)._replace(params=())),
+            begin=begin,
+            act=act,
+            learn=finish,
+            choose_action=choose_action,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            agent_axes=P("env"),
+        )
 
 
 VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
@@ -164,7 +254,7 @@ def agent_values(observation_space: Space, action_space: Discrete, num_agents: i
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
-    one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
+    one = recurrent_network(space, lambda torso: value_heads(torso, action_space, config, dueling=config.dueling), config)
 
     def init(key: jax.Array) -> Any:
         # One after another: a batched QR decomposition of orthogonal initializers is slow.

@@ -1,7 +1,6 @@
 """R2D2: recurrent deep Q-learning from replayed sequences (Kapturowski et al., 2019).
 
-"Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX. This file has
-the loss; the loop and the update are in `loops/off_policy.py`.
+"Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `memory_size`, `L` is
 `trace_length` and `S` the length of a window. A window has three parts. The first `burn_in` steps only refresh the stored
@@ -12,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -26,18 +27,32 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Carry, epsilon_greedy, gradient_rule, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, sequence_loss, sequence_target
-from msrl_jax.algorithms.loops.windows import replay_values, successors
-from msrl_jax.algorithms.networks.q_network import greedy_target
+from msrl_jax.algorithms.loops.buffers import replay_buffer
+from msrl_jax.algorithms.loops.recurrence import replay_values, successors
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    refreshed,
+    state_axes,
+)
+from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
+from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy, greedy_target, value_heads
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import Annealed, PerEnv, Prioritized, Replay
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import is_on_host
-from msrl_jax.envs.masks import observation_type, only_legal
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter
+from msrl_jax.fragments.counters import advance, remainder
+from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.replay import Transition
 
 
@@ -94,11 +109,37 @@ class R2D2:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         action_space = check_discrete("R2D2", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        network = recurrent_q_network(venv.observation_space, action_space, self, dueling=self.dueling)
-        carry = jax.eval_shape(lambda: network.initial_carry(()))
-        obs, action = observation_type(env), action_type(action_space)
-        buffer = sequence_buffer(obs, action, self, carry, may_be_absent=is_on_host(env))
+        heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)  # noqa: E731
+        network = recurrent_network(venv.observation_space, heads, self)
+        buffer = replay_buffer(env, self, jax.eval_shape(lambda: network.initial_carry(())))
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
+        to_env_action = action_transform(action_space)
+
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, obs, keys, steps, carry):
+            values, carry = network.step(params, obs, carry)
+            greedy = only_legal(values, obs).argmax(-1).astype(jnp.int32)
+            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -120,18 +161,74 @@ class R2D2:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            values, carry = network.step(params, obs, carry)
-            return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
 
-        randomly = epsilon_greedy(
-            self.exploration, num_envs=self.num_envs, num_actions=action_space.n, random_steps=buffer.min_size
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
+
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+
+        @fragment(role="learner")
+        def refresh(acting_params, params, progress, version):
+            return refreshed(acting_params, params, progress, version, self.actor_period)
+
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            acting = state.acting_params
+            acting_params = acting[0] if acting else state.params
+
+            def step(before, inputs):
+                env_state, obs, carry = before
+                action, next_carry = explore(acting_params, obs, *inputs, carry)
+                env_state, t = env_step(env_state, action)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
+
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), items = jax.lax.scan(step, start, tuple(inputs))
+            env_state, episodes = pop_episodes(env_state)
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            if acting:
+                acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
+                metrics = metrics | age
+            after = OffPolicyState(
+                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, carry, env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key)
+            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return begun._replace(carry=network.initial_carry((self.num_envs,)), env_state=env_state, obs=obs)
+
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+            values, carry = network.step(state.params, obs, carry)
+            return to_env_action(only_legal(values, obs).argmax(-1).astype(jnp.int32)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(buffer, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            env=venv,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
         )
-
-        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            greedy, carry = choose_action(params, obs, None, carry)
-            return randomly(greedy, keys, steps, obs), carry
-
-        init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
-        return off_policy_agent(self, venv, buffer, rule, explore)

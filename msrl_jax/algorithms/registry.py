@@ -9,7 +9,8 @@ import jax
 from msrl_jax import envs
 from msrl_jax.algorithms import files, words
 from msrl_jax.algorithms.config import ALGORITHMS
-from msrl_jax.algorithms.fields import all_fields, with_values
+from msrl_jax.algorithms.fields import all_fields
+from msrl_jax.algorithms.replacing import with_values
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 from msrl_jax.fragments.support import checks, naming

@@ -1,19 +1,19 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
 
-The loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`
-and `C` the number of critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
-The papers update the critics first.
+In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update takes all gradients at the same
+parameters, so that devices exchange gradients once. The papers update the critics first.
 """
 
 import math
 from typing import Any, Literal
 
-import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -25,21 +25,35 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_data, check_discrete_or_bounded
-from msrl_jax.algorithms.loops.memories import check_memory, remembered, with_memory
-from msrl_jax.algorithms.loops.normalized import normalized, seen_space
-from msrl_jax.algorithms.loops.off_policy import Carry, for_each_network, gradient_rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.loops.buffers import check_data, replay_buffer
+from msrl_jax.algorithms.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.algorithms.loops.recurrence import check_core, initial_carry, single_steps, step_cores, window_error, with_core
+from msrl_jax.algorithms.loops.replay import (
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    state_axes,
+)
 from msrl_jax.algorithms.losses.critics import prediction_of
 from msrl_jax.algorithms.losses.distributional import check_support
+from msrl_jax.algorithms.losses.entropy import expected_soft_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
+from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.masks import mask_of
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, at_least
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.replay import Transition
 
 
 @config("sac", privileged=True)
@@ -86,7 +100,7 @@ class SAC:
     def check(self) -> None:
         """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
         check_data(self)
-        check_memory(self)
+        check_core(self)
         check_support(self)
         check_batch_norm(self)
 
@@ -96,21 +110,16 @@ class SAC:
         check_batch_norm(self, action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
-        policy = with_memory("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
+        policy = with_core("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
         predicted = prediction_of(self, action_space)
         size = {"num_outputs": predicted.num_outputs}
-        critics = with_memory(
+        critics = with_core(
             "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **size)
         )
+        networks = {"actor": policy, "critic": critics}
+        buffer = replay_buffer(env, self, jax.eval_shape(lambda: initial_carry(networks, ())))
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
-
-        def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
-            actor_key, critic_key = jax.random.split(key)
-            return {
-                "actor": policy.init(actor_key, obs),
-                "critic": critics.init(critic_key, obs),
-                "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
-            }
+        to_env_action = action_transform(action_space)
 
         def target_entropy(obs):
             if self.target_entropy is not None:
@@ -134,9 +143,36 @@ class SAC:
             action, log_prob = distribution.sample_and_log_prob(keys)
             return (obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
 
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, observations, obs, keys, steps, carry):
+            seen, carry = step_cores(networks, params, see(observations, obs), carry)
+            explored = policy.apply(params["actor"], seen).sample(keys)
+            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen)), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
-            e, temperature = batch.experience, jnp.exp(params["log_temperature"])
+            batch, temperature = single_steps(self, batch), jnp.exp(params["log_temperature"])
+            e = batch.experience
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
             next_policy = policy.apply(params["actor"], e.next_obs)
             next_inputs, soften_next = consider(next_policy, e.next_obs, temperature, next_keys)
@@ -164,45 +200,86 @@ class SAC:
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (predicted.error(q, target), stats, *statistics)
+                return total, (window_error(self, predicted.error(q, target)), stats, *statistics)
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(policy.apply(params["actor"], obs), key), carry
+        @fragment(role="learner")
+        def observe(observations, batch):
+            return observed(observations, batch)
 
-        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            explored = policy.apply(params["actor"], obs).sample(keys)
-            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, obs)), carry
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
 
-        def target(params):
-            return initial_statistics(params["critic"]) if self.batch_norm else params["critic"]
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
 
-        rule = gradient_rule(self, optimizer, init, gradients, choose_action, target=target)
-        buffer, acting = remembered(self, env, rule, explore, actor=policy, critic=critics)
-        return off_policy_agent(self, venv, buffer, *normalized(self, *acting))
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                observations = learner.observations
+                if self.normalize_observations:
+                    observations, experience = observe(observations, batch)
+                    batch = batch._replace(experience=experience)
+                grads, (td_error, stats, *towards) = gradients(learner.params, learner.target_params, batch)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, step_size(self, progress), ready)
+                target_params = update_target(learner.target_params, towards[0] if towards else params["critic"], ready)
+                return Learner(params, target_params, opt_state, observations), td_error, stats
 
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
 
-def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The soft value of actions drawn from a policy (arXiv 1812.05905, eq. 3); its negative is the actor's loss (eq. 7)."""
-    chex.assert_equal_shape((q, log_prob))
-    chex.assert_rank(temperature, 0)
-    return q - temperature * log_prob
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            def step(before, inputs):
+                env_state, obs, carry = before
+                action, next_carry = explore(state.params, state.observations, actor_part(obs), *inputs, carry)
+                env_state, t = env_step(env_state, action)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
 
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), items = jax.lax.scan(step, start, tuple(inputs))
+            env_state, episodes = pop_episodes(env_state)
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            after = OffPolicyState(
+                *learner, key, (), actor_keys, replay, replay_key, pending, state.data, carry, env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
 
-def expected_soft_value(
-    q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
-    chex.assert_equal_shape((q, log_probs))
-    chex.assert_rank(temperature, 0)
-    probs = jnp.exp(log_probs)
-    if legal is not None:
-        log_probs = jnp.where(legal, log_probs, 0.0)  # an action of probability 0 adds nothing
-    return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
+            seen = see(observations, obs)
+            critic = critics.init(critic_key, seen)
+            params = {
+                "actor": policy.init(actor_key, seen),
+                "critic": critic,
+                "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
+            }
+            target_params = initial_statistics(critic) if self.batch_norm else critic
+            learner = Learner(params, target_params, optimizer.init(params), observations)
+            begun = initial_state(self, buffer, learner, *keys)
+            return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
 
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            # Outside of training, nothing needs what the critics' core remembers.
+            seen, carry = step_cores({"actor": policy}, state.params, see(state.observations, obs), carry)
+            return to_env_action(choose(policy.apply(state.params["actor"], seen), key)), carry
 
-def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
-    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18)."""
-    chex.assert_rank(log_temperature, 0)
-    return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(buffer, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            env=venv,
+            initial_carry=lambda num_envs: initial_carry(networks, (num_envs,)),
+            data={"data": buffer.data} if buffer.data else {},
+        )

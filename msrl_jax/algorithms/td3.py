@@ -1,19 +1,19 @@
 """Twin delayed deep deterministic policy gradients (Fujimoto et al., 2018, arXiv 1802.09477), and DDPG.
 
-This file has the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`
-and `C` the number of critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
-The paper updates the critics first.
+In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update takes all gradients at the same
+parameters, so that devices exchange gradients once. The paper updates the critics first.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress, step_size
+from msrl_jax.algorithms.action_spaces import check_bounded
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -27,19 +27,39 @@ from msrl_jax.algorithms.config import (
     variant,
 )
 from msrl_jax.algorithms.fields import is_constant
-from msrl_jax.algorithms.loops.buffers import check_bounded, check_data
-from msrl_jax.algorithms.loops.memories import check_memory, first_critic, remembered, with_memory
-from msrl_jax.algorithms.loops.normalized import normalized, seen_space
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, polyak_update, uniform_actions, updater
+from msrl_jax.algorithms.loops.buffers import check_data, replay_buffer
+from msrl_jax.algorithms.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.algorithms.loops.recurrence import (
+    check_core,
+    first_critic,
+    initial_carry,
+    single_steps,
+    step_cores,
+    window_error,
+    with_core,
+)
+from msrl_jax.algorithms.loops.replay import (
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    state_axes,
+)
 from msrl_jax.algorithms.losses.critics import prediction_of
 from msrl_jax.algorithms.losses.distributional import check_support
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
+from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, at_least, remainder
+from msrl_jax.fragments.counters import at_least, remainder
+from msrl_jax.replay import Transition
 
 
 @config("td3", privileged=True)
@@ -87,7 +107,7 @@ class TD3:
     def check(self) -> None:
         """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
         check_data(self)
-        check_memory(self)
+        check_core(self)
         check_support(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
@@ -101,19 +121,16 @@ class TD3:
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         obs_space = seen_space(self, venv.observation_space)
-        actor = with_memory("actor", obs_space, self, lambda seen: make_actor(seen, size, self))
+        actor = with_core("actor", obs_space, self, lambda seen: make_actor(seen, size, self))
         predicted = prediction_of(self, action_space)
         outputs = {"num_outputs": predicted.num_outputs}
-        critics = with_memory(
+        critics = with_core(
             "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **outputs)
         )
+        networks = {"actor": actor, "critic": critics}
+        buffer = replay_buffer(env, self, jax.eval_shape(lambda: initial_carry(networks, ())))
         optimizer = make_optimizer(self, epsilon=1e-8)
-        apply_update = updater(optimizer)
-
-        def init(key: jax.Array, obs: jax.Array) -> Learner:
-            actor_key, critic_key = jax.random.split(key)
-            params = {"actor": actor.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
-            return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
+        to_env_action = action_transform(action_space)
 
         def policy(actor_params, obs):
             return jnp.tanh(actor.apply(actor_params, obs))
@@ -125,8 +142,35 @@ class TD3:
         def noise(keys):
             return jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32))(keys)
 
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="actor")
+        def explore(params, observations, obs, keys, steps, carry):
+            seen, carry = step_cores(networks, params, see(observations, obs), carry)
+            explored = jnp.clip(policy(params["actor"], seen) + deviation * noise(keys), -1.0, 1.0)
+            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space)), carry
+
+        @fragment(role="env")
+        def env_step(env_state, action):
+            return venv.step(env_state, to_env_action(action))
+
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
         @fragment(role="learner")
         def gradients(params, target_params, batch, actor_moves):
+            batch = single_steps(self, batch)
             e = batch.experience
             next_action = policy(target_params["actor"], e.next_obs)
             if not is_constant(self.policy_noise, 0):
@@ -151,28 +195,85 @@ class TD3:
             (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
             loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
             stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
-            return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats)
+            return {"actor": actor_grads, "critic": critic_grads}, (window_error(self, td_error), stats)
 
-        def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-            actor_moves = batch.ready & (remainder(batch.update, self.policy_period) == 0)
-            grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-            params, opt_state, rate = {}, {}, step_size(self, progress)
-            for part, due in (("actor", actor_moves), ("critic", batch.ready)):
-                before = learner.params[part], learner.opt_state[part]
-                params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
-            target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, self.tau, 0.0))
-            return Learner(params, target_params, opt_state), td_error, stats
+        @fragment(role="learner")
+        def observe(observations, batch):
+            return observed(observations, batch)
 
-        def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return policy(params["actor"], obs), carry
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, due):
+            return apply_if(due, optimizer, params, opt_state, grads, learning_rate)
 
-        def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
-            explored = jnp.clip(policy(params["actor"], obs) + deviation * noise(keys), -1.0, 1.0)
-            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space)), carry
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
 
-        rule = Rule(init, update, choose_action)
-        buffer, acting = remembered(self, env, rule, explore, actor=actor, critic=critics)
-        return off_policy_agent(self, venv, buffer, *normalized(self, *acting))
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                observations = learner.observations
+                if self.normalize_observations:
+                    observations, experience = observe(observations, batch)
+                    batch = batch._replace(experience=experience)
+                actor_moves = ready & (remainder(batch.update, self.policy_period) == 0)
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
+                params, opt_state, rate = {}, {}, step_size(self, progress)
+                for part, due in (("actor", actor_moves), ("critic", ready)):
+                    before = learner.params[part], learner.opt_state[part]
+                    params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
+                target_params = update_target(learner.target_params, params, actor_moves)
+                return Learner(params, target_params, opt_state, observations), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+
+        def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
+            def step(before, inputs):
+                env_state, obs, carry = before
+                action, next_carry = explore(state.params, state.observations, actor_part(obs), *inputs, carry)
+                env_state, t = env_step(env_state, action)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
+
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            start = state.env_state, state.obs, state.carry
+            (env_state, obs, carry), items = jax.lax.scan(step, start, tuple(inputs))
+            env_state, episodes = pop_episodes(env_state)
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            after = OffPolicyState(
+                *learner, key, (), actor_keys, replay, replay_key, pending, state.data, carry, env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
+            seen = see(observations, obs)
+            params = {"actor": actor.init(actor_key, seen), "critic": critics.init(critic_key, seen)}
+            learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)
+            begun = initial_state(self, buffer, learner, *keys)
+            return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
+
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            # Outside of training, nothing needs what the critics' core remembers.
+            seen, carry = step_cores({"actor": actor}, state.params, see(state.observations, obs), carry)
+            return to_env_action(policy(state.params["actor"], seen)), carry
+
+        return Agent(
+            init=init,
+            iteration=iteration,
+            act=act,
+            axes=state_axes(buffer, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            steps_per_iteration=self.num_envs * self.unroll_length,
+            updates_per_iteration=self.num_updates,
+            learning_starts=buffer.min_size,
+            env=venv,
+            initial_carry=lambda num_envs: initial_carry(networks, (num_envs,)),
+            data={"data": buffer.data} if buffer.data else {},
+        )
 
 
 DDPG = variant(

@@ -15,11 +15,11 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.fields import is_object, written
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.networks.distributions import check_policy_space
 from msrl_jax.algorithms.registry import get, make, parse_spec, reference, suggestion
 from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
+from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 

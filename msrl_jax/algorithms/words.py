@@ -18,10 +18,11 @@ import optax
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind
-from msrl_jax.algorithms.fields import all_fields, check_unused, is_word, value_of, with_options, with_traced
+from msrl_jax.algorithms.fields import all_fields, check_unused, is_word, value_of
 from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.optimizers import NAMED, Named
+from msrl_jax.algorithms.replacing import with_options, with_traced
 from msrl_jax.algorithms.transformations import scheduled
 from msrl_jax.envs import Environment, MultiAgentEnvironment
 from msrl_jax.fragments.support import checks, naming

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
 import numpy as np
 
 from msrl_jax.data.dataset import Dataset, named, nested
+from msrl_jax.data.formats import load
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
+from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.privileged import are_privileged
@@ -168,3 +171,9 @@ def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
     """Raises ValueError, with the `remedy` at the end, if `rows` steps of an environment exceed the host's memory."""
     row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)
+
+
+def load_for(env: Environment, source: str | os.PathLike[str] | Dataset) -> Dataset:
+    """Reads a data set for an environment, with a policy's actions; raises ValueError if it cannot be read, or does not fit."""
+    dataset = check_spaces(load(source), env)
+    return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))

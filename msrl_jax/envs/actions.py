@@ -1,12 +1,15 @@
 """Maps between actions of policies, which are near [-1, 1] or count from 0, and actions of an environment."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.envs.spaces import Box, Discrete, Space, is_integers
+from msrl_jax.envs.base import PyTree
+from msrl_jax.envs.masks import mask_of, sample_legal
+from msrl_jax.envs.spaces import Box, Discrete, Space, is_integers, num_values
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
@@ -53,3 +56,24 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
     center, half_width = (lowest + highest) / 2, (highest - lowest) / 2
     scaled = (action.reshape(len(action), -1) - center) / np.where(half_width > 0, half_width, 1)
     return np.where(bounded, np.clip(scaled, -1, 1), scaled).astype(np.float32)
+
+
+def action_type(space: Space) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one action of a policy: an integer, or a vector `[D]`."""
+    if isinstance(space, Discrete):
+        return jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
+
+
+def uniform_actions(keys: jax.Array, space: Space, obs: PyTree = None) -> jax.Array:
+    """Draws uniform (legal) actions before `action_transform`, one key each `[E]`: floats in [-1, 1], integers from 0."""
+    if (mask := mask_of(obs)) is not None:
+        return jax.vmap(sample_legal)(keys, mask)
+    if isinstance(space, Discrete):
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n, jnp.int32))(keys)
+    assert isinstance(space, Box)
+    if is_integers(space):
+        sizes = jnp.array(num_values(space))
+        return jax.vmap(lambda key: jax.random.randint(key, sizes.shape, 0, sizes, jnp.int32))(keys)
+    size = math.prod(space.shape)
+    return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0, dtype=jnp.float32))(keys)

@@ -24,7 +24,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -37,10 +38,19 @@ from msrl_jax.algorithms.config import (
     tunable,
 )
 from msrl_jax.algorithms.fields import option
-from msrl_jax.algorithms.loops.buffers import check_discrete, storage_of
-from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    refreshed,
+    state_axes,
+)
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Carry, flatten, make_torso, unflatten
+from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
@@ -48,9 +58,11 @@ from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_ag
 from msrl_jax.envs.base import emitted
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import check_turns, of_player, player_observation, turn_actions, vectorize_turns
+from msrl_jax.replay.buffers import storage_of
 
 
 class Example(NamedTuple):
@@ -122,7 +134,7 @@ class AlphaZero:
         """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError if something does not fit."""
         search, network = searcher(self, env)
         venv, num_envs = vectorize_turns("alphazero", env, self.num_envs), self.num_envs
-        buffer = positions(self, env)
+        buffer, optimizer = positions(self, env), make_optimizer(self, epsilon=1e-8)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -137,11 +149,6 @@ class AlphaZero:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(network.policy(params, obs), key, 2), carry
-
-        rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), network.init, gradients, choose_action, target=None)
-        replayer = replaying(self, buffer, rule, num_envs)
         search_moves = fragment(role="actor", name="search")(search)
 
         @fragment(role="env")
@@ -156,17 +163,43 @@ class AlphaZero:
             next_value = unflatten(network.value(params, flatten(outcome.obs)), self.unroll_length)
             return position_worth(estimate, move, outcome, next_value, self.discount)
 
-        pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
 
-        def init(key: jax.Array) -> OffPolicyState:
-            params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
-            env_state, obs = venv.reset(env_key)
-            first = of_player(obs, jnp.zeros(num_envs, jnp.int32))
-            begun = replayer.init(params_key, actor_key, learner_key, replay_key, first)
-            return begun._replace(env_state=env_state, obs=obs)
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return split_keys(keys, self.unroll_length)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
+
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                return Learner(params, (), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+
+        @fragment(role="learner")
+        def refresh(acting_params, params, progress, version):
+            return refreshed(acting_params, params, progress, version, self.actor_period)
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
-            acting_params, begun, (keys, _) = replayer.begin(state, progress)
+            acting = state.acting_params
+            acting_params = acting[0] if acting else state.params
 
             def step(loop, keys):
                 env_state, obs = loop
@@ -174,17 +207,36 @@ class AlphaZero:
                 env_state, obs, outcome = env_step(env_state, action)
                 return (env_state, obs), (example, move, outcome)
 
+            actor_keys, keys = draw_keys(state.actor_keys, progress)
             (env_state, obs), (examples, move, outcome) = jax.lax.scan(step, (state.env_state, state.obs), keys)
             env_state, episodes = pop_episodes(env_state)
             examples = examples._replace(value=worth(acting_params, examples.value, move, outcome))
-            done, metrics = replayer.finish(begun, examples, progress)  # type: ignore[arg-type]
-            return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
+            replay = insert(state.replay, state.pending, examples)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            if acting:
+                acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
+                metrics = metrics | age
+            after = OffPolicyState(
+                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = venv.reset(env_key)
+            params = network.init(params_key, of_player(obs, jnp.zeros(num_envs, jnp.int32)))
+            begun = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
+            return begun._replace(env_state=env_state, obs=obs)
+
+        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+            return choose(network.policy(state.params, obs), key, 2), carry
 
         return Agent(
             init=init,
             iteration=iteration,
-            act=lambda state, obs, key, carry: choose_action(state.params, obs, key, carry),
-            axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            act=act,
+            axes=state_axes(buffer, env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,

@@ -24,7 +24,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.action_spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     NetworkKind,
@@ -35,20 +36,32 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import action_type, check_discrete, window_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, OffPolicyState, gradient_rule, replaying, uniform_actions
-from msrl_jax.algorithms.loops.sequences import rescale, unrescale
+from msrl_jax.algorithms.loops.buffers import window_buffer
+from msrl_jax.algorithms.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    learn_from,
+    move_target,
+    refreshed,
+    state_axes,
+)
+from msrl_jax.algorithms.losses.sequences import rescale, unrescale
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import Replay
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import at_least
+from msrl_jax.fragments.counters import advance, at_least, remainder
+from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
@@ -128,6 +141,7 @@ class MuZero:
         choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]
         buffer = unroll_buffer(observation, choice, self, may_be_absent=is_on_host(env))
         search = searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
+        optimizer = make_optimizer(self, epsilon=1e-8)
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
@@ -155,15 +169,12 @@ class MuZero:
             logits, _ = model.predict(params, model.represent(params, obs))
             return Categorical(only_legal(logits, obs))
 
-        def choose_action(params: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-            return choose(prior(params, obs), key, 1 + is_game), carry
-
         def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
             return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             if not self.act_simulations:
-                return to_env_action(choose_action(state.params, obs, key, ())[0]), carry
+                return to_env_action(choose(prior(state.params, obs), key, 1 + is_game)), carry
             action, policy = searched(state, obs)
             return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
@@ -173,9 +184,6 @@ class MuZero:
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # who waits has one action
             keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
             return search(state.params, keys, obs)
-
-        rule = gradient_rule(self, make_optimizer(self, epsilon=1e-8), model.init, gradients, choose_action)
-        replayer = replaying(self, buffer, rule, num_envs)
 
         @fragment(role="actor", name="search")
         def search_actions(params, obs, keys, steps):
@@ -189,16 +197,48 @@ class MuZero:
         def env_step(env_state, action):
             return played.step(env_state, to_env_action(action))
 
-        pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+        @fragment(role="env")
+        def pop_episodes(env_state):
+            return venv.pop_episodes(env_state)
 
-        def init(key: jax.Array) -> OffPolicyState:
-            params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
-            env_state, obs = played.reset(env_key)
-            begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
-            return begun._replace(env_state=env_state, obs=obs)
+        @fragment(role="actor")
+        def draw_keys(keys, progress):
+            return *split_keys(keys, self.unroll_length), steps_before(self, progress)
+
+        @fragment(role="buffer")
+        def insert(replay, pending, items):
+            return buffer.insert(buffer.update(replay, pending.indices, pending.td_error), items)
+
+        @fragment(role="buffer")
+        def sample_batches(replay, key, data, progress):
+            return draw(buffer, replay, key, data, progress, self.num_updates)
+
+        @fragment(role="server")
+        def apply_update(params, opt_state, grads, learning_rate, ready):
+            return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
+
+        @fragment(role="server")
+        def update_target(target_params, params, due):
+            return move_target(target_params, params, self.tau, due)
+
+        @fragment(role="learner")
+        def learn(learner, progress, key, sample, ready):
+            def update(learner, batch):
+                grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+                rate = step_size(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
+                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
+
+            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+
+        @fragment(role="learner")
+        def refresh(acting_params, params, progress, version):
+            return refreshed(acting_params, params, progress, version, self.actor_period)
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
-            acting_params, begun, keys = replayer.begin(state, progress)
+            acting = state.acting_params
+            acting_params = acting[0] if acting else state.params
 
             def step(loop, inputs):
                 env_state, obs = loop
@@ -207,16 +247,32 @@ class MuZero:
                 item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
                 return (env_state, t.obs), item
 
-            (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), keys)
+            actor_keys, *inputs = draw_keys(state.actor_keys, progress)
+            (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), tuple(inputs))
             env_state, episodes = pop_episodes(env_state)
-            done, metrics = replayer.finish(begun, items, progress)
-            return done._replace(env_state=env_state, obs=obs), {**metrics, **episodes}
+            replay = insert(state.replay, state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
+            learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
+            if acting:
+                acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
+                metrics = metrics | age
+            after = OffPolicyState(
+                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
+            )
+            return after, {**metrics, **report, **episodes}
+
+        def init(key: jax.Array) -> OffPolicyState:
+            params_key, env_key, *keys = jax.random.split(key, 5)
+            env_state, obs = played.reset(env_key)
+            params = model.init(params_key, obs)
+            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return begun._replace(env_state=env_state, obs=obs)
 
         return Agent(
             init=init,
             iteration=iteration,
             act=act,
-            axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
+            axes=state_axes(buffer, env_state=venv.axes, obs=P("env")),
             steps_per_iteration=num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,

@@ -20,11 +20,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
+from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.agent import logical_axes, split_keys
 from msrl_jax.algorithms.config import Activation, NetworkKind, field
 from msrl_jax.algorithms.fields import check_fields
-from msrl_jax.algorithms.loops.buffers import check_discrete_or_bounded, load_data
 from msrl_jax.algorithms.networks.policies import make_critics, taken_value
+from msrl_jax.data.check_spaces import load_for
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.actions import policy_actions
@@ -179,7 +180,7 @@ def fitted_q(
     if has_agents(env):
         raise ValueError("data of several agents cannot be evaluated; use result.evaluate(episodes)")
     space = check_discrete_or_bounded("estimate_return", env.action_space)
-    dataset = load_data(source, env)
+    dataset = load_for(env, source)
     episodes = dataset.episodes
     if len(episodes.start) < 2:
         raise ValueError("the data are a single episode, but an interval needs several; collect more")

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._compat import Tracer
+from msrl_jax.envs import JointObservation, MaskedObservation
+from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import sum_tree
 from msrl_jax.replay.base import (
@@ -345,3 +347,12 @@ def _replay(
         shards=ring.shards,
         may_be_absent=may_be_absent,
     )
+
+
+def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
+    """The `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has none."""
+    others: dict[str, str | None] = {}
+    while isinstance(obs, JointObservation | MaskedObservation | PrivilegedObservation):
+        others |= dict.fromkeys(obs._fields[1:])
+        obs = obs.obs
+    return None if codec is None else {"obs": codec, "next_obs": codec, **others}

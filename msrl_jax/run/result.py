@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.fields import with_values
+from msrl_jax.algorithms.replacing import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams

@@ -10,7 +10,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
-from msrl_jax.algorithms.fields import all_fields, option, text, tunable_fields, value_of, with_traced
+from msrl_jax.algorithms.fields import all_fields, option, text, tunable_fields, value_of
+from msrl_jax.algorithms.replacing import with_traced
 from msrl_jax.fragments.support.text_values import Call, read_call
 from msrl_jax.search.space import read_axes
 from tests.support.random_walk import RandomWalk

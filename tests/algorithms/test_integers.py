@@ -12,8 +12,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, data, envs
 from msrl_jax.algorithms import Progress
-from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
+from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import counter
 from msrl_jax.games.small_games import RockPaperScissors
 from tests.support.agents import make_counted

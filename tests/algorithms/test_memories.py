@@ -7,8 +7,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import SAC, TD3, counted
-from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
+from msrl_jax.algorithms.loops.buffers import sequence_buffer
 from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, one, start, wide

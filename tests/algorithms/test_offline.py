@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, data
-from msrl_jax.algorithms import IQL, counted
+from msrl_jax import algorithms, data, replay
+from msrl_jax.algorithms import IQL, Progress, counted
 from msrl_jax.algorithms.iql import Exponential, OfPolicy
-from msrl_jax.algorithms.loops.off_policy import Learner, Rule
-from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.fragments.counters import to_float
+from msrl_jax.algorithms.loops.offline import learn_from
+from msrl_jax.fragments.counters import counter, to_float
 from tests.support.off_policy import (
     adam,
     assert_close,
@@ -256,26 +255,21 @@ def test_held_out_episodes_are_never_learned_from():
     assert len(rows[0]) == 144 * LENGTH and len(rows[1]) == 16 * LENGTH
 
 
-@pytest.mark.long
-def test_updates_are_numbered_and_the_last_learner_is_measured_by_what_was_held_out():
-    """The rule counts its updates in place of learning: a number is that of the update before, plus one."""
-    _, config, _ = make("bc", False, num_updates=3)
+def test_updates_are_numbered_and_what_was_learned_last_is_measured_by_what_was_held_out():
+    """Updates are counted in place of learning: a number is that of the update before, plus one."""
+    batches, held_out = (replay.NStep(*[jnp.full(shape, x)] * 5) for shape, x in (((3, 4), 1.0), ((4,), 2.0)))
 
-    def update(learner, batch, progress):
-        stats = {"number": to_float(batch.update), "rate": progress.fraction, "made": learner.params}
-        stats["obs"] = batch.experience.obs[0]
-        return Learner(learner.params + 1, (), ()), batch.weight, stats
+    def update(made, batch, key, progress):
+        number = to_float(progress.iteration)
+        return made + 1, {"number": number, "rate": progress.fraction, "made": made, "obs": batch.obs.max()}
 
-    rule = Rule(lambda key, obs: Learner(jnp.float32(0), (), ()), update, lambda params, obs, key, carry: (obs, carry))
-    agent = offline_agent(RandomWalk(False), config, rule, read_data(RandomWalk(False), config))
-    state, iterate = agent.with_data(jax.jit(agent.init)(jax.random.key(0))), counting(agent, 4)
-    held_out = np.asarray(agent.data["data"].validation.items[0]).reshape(-1, 3)
+    learned, key = jnp.float32(0), jax.random.key(0)
     for i in range(2):
-        state, metrics = iterate(state, i)
-        assert metrics["number"] == metrics["made"] == 3 * i + 1
+        learned, key, metrics = learn_from(batches, held_out, update, learned, key, Progress(counter(i), 4))
+        assert metrics["number"] == metrics["made"] == 3 * i + 1 and metrics["obs"] == 1
         np.testing.assert_allclose(metrics["rate"], (3 * i + 1) / 12, rtol=1e-6)  # of 4 iterations of 3 updates
-        assert metrics["validation_number"] == metrics["validation_made"] == 3 * i + 3
-        assert (held_out == metrics["validation_obs"]).all(1).any()
+        assert metrics["validation_number"] == metrics["validation_made"] == learned == 3 * i + 3
+        assert metrics["validation_obs"] == 2
 
 
 @pytest.mark.long

@@ -12,9 +12,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.algorithms import PPO, words
-from msrl_jax.algorithms.kernels import global_norm
-from msrl_jax.algorithms.loops.off_policy import for_each_network
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.algorithms.kernels.networks import global_norm
+from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from tests.support import transformations
 
 PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[3.0, 1.0], [0.5, -1.0]])}

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
-from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
-from msrl_jax.algorithms.loops.sequences import recurrent_q_network, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.losses.sequences import rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.networks.q_network import value_heads
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.words import objects
+from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
 from tests.support.off_policy import adam, assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
@@ -117,7 +120,8 @@ def walk(request):
     config = msrl.algorithms.make(R2D2, SMALL | OPTIONS[request.param])
     env, ready = RandomWalk(), objects(config)
     agent = ready.build(env)
-    network = recurrent_q_network(env.observation_space, env.action_space, ready, dueling=config.dueling)
+    heads = lambda torso: value_heads(torso, env.action_space, ready, dueling=config.dueling)  # noqa: E731
+    network = recurrent_network(env.observation_space, heads, ready)
     buffer = sequence_buffer(observation_type(env), action_type(env.action_space), config, network.initial_carry(()))
     return agent, config, network, buffer, counting(agent, TOTAL)
 

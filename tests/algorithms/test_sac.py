@@ -72,7 +72,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
     after, metrics = iterate(state, 6)
     batch, key = drawn(env, config, state, after)
     np.testing.assert_allclose(batch.obs[:, 1], batch.obs[:, 0] ** 2, rtol=1e-6)  # as the environment gave them
-    statistics, params = after.params.observations, state.params.params
+    statistics, params = after.observations, state.params
     batch = batch._replace(**{name: standardized(getattr(batch, name), statistics) for name in ("obs", "next_obs")})
     keys = jax.random.split(key, (2, B))
     noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))
@@ -98,7 +98,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
     for name, loss in {"critic": critic_loss, "actor": actor_loss}.items():
         value, gradient = jax.jit(jax.value_and_grad(loss))(params[name])
         np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
-        assert_close(after.params.params[name], adam(params[name], state.opt_state[name], gradient, config))
+        assert_close(after.params[name], adam(params[name], state.opt_state[name], gradient, config))
 
 
 @pytest.mark.long
@@ -112,12 +112,12 @@ def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardiz
         if metrics["q"].count:
             seen.append(drawn(env, config, state, after)[0].obs)
         state = after
-    statistics, seen = state.params.observations, np.concatenate(seen).astype(np.float64)
+    statistics, seen = state.observations, np.concatenate(seen).astype(np.float64)
     assert len(seen) == 5 * B
     np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-4, atol=1e-5)
     obs = np.linspace(-3, 3, 4 * 3, dtype=np.float32).reshape(4, 3)
-    want = np.tanh(plain_mlp(state.params.params["actor"], standardized(obs, statistics))[:, :2]) * 0.5 + np.array([0, 0.5])
+    want = np.tanh(plain_mlp(state.params["actor"], standardized(obs, statistics))[:, :2]) * 0.5 + np.array([0, 0.5])
     np.testing.assert_allclose(agent.act(state, obs, None, ())[0], want, rtol=1e-5, atol=1e-6)
 
 

@@ -11,7 +11,6 @@ import pytest
 from msrl_jax import algorithms, replay
 from msrl_jax.algorithms import Progress, ippo, maddpg, qmix
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.loops.off_policy import Batch
 from msrl_jax.envs import Box, JointObservation, MaskedObservation, VectorizedAgents
 from msrl_jax.fragments.counters import counter
 from tests.support.leaving import Leaving
@@ -20,8 +19,9 @@ from tests.support.mixers import plain_monotonic
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {
     "num_envs": 4, "unroll_length": 4, "hidden_sizes": (5,), "learning_rate": 1e-3, "discount": DISCOUNT, "max_grad_norm": 1e6,
-    "replay.capacity": 256, "replay.learning_starts": None,
+    "replay.capacity": 256, "replay.learning_starts": None, "num_updates": 1,
 }  # fmt: skip
+NOWHERE = replay.Indices(*np.zeros((2, 1), np.int32))
 
 
 class Continuous(Leaving):
@@ -35,28 +35,35 @@ class Continuous(Leaving):
         return state, obs, jnp.ones(A), *ends
 
 
-def rule_of(module, env, config):
-    """What a team learns from a batch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "off_policy_team", lambda config, view, buffer, rule, *_, **__: rule)
-        return config.build_team(VectorizedAgents(env, config.num_envs), A)
+def learning(module, env, config, seed):
+    """A team with parameters far from those at the start, its state, and `updated`: what it learns from one given batch.
 
+    `updated(state, experience, weight)` returns gradients, TD errors and statistics. The batch takes the place of the one that
+    the team draws.
+    """
+    agent = config.build(env)
 
-def begin(rule, seed):
-    """A learner with parameters far from those at the start."""
-    learner = jax.device_get(jax.jit(lambda key: rule.init(key, None))(jax.random.key(seed)))
-    rng = np.random.default_rng(seed)
+    def learn(state, experience, weight):
+        sample = replay.Sample(*jax.tree.map(lambda x: x[None], (experience, NOWHERE, weight, weight)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "draw", lambda buffer, held, key, *_: (key, sample, jnp.bool(True), {}))
+            return agent.iteration(state, Progress(counter()))
+
+    compiled = jax.jit(learn)
+
+    def updated(state, experience, weight):
+        after, metrics = jax.device_get(compiled(state, experience, weight))
+        team = after.teams["agents"]
+        opt_state = team.opt_state if isinstance(team.opt_state, dict) else {"": team.opt_state}
+        moments = {name: jax.tree.map(lambda m: m / (1 - 0.9), part[1][0].mu) for name, part in opt_state.items()}
+        stats = {name: x.total for name, x in metrics.items() if hasattr(x, "total") and "loss" in name}
+        return moments.get("", moments), team.pending.td_error[0], stats
+
+    state, rng = jax.jit(agent.init)(jax.random.key(seed)), np.random.default_rng(seed)
     far = lambda tree: jax.tree.map(lambda x: x + np.float32(0.4 * rng.normal(size=x.shape)), tree)  # noqa: E731
-    return learner._replace(params=far(learner.params), target_params=far(learner.target_params))
-
-
-def updated(update, learner, experience, weight, key):
-    """The update of a batch: gradients, TD errors and statistics."""
-    batch = Batch(experience, weight, key, counter(), jnp.bool(True))
-    after, error, stats = jax.device_get(update(learner, batch, Progress(counter())))
-    opt_state = after.opt_state if isinstance(after.opt_state, dict) else {"": after.opt_state}
-    moments = {name: jax.tree.map(lambda m: m / (1 - 0.9), part[1][0].mu) for name, part in opt_state.items()}
-    return moments.get("", moments), error, stats
+    team = state.teams["agents"]
+    team = team._replace(target_params=far(team.target_params))
+    return state._replace(params=far(state.params), teams={"agents": team}), updated
 
 
 def wide(tree):
@@ -178,12 +185,12 @@ def joint_value(params, values, obs, mixer):
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
     config = algorithms.make(name, SMALL | VALUES | {"share_parameters": shared})
-    rule, rng = rule_of(qmix, Leaving(), config), np.random.default_rng(3)
-    learner, w, weight = begin(rule, 1), window(rng), np.float32(rng.uniform(0.5, 1, B))
-    update, key = jax.jit(rule.update), jax.random.key(0)
-    got, error, stats = updated(update, learner, w, weight, key)
+    state, updated = learning(qmix, Leaving(), config, 1)
+    rng = np.random.default_rng(3)
+    w, weight = window(rng), np.float32(rng.uniform(0.5, 1, B))
+    got, error, stats = updated(state, w, weight)
 
-    online, target = wide(learner.params), wide(learner.target_params)
+    online, target = wide(state.params["agents"]), wide(state.teams["agents"].target_params)
     values = lambda params, obs: per_agent(params["agents"], lambda i: np.float64(obs.obs.obs[..., i, :]), shared)  # noqa: E731
     taken = lambda values, action: np.take_along_axis(values, action[..., None], -1)[..., 0]  # noqa: E731
     best = np.where(w.next_obs.obs.action_mask, values(online, w.next_obs), -np.inf).argmax(-1)
@@ -206,7 +213,7 @@ def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     np.testing.assert_allclose(error, 0.9 * difference.max(0) + 0.1 * difference.mean(0), rtol=1e-4)
     np.testing.assert_allclose(stats["loss"], (0.5 * difference**2).mean(), rtol=1e-4)
     assert_close(got, slope(loss, online))
-    jax.tree.map(np.testing.assert_array_equal, updated(update, learner, garbled(rng, w), weight, key), (got, error, stats))
+    jax.tree.map(np.testing.assert_array_equal, updated(state, garbled(rng, w), weight), (got, error, stats))
 
 
 # MADDPG.
@@ -235,12 +242,14 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     size = N if discrete else 2
     options = {"output_penalty": penalty, "temperature": temperature, "share_parameters": shared, "batch_size": rows}
     config = algorithms.make(algorithms.MADDPG, SMALL | options)
-    rule, rng = rule_of(maddpg, env, config), np.random.default_rng(7)
-    learner, e, weight = begin(rule, 4), transitions(rng, rows, discrete), np.float32(rng.uniform(0.5, 1, rows))
-    update, key = jax.jit(rule.update), jax.random.key(8)
-    got, error, stats = updated(update, learner, e, weight, key)
+    state, updated = learning(maddpg, env, config, 4)
+    rng = np.random.default_rng(7)
+    e, weight = transitions(rng, rows, discrete), np.float32(rng.uniform(0.5, 1, rows))
+    got, error, stats = updated(state, e, weight)
 
-    online, target, present = wide(learner.params), wide(learner.target_params), e.obs.present
+    team = state.teams["agents"]
+    online, target, present = wide(state.params["agents"]), wide(team.target_params), e.obs.present
+    key = jax.random.split(team.key)[1]  # of the one update
     keys = jax.vmap(lambda key: jax.random.split(key, rows))(jax.random.split(key))
     noises = np.asarray(jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (A, N))))(keys))
     features = lambda obs: np.float64(obs.obs.obs if discrete else obs.obs)  # noqa: E731
@@ -299,7 +308,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     np.testing.assert_allclose(stats["actor_loss"], -value[present].mean(), rtol=1e-4)
     assert_close(got["critic"], slope(critic_loss, online["critic"]))
     assert_close(got["actor"], slope(actor_loss, online["actor"]))
-    jax.tree.map(np.testing.assert_array_equal, updated(update, learner, garbled(rng, e), weight, key), (got, error, stats))
+    jax.tree.map(np.testing.assert_array_equal, updated(state, garbled(rng, e), weight), (got, error, stats))
 
 
 # Advantages with a central critic.

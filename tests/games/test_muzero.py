@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.loops.buffers import action_type
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Box, Discrete, MaskedObservation
+from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type, unmasked
 from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model

@@ -4,26 +4,17 @@ The buffer holds observations as they are. Networks see them standardized by run
 and new ones by the same.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Progress
-from msrl_jax.algorithms.loops.off_policy import Batch, Explore, Learner, Rule, select
+from msrl_jax.algorithms.loops.replay import Batch, select
 from msrl_jax.algorithms.networks.layers import flatten
 from msrl_jax.envs import Space, running
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.envs.vector_wrappers import normalized_space
-from msrl_jax.fragments import fragment
-
-
-class Normalized(NamedTuple):
-    """The parameters of networks that see standardized observations."""
-
-    params: Any
-    observations: RunningStatistics
 
 
 def seen_space(config: Any, space: Space) -> Space:
@@ -31,37 +22,22 @@ def seen_space(config: Any, space: Space) -> Space:
     return normalized_space(space) if config.normalize_observations else space
 
 
-def normalized(config: Any, rule: Rule, explore: Explore) -> tuple[Rule, Explore]:
-    """The rule and the exploration of networks that see standardized observations, if the config has it so."""
-    if not config.normalize_observations:
-        return rule, explore
+def no_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
+    """The statistics before a run, from the shapes of observations `[E, ...]`; `()` if networks see these as they are."""
+    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
 
-    def see(params: Normalized, obs: Any) -> Any:
-        plain = unmasked(obs)
-        return with_mask_of(obs, running.normalize(statistics_of(plain, params.observations), plain))
 
-    def init(key: jax.Array, obs: Any) -> Learner:
-        params = Normalized((), running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))))
-        learner = rule.init(key, see(params, obs))
-        return learner._replace(params=params._replace(params=learner.params))
+def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
+    """What networks see of observations `[..., *observation_shape]`; with their masks, as they are."""
+    if isinstance(statistics, tuple):
+        return obs
+    plain = unmasked(obs)
+    return with_mask_of(obs, running.normalize(statistics_of(plain, statistics), plain))
 
-    @fragment(role="learner")
-    def observe(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
-        e = batch.experience
-        seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # of windows, all steps
-        statistics = select(batch.ready, running.update(statistics, seen), statistics)
-        params = Normalized((), statistics)
-        return statistics, e._replace(obs=see(params, e.obs), next_obs=see(params, e.next_obs))
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> Any:
-        statistics, experience = observe(learner.params.observations, batch)
-        own = learner._replace(params=learner.params.params)
-        after, *others = rule.update(own, batch._replace(experience=experience), progress)
-        return after._replace(params=Normalized(after.params, statistics)), *others
-
-    return Rule(
-        init,
-        update,
-        lambda params, obs, key, carry: rule.choose_action(params.params, see(params, obs), key, carry),
-        rule.initial_carry,
-    ), lambda params, obs, *others: explore(params.params, see(params, obs), *others)
+def observed(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
+    """The statistics with those of a batch of steps, or of windows; and these as networks see them."""
+    e = batch.experience
+    seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # of windows, all steps
+    statistics = select(batch.ready, running.update(statistics, seen), statistics)
+    return statistics, e._replace(obs=see(statistics, e.obs), next_obs=see(statistics, e.next_obs))

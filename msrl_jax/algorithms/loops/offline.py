@@ -1,13 +1,14 @@
-"""The loop of the offline algorithms: draw batches from a data set, update, measure on held-out episodes.
+"""The loop of the offline algorithms, as functions: draw batches from a data set, update, measure on held-out episodes.
 
 In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
 An iteration draws `K` batches at once and learns from them one after another, then measures on one held-out batch. Training
-steps no environment: the environment only gives the spaces for the networks, and evaluations play in it. An algorithm defines
-its `Rule` (what it learns).
+steps no environment: the environment only gives the spaces for the networks, and evaluations play in it. The fragments that do
+this are in the files of the algorithms.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +17,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.loops.buffers import load_data, storage_of
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.agent import Progress
 from msrl_jax.data import Dataset
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
+from msrl_jax.data.check_spaces import load_for
+from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
-from msrl_jax.replay import Replay, ReplayState
+from msrl_jax.replay import NStep, Replay, ReplayState
+from msrl_jax.replay.buffers import storage_of
 
 
 class Data(NamedTuple):
@@ -56,83 +54,79 @@ class OfflineState(NamedTuple):
     data: Data | tuple[()] = ()  # () in a state for acting only
 
 
-def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | None) -> Agent:
-    """Builds an agent that learns from a data set, and counts its steps in updates; without a source it only acts."""
-    num_updates = config.num_updates
-    venv = envs.vectorize(env, _shards(config))
-    transform = action_transform(venv.action_space)
+def playing_env(env: Environment, config: Any) -> VectorEnvironment:
+    """The environments that a run keeps although it steps none, for their spaces: one for each shard of the data."""
+    return envs.vectorize(env, _shards(config))
 
-    def init(key: jax.Array) -> OfflineState:
-        params_key, learner_key, data_key = jax.random.split(key, 3)
-        example = observation_type(env)
-        learner = rule.init(params_key, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), example))
-        return OfflineState(*learner, key=learner_key, data_key=data_key)
 
-    def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
-        if source is None or not state.data:
-            fact = f"{config.name} learns from data alone, but there is none"
-            raise ValueError(f"{fact}; give data='experience.npz', or a Dataset")
-        data_key, batches, held_out = sample_batches(state.data, state.data_key)
-        learner = Learner(state.params, state.target_params, state.opt_state)
-        learner, key, metrics = learn(learner, progress, state.key, batches, held_out)
-        return state._replace(**learner._asdict(), key=key, data_key=data_key), metrics
+def state_axes(source: Source | None) -> OfflineState:
+    """The logical axes of a state."""
+    whole = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
+    if source is None:
+        return OfflineState(**whole, data=P())
+    return OfflineState(**whole, data=Data(source.training.axes, source.validation.axes if source.validation else ()))
 
-    @fragment(role="buffer")
-    def sample_batches(data, key):
-        assert source is not None
-        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
-        batches = jax.vmap(source.training.sample, (None, 0))(data.training, jnp.stack(keys)).experience
-        held_out = source.validation and source.validation.sample(data.validation, held_out_key).experience
-        return key, batches, held_out
 
-    @fragment(role="learner")
-    def learn(learner, progress, key, batches, held_out):
-        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[jax.Array, NStep, NStep | None]:
+    """Draws `K` batches at once; returns the next key, the batches `[K, B, ...]`, and one of held-out episodes, or None."""
+    key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+    batches = jax.vmap(source.training.sample, (None, 0))(data.training, jnp.stack(keys)).experience
+    return key, batches, source.validation and source.validation.sample(data.validation, held_out_key).experience
 
-        def update(learner, experience, key, number):
-            weight = jnp.ones(len(experience.reward), jnp.float32)
-            batch = Batch(experience, weight, key, number, jnp.bool_(True))
-            now = Progress(number, progress.total and progress.total * num_updates)
-            learner, _, stats = rule.update(learner, batch, now)
-            return learner, dict(stats)
 
-        numbers = advance(progress.times(num_updates), jnp.arange(num_updates))
-        learner, stats = jax.lax.scan(lambda x, inputs: update(x, *inputs), learner, (batches, jnp.stack(keys), numbers))
-        metrics = jax.tree.map(lambda x: x.mean(), stats)
-        if held_out is not None:
-            # An update for its statistics only: XLA removes the rest, because nothing uses the new learner.
-            after = advance(progress.times(num_updates), num_updates)
-            _, measured = update(learner, held_out, held_out_key, after)
-            metrics |= {f"validation_{name}": x for name, x in measured.items()}
-        return learner, key, metrics
+def check_given(config: Any, state: OfflineState) -> None:
+    """Raises ValueError if a state has no data to learn from."""
+    if not state.data:
+        raise ValueError(f"{config.name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
 
-    def act(state: OfflineState, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        action, carry = rule.choose_action(state.params, obs, key, carry)
-        return transform(action), carry
 
-    data_axes: Any = P()
-    if source is not None:
-        data_axes = Data(source.training.axes, () if source.validation is None else source.validation.axes)
-    whole = dict.fromkeys((*Learner._fields, "key", "data_key", "env_state"), P())
-    axes = logical_axes(OfflineState, **whole, data=data_axes)
-    return Agent(
-        init=init,
-        iteration=iteration,
-        act=act,
-        axes=axes,
-        steps_per_iteration=num_updates,
-        updates_per_iteration=num_updates,
-        env=venv,
-        data={} if source is None else {"data": source.data},
-        unit="updates",
-    )
+def learn_from(
+    batches: NStep,
+    held_out: NStep | None,
+    update: Callable[[Any, NStep, jax.Array, Progress], tuple[Any, Mapping[str, jax.Array]]],
+    learned: Any,
+    key: jax.Array,
+    progress: Progress,
+) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    """Learns from batches one after another, and measures the result on held-out episodes.
+
+    Args:
+      batches: the batches. `[K, B, ...]`
+      held_out: a batch of held-out episodes; None if there are none. `[B, ...]`
+      update: `(learned, batch, key, progress) -> (learned, statistics)`; the progress is that in updates.
+      learned: what updates change.
+      key: for the randomness of updates.
+      progress: of the run, in iterations.
+
+    Returns:
+      What updates made of `learned`, the next key, and the means of the statistics over the updates; the names of those of the
+      held-out batch begin with `validation_`.
+    """
+    num_updates = len(batches.reward)
+    key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+
+    def numbered(number: Any) -> Progress:
+        return Progress(advance(progress.times(num_updates), number), progress.total and progress.total * num_updates)
+
+    def step(learned: Any, inputs: tuple[NStep, jax.Array, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        batch, key, number = inputs
+        learned, stats = update(learned, batch, key, numbered(number))
+        return learned, dict(stats)
+
+    learned, stats = jax.lax.scan(step, learned, (batches, jnp.stack(keys), jnp.arange(num_updates)))
+    metrics = jax.tree.map(lambda x: x.mean(), stats)
+    if held_out is not None:
+        # An update for its statistics only: XLA removes the rest, because nothing uses what it learned.
+        _, measured = update(learned, held_out, held_out_key, numbered(num_updates))
+        metrics |= {f"validation_{name}": x for name, x in measured.items()}
+    return learned, key, metrics
 
 
 def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
     """Reads the data set of a config, and splits off the held-out episodes; None without one, ValueError if it does not fit."""
     if config.data is None:
         return None
-    dataset = load_data(config.data, env)
+    dataset = load_for(env, config.data)
     if normalize_rewards:
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
     shards, storage = _shards(config), storage_of(config.storage, observation_type(env))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from msrl_jax.algorithms.kernels import truncated_values
+from msrl_jax.algorithms.kernels.time import truncated_values
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.layers import Carry, flatten, make_torsos, unflatten
 from msrl_jax.algorithms.networks.policy_and_value import policy_and_value

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.kernels.networks import matmul
 from msrl_jax.algorithms.networks.layers import Carry, Core, forget
 
 Gates = tuple[jax.Array, ...]

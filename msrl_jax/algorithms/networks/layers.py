@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.kernels import convolve, matmul
+from msrl_jax.algorithms.kernels.networks import convolve, matmul
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
@@ -81,7 +81,7 @@ class Network(NamedTuple):
 
     init: Callable[..., Any]  # (key, *inputs) -> params
     apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
-    memory: Any = None  # the `RecurrentNetwork` before it, if it has one
+    core: Any = None  # the `RecurrentNetwork` before it, if it has one
 
 
 class Whole(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.kernels import matmul
+from msrl_jax.algorithms.kernels.networks import matmul
 from msrl_jax.algorithms.networks.cells import Gates, per_gate
 from msrl_jax.algorithms.networks.layers import Carry, Core, forget
 

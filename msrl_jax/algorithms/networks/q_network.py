@@ -1,6 +1,7 @@
-"""Networks for action values, or for distributions of returns, and the choice of a target."""
+"""Networks for action values, or for distributions of returns, and the choice of targets and actions."""
 
 import math
+from typing import Any
 
 import chex
 import jax
@@ -9,6 +10,8 @@ from flax import linen as nn
 
 from msrl_jax.algorithms.networks.layers import ACTIVATIONS, Network, Torso, dense, head, hidden
 from msrl_jax.envs import Discrete
+from msrl_jax.envs.actions import uniform_actions
+from msrl_jax.fragments.counters import Counter, at_least
 
 
 class _Values(nn.Module):
@@ -66,8 +69,32 @@ def q_network(
     return Network(module.init, module.apply)
 
 
+def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: bool) -> Network:
+    """The action values `[..., A]` after a recurrent core: a linear head, or two streams, as wide as the last dense layer."""
+    if dueling and not torso.hidden_sizes:
+        torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
+    heads = q_network(torso, action_space, dueling=dueling)
+    return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
+
+
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
     """The target network's outputs for the action with the largest value, `next_value` `[A]` (arXiv 1509.06461)."""
     chex.assert_rank(next_value, 1)
     chex.assert_equal_shape_prefix((next_value, next_target), 1)
     return next_target[jnp.argmax(next_value)]
+
+
+def epsilon_greedy(
+    exploration: Any,  # an `Annealed` or a `PerEnv`
+    greedy: jax.Array,
+    keys: jax.Array,
+    steps: Counter,
+    obs: Any,
+    num_actions: int,
+    learning_starts: int = 0,
+) -> jax.Array:
+    """The greedy actions `[E]`, or random ones with probability epsilon; all are random before `learning_starts` steps."""
+    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+    probability = jnp.where(at_least(steps, learning_starts), exploration.epsilon(steps, len(greedy)), 1.0)
+    at_random = jax.vmap(jax.random.uniform)(whether) < probability
+    return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)

@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.kernels import backward_sums
+from msrl_jax.algorithms.kernels.time import backward_sums
 
 
 def gae(

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.kernels import backward_sums
+from msrl_jax.algorithms.kernels.time import backward_sums
 from msrl_jax.algorithms.returns.advantages import errors
 
 

@@ -11,7 +11,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
 from msrl_jax.algorithms import counted
-from msrl_jax.algorithms.loops.buffers import mix, n_step_buffer, split_batch
+from msrl_jax.algorithms.loops.buffers import n_step_buffer, split_batch
+from msrl_jax.replay.mixed import mix
 
 G, K, B, ROWS = 4, 3, 24, 8
 

@@ -7,8 +7,9 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import Annealed, PerEnv, Progress
-from msrl_jax.algorithms.loops.off_policy import epsilon_greedy, uniform_actions
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy
 from msrl_jax.envs import Discrete
+from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import counter
 from tests.support.random_walk import RandomWalk
 
@@ -40,9 +41,14 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
         assert share_that_follows(steps) > (0.2 if name == "dqn" else 0.9), steps
 
 
+def exploring(exploration):
+    """Epsilon-greedy actions, compiled: `(greedy, keys, steps) -> actions`."""
+    return jax.jit(lambda greedy, keys, steps: epsilon_greedy(exploration, greedy, keys, steps, None, 1000, STARTS))
+
+
 @pytest.fixture(scope="module")
 def explore():
-    return jax.jit(epsilon_greedy(Annealed(10_000, 0.25), num_envs=4000, num_actions=1000, random_steps=STARTS))
+    return exploring(Annealed(10_000, 0.25))
 
 
 @pytest.mark.parametrize("steps", [STARTS, 10_000, *LATE])
@@ -61,7 +67,7 @@ def test_discrete_actions_are_drawn_with_equal_probabilities():
 
 
 def test_every_environment_has_its_own_epsilon():
-    explore = jax.jit(epsilon_greedy(PerEnv(0.4), num_envs=3, num_actions=1000, random_steps=STARTS))
+    explore = exploring(PerEnv(0.4))
     keys = jax.random.split(jax.random.key(0), (2000, 3))
     for steps in (STARTS, 2**31, 10**13):
         found = jax.vmap(explore, (None, 0, None))(jnp.full(3, -1), keys, counter(steps))

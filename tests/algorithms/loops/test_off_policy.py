@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
 from msrl_jax.algorithms import Progress
-from msrl_jax.algorithms.loops import off_policy
+from msrl_jax.algorithms.agent import split_keys
+from msrl_jax.algorithms.loops import replay as loop
 from msrl_jax.algorithms.optimizers import make_optimizer
 from tests.support.off_policy import counting
 
@@ -27,13 +27,8 @@ def agent():
         alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
     optimizer = make_optimizer(types.SimpleNamespace(optimizer="adam", max_grad_norm=10.0), epsilon=1e-8)
-    apply_update = off_policy.updater(optimizer)
+    config = types.SimpleNamespace(num_envs=E, unroll_length=T, num_updates=K)
 
-    def explore(params, obs, keys, steps, carry):
-        noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
-        return jnp.argmax(obs @ params + noise, 1).astype(jnp.int32), carry
-
-    @msrl.fragment(role="learner")
     def gradients(params, target, e):
         def loss(params):
             q = jnp.take_along_axis(e.obs @ params, e.action[:, None], 1)[:, 0]
@@ -42,22 +37,37 @@ def agent():
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner, batch, progress):
+    def update(learner, batch):
         grads, error = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), batch.ready)
+        rate = jnp.float32(1e-2)
+        params, opt_state = loop.apply_if(batch.ready, optimizer, learner.params, learner.opt_state, grads, rate)
         stats = {"update": counters.to_float(batch.update)}
-        return off_policy.Learner(params, learner.target_params, opt_state), error, stats
+        return learner._replace(params=params, opt_state=opt_state), error, stats
 
-    def init(key, obs):
-        params = jax.random.normal(key, (4, 2))
-        return off_policy.Learner(params, params, optimizer.init(params))
+    def iteration(state, progress):
+        def step(before, keys):
+            env_state, obs = before
+            noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
+            action = jnp.argmax(obs @ state.params + noise, 1).astype(jnp.int32)
+            env_state, t = venv.step(env_state, action)
+            return (env_state, t.obs), replay.Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
 
-    def choose_action(params, obs, key, carry):
-        return (obs @ params).argmax(1), carry
+        actor_keys, keys = split_keys(state.actor_keys, T)
+        (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        held = buffer.insert(buffer.update(state.replay, state.pending.indices, state.pending.td_error), items)
+        replay_key, sample, ready, _ = loop.draw(buffer, held, state.replay_key, (), progress, K)
+        learner, key, pending, metrics = loop.learn_from(sample, ready, update, state.learner, state.key, progress)
+        after = loop.OffPolicyState(*learner, key, (), actor_keys, held, replay_key, pending, env_state=env_state, obs=obs)
+        return after, metrics
 
-    rule = off_policy.Rule(init, update, choose_action)
-    config = types.SimpleNamespace(unroll_length=T, num_updates=K)
-    return off_policy.off_policy_agent(config, venv, buffer, rule, explore)
+    def init(key):
+        env_key, params_key, *keys = jax.random.split(key, 5)
+        env_state, obs = venv.reset(env_key)
+        params = jax.random.normal(params_key, (4, 2))
+        begun = loop.initial_state(config, buffer, loop.Learner(params, params, optimizer.init(params)), *keys)
+        return begun._replace(env_state=env_state, obs=obs)
+
+    return types.SimpleNamespace(init=init, iteration=iteration)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +100,11 @@ def test_errors_reach_their_own_windows(states):
     assert checked > 50
 
 
-def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
+def test_the_ratio_of_updates_to_steps_is_met_exactly(states):
     """Once LEARNING_STARTS steps are held there are K updates for every T * E steps, and none before that."""
     steps = np.arange(11) * T * E
     updates = [int(state.opt_state[1][0].count) for state in states[0]]
     np.testing.assert_array_equal(updates, K * np.maximum(steps - LEARNING_STARTS + T * E, 0) // (T * E))
-    assert agent.steps_per_iteration == T * E and agent.updates_per_iteration == K
     counts = [float(m["update"].count) for m in states[1]]
     np.testing.assert_array_equal(counts, np.diff(updates))
     # Updates are counted from the first iteration on, whether they are made or not.
@@ -107,24 +116,25 @@ def test_errors_of_windows_with_absent_steps_do_not_reach_the_priorities():
     """Half of the environments answer no step; whatever the rule makes of their windows is no error."""
     item = replay.Transition(*[jnp.zeros(())] * 3, *[jnp.bool_(0)] * 2, jnp.zeros(()), present=jnp.bool_(0))
     buffer = replay.prioritized(item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, beta=0.5)
-    learner = off_policy.Learner(jnp.zeros(()), (), ())
-
-    def update(learner, batch, progress):
-        return learner, jnp.where(batch.weight > 0, 2.0, 1e6), {}
-
-    rule = off_policy.Rule(lambda key, obs: learner, update, lambda *_: None)
-    config = types.SimpleNamespace(unroll_length=T, num_updates=K)
-    replaying = off_policy.replaying(config, buffer, rule, E)
-    state = replaying.init(*jax.random.split(jax.random.key(0), 4), jnp.zeros(E))
     items = jax.tree.map(lambda x: jnp.zeros((T, E), x.dtype), item)._replace(
         present=jnp.broadcast_to(jnp.arange(E) % 2 > 0, (T, E))
     )
-    for i in range(2):
-        state, _ = jax.jit(replaying.finish)(state, items, Progress(counters.counter(i)))
-        is_absent = np.asarray(state.pending.indices.env) % 2 == 0
-        assert 0 < is_absent.sum() < is_absent.size
-        np.testing.assert_array_equal(state.pending.td_error, np.where(is_absent, 0.0, 2.0))
-    assert np.asarray(state.replay.priorities.largest).max() < 3
+
+    def update(learner, batch):
+        return learner, jnp.where(batch.weight > 0, 2.0, 1e6), {}
+
+    @jax.jit
+    def iterate(held, key):
+        progress = Progress(counters.counter())
+        key, sample, ready, _ = loop.draw(buffer, buffer.insert(held, items), key, (), progress, K)
+        _, _, pending, _ = loop.learn_from(sample, ready, update, (), key, progress, may_be_absent=buffer.may_be_absent)
+        return buffer.update(buffer.insert(held, items), pending.indices, pending.td_error), pending
+
+    held, pending = iterate(buffer.init(), jax.random.key(0))
+    is_absent = np.asarray(pending.indices.env) % 2 == 0
+    assert 0 < is_absent.sum() < is_absent.size
+    np.testing.assert_array_equal(pending.td_error, np.where(is_absent, 0.0, 2.0))
+    assert np.asarray(held.priorities.largest).max() < 3
 
 
 def test_no_update_and_no_pending_error_before_learning_starts(states):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms.agent import split_keys
-from msrl_jax.algorithms.kernels import truncated_values
+from msrl_jax.algorithms.kernels.time import truncated_values
 from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
 from msrl_jax.fragments.counters import counter

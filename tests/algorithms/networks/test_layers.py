@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.kernels import convolve, matmul
+from msrl_jax.algorithms.kernels.networks import convolve, matmul
 
 
 def normal(*shapes):

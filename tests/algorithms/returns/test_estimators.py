@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms import kernels
+from msrl_jax.algorithms.kernels import time as kernels
 from msrl_jax.algorithms.returns import gae, lambda_return, n_step_return, retrace, standardize, vtrace
 
 T, E = 13, 3

@@ -1,34 +1,15 @@
-"""Recurrent action values, and their targets along replayed sequences of steps.
+"""Targets and losses of action values along sequences of steps, as in R2D2 (Kapturowski et al., 2019).
 
-In the shape descriptions, `L` denotes the number of steps in the loss, `B` the batch size and `A` the number of actions. Teams
-of agents have dimensions of agents after `B`.
+In the shape descriptions, `L` denotes the number of steps in the loss and `B` the batch size.
 """
-
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.losses.distributional import value_error
-from msrl_jax.algorithms.networks.layers import Network, Torso
-from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.returns.estimators import n_step_return
-from msrl_jax.envs import Discrete, Space
 from msrl_jax.replay import Transition
-
-
-def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
-    """Recurrent action values `[..., A]`: a linear head, or two streams as wide as the last dense layer if `dueling`."""
-
-    def make_heads(torso: Torso) -> Network:
-        if dueling and not torso.hidden_sizes:
-            torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
-        heads = q_network(torso, action_space, dueling=dueling)
-        return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
-
-    return recurrent_network(observation_space, make_heads, config)
 
 
 def sequence_target(
