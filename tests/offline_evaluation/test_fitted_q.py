@@ -208,7 +208,7 @@ def test_what_cannot_be_estimated():
     for name, value in [*numbers, ("hidden_sizes", 8), ("layer_norm", "no"), ("activation", "foo"), ("network", "foo")]:
         with pytest.raises(ValueError, match=rf"FittedQ\.{name}={value!r}: use"):
             FittedQ(**{name: value})
-    with pytest.raises(TypeError, match="pass a msrl_jax.offline_evaluation.FittedQ"):
+    with pytest.raises(TypeError, match=r"pass a msrl_jax\.offline_evaluation\.FittedQ"):
         fitted_q(env, act, data, {"discount": 0.9})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one episode"):
         fitted_q(env, act, ring_data(1), SMALL)
