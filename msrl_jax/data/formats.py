@@ -162,7 +162,8 @@ def _read_npz(path: Path) -> Dataset:
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
     if missing := [name for name in FIELDS if name not in fields_of(names)]:
         raise ValueError(
-            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
+            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file "
+            f"{', '.join(sorted(names))}"
         )
     try:
         return from_columns(arrays, about)

@@ -104,7 +104,7 @@ def split(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
     first = next((k for k, i in enumerate(body) if isinstance(i, Run) and not _acts(i.placement)), len(body))
     acting, learning = tuple(body[:first]), tuple(body[first:])
     if buffers := [name for i in body if isinstance(i, Run) and "buffer" in i.roles for name in i.fragments]:
-        raise refused(f"its replay buffer ({buffers[0]}) stores the steps of every environment in order")
+        raise refused(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in order")
     up = [i for i in acting if isinstance(i, Move) and _acts(i.sources[0].placement)]
     if not learning or not up or any(_acts(i.placement) if isinstance(i, Run) else True for i in learning):
         raise refused("its actors wait for results of the learner from their data in the same iteration")
