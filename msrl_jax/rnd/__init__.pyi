@@ -3,4 +3,4 @@
 from msrl_jax.rnd.explorers import A2CRND as A2CRND
 from msrl_jax.rnd.explorers import IMPALARND as IMPALARND
 from msrl_jax.rnd.explorers import PPORND as PPORND
-from msrl_jax.rnd.novelty import exploring as exploring
+from msrl_jax.rnd.distillation import exploring as exploring
