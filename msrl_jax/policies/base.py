@@ -22,7 +22,7 @@ CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
 names (as shown in plans) contain the text, where the first match is used; or None."""
 
 
-def described(policy: object) -> str:
+def policy_repr(policy: object) -> str:
     """A policy in Python syntax, such as `SingleLearnerCoarse(learners=2)`: its name and its non-default parameters."""
     return f"{type(policy).__name__}({', '.join(_given(policy))})"
 
@@ -47,19 +47,19 @@ BUFFERING = (*ACTING, "shard")
 """The logical axes that are split over devices of replay buffers."""
 
 
-def splitting(axes: Sequence[str]) -> tuple[str, ...]:
+def axes_to_split(axes: Sequence[str]) -> tuple[str, ...]:
     """The logical axes that a placement splits: `axes`, and agents and members if divisible."""
     return (*axes, *(axis for axis in ("agent", "member") if axis not in axes))
 
 
-def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
+def max_dividing_devices(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
     """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members."""
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
     members = sizes.get("member", 1)
     return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
 
 
-def take(
+def divide_devices(
     devices: Sequence[Device],
     wanted: Mapping[str, int | None],
     sizes: Mapping[str, int],
@@ -81,7 +81,7 @@ def take(
     Raises:
       ValueError: if a number is below 1 or there are not enough devices.
     """
-    name = described(policy)
+    name = policy_repr(policy)
     for part, count in wanted.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise ValueError(f"{name}: {part}={shown(count)} must be an integer of at least 1")
@@ -97,7 +97,7 @@ def take(
             "(`--cpu-devices n` on the command line)"
         )
     left = len(devices) - explicit
-    counts = {part: fitting(left, sizes, axes) if count is None else count for part, count in wanted.items()}
+    counts = {part: max_dividing_devices(left, sizes, axes) if count is None else count for part, count in wanted.items()}
     taken: dict[str, list[Device]] = {}
     start = 0
     for part, count in counts.items():

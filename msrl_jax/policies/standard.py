@@ -18,12 +18,12 @@ from msrl_jax.policies.base import (
     DistributionPolicy,
     Layout,
     Placement,
+    axes_to_split,
     check_codecs,
-    described,
+    divide_devices,
     edges,
     on_platform,
-    splitting,
-    take,
+    policy_repr,
 )
 
 
@@ -42,9 +42,9 @@ class GPUOnly:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         all_devices = Placement.over("all", used)
-        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))
+        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=policy_repr(self))
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class MultiLearner:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         actors, learners = Placement.over("actors", used), Placement.over("learners", used)
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
-        return Layout(roles, policy=described(self))
+        return Layout(roles, policy=policy_repr(self))
 
 
 @entry
@@ -111,13 +111,13 @@ class SingleLearnerCoarse:
         buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
         axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}
         parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self, axes["actors"])
-        placed = {name: Placement.over(name, part, split=splitting(axes[name])) for name, part in parts.items()}
+        placed = {name: Placement.over(name, part, split=axes_to_split(axes[name])) for name, part in parts.items()}
         actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
         upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
         up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
         codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
-        return Layout(roles, self.staleness, codecs, policy=described(self))
+        return Layout(roles, self.staleness, codecs, policy=policy_repr(self))
 
 
 @entry
@@ -147,10 +147,10 @@ class SingleLearnerFine:
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
         parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
-        envs = Placement.over("envs", parts["envs"], split=splitting(ACTING))
+        envs = Placement.over("envs", parts["envs"], split=axes_to_split(ACTING))
         learners = Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
-        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
+        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=policy_repr(self))
 
 
 @dataclass(frozen=True)
@@ -177,18 +177,18 @@ class Environments:
         wanted = {"agents": self.agents}
         axes = ("agent",) if "agent" in sizes else BUFFERING
         if self.env_platform is not None:
-            envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices, wanted, sizes, self, axes)["agents"]
+            envs = divide_devices(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
+            agents = divide_devices(devices, wanted, sizes, self, axes)["agents"]
         elif len(devices) == 1:
-            envs, agents = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
+            envs, agents = divide_devices(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
         else:
             half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
-            envs = take(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
-        env_mesh = Placement.over("envs", envs, split=splitting(ACTING))
+            envs = divide_devices(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
+            agents = divide_devices(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
+        env_mesh = Placement.over("envs", envs, split=axes_to_split(ACTING))
         agent_mesh = Placement.over("agents", agents, split=("agent", *BUFFERING, "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
-        return Layout(roles, policy=described(self))
+        return Layout(roles, policy=policy_repr(self))
 
 
 @entry
@@ -216,12 +216,12 @@ class Central:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on separate devices."""
-        parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
+        parts = divide_devices(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)
         roles = {"env": workers, "actor": workers, "learner": workers, "server": server}
         codecs = edges("workers", "server", up=self.gradient_codec, down=self.parameter_codec)
-        return Layout(roles, codecs=codecs, policy=described(self))
+        return Layout(roles, codecs=codecs, policy=policy_repr(self))
 
 
 def _parts(
@@ -236,9 +236,9 @@ def _parts(
 ) -> dict[str, list[Device]]:
     """The devices of each part; those of the first part may be on another platform."""
     if platform is None:
-        return take(devices, {first: num_first, **others}, sizes, policy, axes)
-    elsewhere = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
-    return elsewhere | take(devices, others, sizes, policy)
+        return divide_devices(devices, {first: num_first, **others}, sizes, policy, axes)
+    elsewhere = divide_devices(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
+    return elsewhere | divide_devices(devices, others, sizes, policy)
 
 
 _ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
