@@ -28,6 +28,7 @@ from msrl_jax.envs.registry import is_own as is_own
 from msrl_jax.envs.registry import make as make
 from msrl_jax.envs.registry import names as names
 from msrl_jax.envs.registry import register as register
+from msrl_jax.envs.reset_pool import ResetPool as ResetPool
 from msrl_jax.envs.running import RunningStatistics as RunningStatistics
 from msrl_jax.envs.spaces import Box as Box
 from msrl_jax.envs.spaces import Dict as Dict
@@ -46,5 +47,4 @@ from msrl_jax.envs.vector_wrappers import NormalizeObservation as NormalizeObser
 from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
 from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
 from msrl_jax.envs.wrappers import FrameStack as FrameStack
-from msrl_jax.envs.wrappers import ResetPool as ResetPool
 from msrl_jax.envs.wrappers import TimeLimit as TimeLimit

@@ -1,7 +1,5 @@
 """`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,21 +24,9 @@ from msrl_jax.envs.episode_metrics import reported
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.envs.multi_agent import vectorize_agents
 from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
-from msrl_jax.envs.wrappers import ResetPool
+from msrl_jax.envs.reset_pool import ResetPool, Spares, count_starts, first_spares, pop_starts, refill
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
-
-_SPARE = 0x73706172  # derives the key of a spare state from the key that a copy splits
-
-
-class Spares(NamedTuple):
-    """The spare first states of copies whose environment is a `ResetPool`. `[E, ...]`"""
-
-    first: tuple[PyTree, PyTree]  # the state and the observation that the next episode starts with
-    used: jax.Array  # bool: whether an episode has started with the spare
-    turn: jax.Array  # int32: steps since the first copy of a group got a spare, below `ratio`; the same for all copies
-    starts: jax.Array  # float32: number of episodes started since `pop_episodes`, except the first
-    repeats: jax.Array  # float32: number of these that started with a used spare
 
 
 class VectorState(NamedTuple):
@@ -114,15 +100,9 @@ class Vectorized(WithoutStatistics, Wrapper):
             key, reset_key = jax.random.split(key)
             return key, self._reset(reset_key, source)
 
-        def spare_one(key, source):
-            return self._reset(jax.random.fold_in(key, _SPARE), source)
-
         keys, source = jax.random.split(key, self.num_envs), sources(self.env, self.num_envs)
         key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
-        spares = ()
-        if self.ratio > 1:
-            zero = jnp.zeros(self.num_envs, jnp.float32)
-            spares = Spares(jax.vmap(spare_one)(keys, source), zero > 0, zero.astype(jnp.int32), zero, zero)
+        spares = first_spares(self._reset, keys, source) if self.ratio > 1 else ()
         return VectorState(key, env_state, spares, source), obs
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
@@ -131,8 +111,7 @@ class Vectorized(WithoutStatistics, Wrapper):
         spares = state.spares
         if spares:
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
-            together = math.gcd(self.num_envs, self.ratio)
-            spares = _renew(self._reset, spares, (reset_keys, state.source), self.ratio, together)
+            spares = refill(self._reset, spares, (reset_keys, state.source), self.ratio)
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)
@@ -148,8 +127,7 @@ class Vectorized(WithoutStatistics, Wrapper):
         of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
         key, env_state, t = jax.vmap(step_one)(*of_copies)
         if spares:
-            starts, repeats = spares.starts + t.ended, spares.repeats + (t.ended & spares.used)
-            spares = spares._replace(used=spares.used | t.ended, starts=starts, repeats=repeats)
+            spares = count_starts(spares, t.ended)
         return VectorState(key, env_state, spares, after_step(state.source, self.num_envs)), t
 
     def _reset(self, key: jax.Array, source: ParamSource | tuple[()]) -> tuple[PyTree, PyTree]:
@@ -157,12 +135,11 @@ class Vectorized(WithoutStatistics, Wrapper):
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
         """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
-        metrics, spares = means(state.env_state), state.spares
-        if not spares:
+        metrics = means(state.env_state)
+        if not state.spares:
             return state, metrics
-        zero = jnp.zeros_like(spares.starts)
-        metrics["repeated_starts"] = Mean(jnp.sum(spares.repeats), jnp.sum(spares.starts))
-        return state._replace(spares=spares._replace(starts=zero, repeats=zero)), metrics
+        spares, repeated = pop_starts(state.spares)
+        return state._replace(spares=spares), metrics | {"repeated_starts": repeated}
 
 
 def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
@@ -176,26 +153,3 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     key, step_key = jax.random.split(key)
     step_key, reset_key = jax.random.split(step_key)
     return key, step_key, reset_key
-
-
-def _renew(
-    reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
-) -> Spares:
-    """Renews the spare of one copy of each group by `reset(*arguments)`, if due; `group` divides `E` and `ratio`."""
-
-    def grouped(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
-
-    turn, period = grouped(spares.turn)[:, 0], ratio // group
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn // period, new).reshape(old.shape)
-
-    def renewed(spares: Spares) -> Spares:
-        chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn // period), arguments)
-        first = jax.tree.map(put, spares.first, jax.vmap(reset)(*chosen))
-        return spares._replace(first=first, used=put(spares.used, jnp.zeros(turn.shape, bool)))
-
-    due = jnp.any(turn % period == 0)
-    spares = renewed(spares) if period == 1 else jax.lax.cond(due, renewed, lambda spares: spares, spares)
-    return spares._replace(turn=(spares.turn + 1) % ratio)

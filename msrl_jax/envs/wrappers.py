@@ -20,8 +20,6 @@ from msrl_jax.envs.base import (
     VectorEnvironment,
     WithoutStatistics,
     Wrapper,
-    env_name,
-    has_agents,
     is_on_host,
     of_env,
 )
@@ -234,34 +232,3 @@ class FrameStack(EnvironmentWrapper):
         frame = self._frame(obs)
         frames = jnp.concatenate([state.frames[..., frame.shape[-1] :], frame], axis=-1)
         return FrameStackState(env_state, frames), frames, reward, terminated, truncated
-
-
-@entry
-@dataclass(frozen=True)
-class ResetPool(EnvironmentWrapper):
-    """Computes a new first state of each copy only every `ratio` steps, for resets that cost more than steps.
-
-    A vectorized environment computes a reset in every step of every copy, because a program without branches has to. Here
-    every copy has a spare first state, which it uses when its episode ends, and in each step only one of `ratio` adjacent
-    copies, in rotation, gets a new spare; with fewer copies, one gets a new spare every few steps. (Craftax's optimistic
-    resets, Matthews et al. 2024, arXiv 2402.16801, share new states among the copies instead, so copies whose episodes end in
-    the same step may get the same state.)
-
-    The first states of episodes have the same distribution as with `reset`. But if an episode is shorter than `ratio` steps,
-    the next episode of the same copy may start in the same state; the metric `repeated_starts` is the share of such episodes.
-    With `ratio=1` there are none, and the run is bit-identical to one without a pool.
-
-    Attributes:
-      env: the environment, with one agent.
-      ratio: number of steps between two resets of a copy. The greatest common divisor of `ratio` and the number of copies is
-        the number of adjacent copies that share resets. If it is less than `ratio`, only some steps compute resets, in a
-        branch on which all devices of a run agree. (With several population members, every step computes resets.)
-    """
-
-    env: Environment
-    ratio: int = 16
-
-    def __post_init__(self):
-        whole(f"ResetPool of {env_name(self.env)}: ratio", self.ratio)
-        if has_agents(self.env):
-            raise TypeError(f"ResetPool needs a single-agent environment, and {env_name(self.env)} has several; remove it")

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.envs.vector import _SPARE
+from msrl_jax.envs.reset_pool import _SPARE
 from tests.support.leaving import Leaving
 
 E, T = 8, 40

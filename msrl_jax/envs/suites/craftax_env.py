@@ -10,9 +10,9 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
-from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:

@@ -4,9 +4,9 @@ import subprocess
 from typing import Any
 
 from msrl_jax.envs.privileged import Unprivileged
+from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.brax_env import limited
-from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params: Any) -> ResetPool:
