@@ -114,7 +114,7 @@ def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] |
     found = {
         "label": row.label, "rate": rate, "runs": runs, "iteration_seconds": steps / rate, "commit": commit(),
         "compile_seconds": program.compile_seconds, "bytes": max(plan.memory.values()),
-        "least_seconds": max(plan.least_seconds.values(), default=None),
+        "least_seconds": max(plan.roofline_seconds.values(), default=None),
         "launches": max(plan.launches.values(), default=0) or None,
     }  # fmt: skip
     if peer is not None and any(row.label == setting.label for setting in compare_rejax.SETTINGS):

@@ -27,6 +27,7 @@ import compare_rejax
 from comparison import Setting, rewrite
 
 import msrl_jax as msrl
+from msrl_jax.fragments.plan.hlo import Module, module_of
 from msrl_jax.fragments.plan.kernels import Launches, launches
 from msrl_jax.fragments.plan.topologies import gpu_topology
 from msrl_jax.run.prepare import make_experiment
@@ -54,7 +55,7 @@ def ours(setting: Setting) -> int:
     program = experiment.compile(msrl.policies.GPUOnly(), msrl.plan_devices("gpu:h100:1"))
     (compiled,) = program.compiled(ITERATIONS)
     # The number of iterations is an argument, so this loop has no known length, and counts once.
-    return per_iteration(launches(compiled.as_text() or ""), 1)
+    return per_iteration(launches(module_of(compiled)), 1)
 
 
 def theirs(command: Sequence[str | Path], setting: Setting) -> int:
@@ -65,7 +66,7 @@ def theirs(command: Sequence[str | Path], setting: Setting) -> int:
         environment = os.environ | {"COMPILE_FOR": json.dumps(wanted), "JAX_PLATFORMS": "cpu"}
         command = [*command, "--setting", json.dumps(dataclasses.asdict(setting))]
         subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
-        found = per_iteration(launches(path.read_text()), ITERATIONS)
+        found = per_iteration(launches(Module(path.read_text())), ITERATIONS)
     return found // setting.config.get("policy_period", 1)  # an iteration of Rejax's TD3 takes so many steps
 
 

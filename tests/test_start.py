@@ -217,9 +217,22 @@ def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tm
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(1000))
         os.utime(tmp_path / name, (1.0, 1.0))
-    compiling._remove_oldest(tmp_path)
+    own = tmp_path / "jaxlib-3-0123456789ab"
+    (own / ".checked").touch()  # so the files, which are older, are not read
+    compiling._tidy(tmp_path, own)
     assert sorted(p.parent.name[7] for p in tmp_path.glob("*/jit_f-cache")) == ["2", "3"]
     assert all((tmp_path / name).exists() for name in others)
+
+
+def test_programs_that_were_cut_off_leave(tmp_path):
+    whole = zlib.compress(bytes(range(256)) * 100)
+    (folder := tmp_path / "jaxlib-3-0123456789ab").mkdir()
+    for name, data in {"whole": whole, "cut": whole[:-10], "empty": b"", "other": b"\x28\xb5\x2f\xfd"}.items():
+        (folder / f"{name}-cache").write_bytes(data)
+    for _ in range(2):
+        compiling._tidy(tmp_path, folder)
+        assert sorted(path.name for path in folder.iterdir()) == [".checked", "other-cache", "whole-cache"]
+        (folder / "late-cache").write_bytes(whole[:-10])  # after the first time
 
 
 @pytest.mark.parametrize(

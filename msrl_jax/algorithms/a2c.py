@@ -8,6 +8,7 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -97,8 +98,8 @@ class A2C:
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, carry, keys):
-            policy, _, carry = network.act(params, obs, carry)
+        def act(params, obs, is_first, carry, keys):
+            policy, _, carry = network.act(params, obs, forget(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -135,22 +136,22 @@ class A2C:
 
         def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[A2CState, Metrics]:
             def step(before, keys):
-                env_state, obs, carry = before
-                action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)
+                env_state, obs, is_first, carry = before
+                action, log_prob, carry = act(state.params, actor_part(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
             params, opt_state, metrics = learn(
                 state.params, state.opt_state, progress, trajectory, final_obs, last_notes, state.carry
             )
-            after = A2CState(params, opt_state, actor_keys, env_state, obs, carry)
+            after = A2CState(params, opt_state, actor_keys, env_state, obs, forget(is_first, carry))
             return after, {**metrics, **episodes}
 
         return Agent(

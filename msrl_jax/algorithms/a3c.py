@@ -126,8 +126,8 @@ class A3C:
         workers = network._replace(act=of_workers(network.act), note=note, value=of_workers(network.value))
 
         @fragment(role="actor")
-        def act(params, obs, carry, keys):
-            policy, _, carry = workers.act(params, obs, carry)
+        def act(params, obs, is_first, carry, keys):
+            policy, _, carry = workers.act(params, obs, forget(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -177,22 +177,22 @@ class A3C:
 
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
             def step(before, keys):
-                env_state, obs, carry = before
-                action, log_prob, carry = act(state.worker_params, actor_part(obs), carry, keys)
+                env_state, obs, is_first, carry = before
+                action, log_prob, carry = act(state.worker_params, actor_part(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             last_notes = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             grads, stats = gradients(state.worker_params, trajectory, final_obs, last_notes, state.carry)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )
-            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, forget(is_first, carry))
             return after, {**metrics, **summarize(stats), **episodes}
 
         return Agent(

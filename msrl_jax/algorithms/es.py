@@ -138,8 +138,7 @@ class ES:
 
         @fragment(role="env")
         def env_step(env_state, action):
-            env_state, t = venv.step(env_state, action)
-            return env_state, t.obs, t.reward, t.terminated | t.truncated
+            return venv.step(env_state, action)
 
         @fragment(role="env")
         def score(reward, ended):
@@ -177,8 +176,8 @@ class ES:
             population = perturb(state.params, seeds)
 
             def step(carry, _):
-                env_state, obs, *outcome = env_step(carry[0], act(population, carry[1]))
-                return (env_state, obs), outcome
+                env_state, t = env_step(carry[0], act(population, carry[1]))
+                return (env_state, t.obs), (t.reward, t.terminated | t.truncated)
 
             (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=self.unroll_length)
             fitness, midway = score(*outcomes)

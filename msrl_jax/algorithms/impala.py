@@ -132,8 +132,8 @@ class IMPALA:
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, carry, keys):
-            policy, _, carry = network.act(params, obs, carry)
+        def act(params, obs, is_first, carry, keys):
+            policy, _, carry = network.act(params, obs, forget(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -156,21 +156,22 @@ class IMPALA:
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
-                env_state, obs, carry = before
-                action, log_prob, carry = act(state.params, actor_part(obs), carry, keys)
+                env_state, obs, is_first, carry = before
+                action, log_prob, carry = act(state.params, actor_part(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             version = parameter_version(progress.version) if self.replay_batches else ()
             bootstrap_value = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
             batch = Batch(trajectory, obs, bootstrap_value, version, state.carry)
             env_state, episodes = pop_episodes(env_state)
+            carry = forget(is_first, carry)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, carry=carry), batch, episodes
 
         queue = None

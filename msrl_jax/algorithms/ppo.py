@@ -113,8 +113,8 @@ class PPO:
         )  # fmt: skip
 
         @fragment(role="actor")
-        def act(params, obs, carry, keys):
-            policy, note, carry = network.act(params, obs, carry)
+        def act(params, obs, is_first, carry, keys):
+            policy, note, carry = network.act(params, obs, forget(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), note, carry
 
@@ -174,15 +174,15 @@ class PPO:
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
             def step(before, keys):
-                env_state, obs, carry = before
-                action, log_prob, note, carry = act(state.params, actor_part(obs), carry, keys)
+                env_state, obs, is_first, carry = before
+                action, log_prob, note, carry = act(state.params, actor_part(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, note, t.final_obs, carry)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, note, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
             last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
@@ -190,7 +190,7 @@ class PPO:
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, notes, final_obs, last_notes,
                 state.carry,
             )  # fmt: skip
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, carry, size)
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, forget(is_first, carry), size)
             return after, {**metrics, **episodes}
 
         return Agent(

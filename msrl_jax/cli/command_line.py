@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with terminal.lasting() as out, _short_warnings(), with_all_frames():
+    with terminal.tolerant_streams() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
         except Exception as error:

@@ -20,15 +20,15 @@ from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 from msrl_jax.fragments.support.tracebacks import entry
 
 _REMEDY = "use the environment that the data set was made in"
-_TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1
+_TOLERANCE = 1e-4  # tolerated rounding error outside a Box, relative to the larger of the bound and 1
 
 
 @entry
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     """Checks that a data set fits the spaces of an environment.
 
-    Some environments leave their declared bounds of observations. So the bounds of observations are not checked if the data
-    set comes from an environment with the same observation space.
+    Some environments violate their declared observation bounds, so bounds of observations are not checked if the data set
+    comes from an environment with the same observation space.
 
     Args:
       dataset: the data set.
@@ -39,7 +39,7 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
 
     Raises:
       ValueError: if the numbers of agents, the parts of observations, shapes or dtypes differ, or if a value is not finite or
-        not in its space; the message names the field and the row.
+        outside its space; the message names the field and the row.
       TypeError: if the space of actions is neither a `Box` nor `Discrete`.
     """
     name, given, agents = env_name(env), dataset.reward.shape[1:], (len(env.agents),) if has_agents(env) else ()  # type: ignore
@@ -61,7 +61,7 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
         fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}
         fitting[field] = nested(fitted, field)
     if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
-        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; leave such rows out")
+        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; remove such rows")
     _check_masks(dataset, env)
     return dataclasses.replace(dataset, **fitting)
 
@@ -77,7 +77,7 @@ def _check_masks(dataset: Dataset, env: Environment) -> None:
     if mask.shape[-1:] != (space.n,):  # type: ignore[attr-defined]
         raise ValueError(f"action_mask of the data set has {mask.shape[-1]} actions in every row, but {name} has {space}")
     if (bad := np.argwhere(~np.take_along_axis(mask, dataset.action.astype(np.int64)[..., None], -1)[..., 0])).size:
-        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; leave such rows out")
+        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; remove such rows")
 
 
 def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
@@ -92,14 +92,14 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
         )
     if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
         raise ValueError(
-            f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, and one does not become the other "
-            f"without loss; convert it on purpose, or {_REMEDY}"
+            f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, which would lose precision; convert "
+            f"it explicitly, or {_REMEDY}"
         )
     rows = x.reshape(len(x), math.prod(agents), -1)
     with np.errstate(over="ignore"):
         fitted = x.astype(space.dtype)
     if (bad := np.flatnonzero(~np.isfinite(fitted.reshape(rows.shape)).all((1, 2)))).size:
-        raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; leave such rows out")
+        raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; remove such rows")
     if not bounds:
         return fitted
     low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
@@ -109,8 +109,8 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
     if (bad := np.flatnonzero(outside.any((1, 2)))).size:
         value = rows[bad[0]][outside[bad[0]]][0]
         raise ValueError(
-            f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct the space of "
-            "that environment"
+            f"{what} is outside the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct the "
+            "space of that environment"
         )
     return fitted
 
@@ -121,16 +121,16 @@ def _rows(bad: np.ndarray) -> str:
 
 
 def check_actions(env: Environment) -> None:
-    """Raises TypeError unless the actions of an environment are arrays, as data sets hold them."""
+    """Raises TypeError unless the actions of an environment are arrays, which data sets require."""
     if not isinstance(env.action_space, Box | Discrete):
         raise TypeError(
-            f"data sets hold actions that are arrays, but the action_space of {env_name(env)} is {env.action_space}; wrap the "
-            "environment to take a Box or Discrete"
+            f"data sets need actions that are arrays, but the action_space of {env_name(env)} is {env.action_space}; wrap the "
+            "environment to use a Box or Discrete"
         )
 
 
 def _spaces_of(space: Space, name: str) -> dict[str, Space]:
-    """The spaces of the parts of a value by their paths, as `named` has them."""
+    """The spaces of the parts of a value by path, as in `named`."""
 
     def by_part(space: Space) -> Any:
         if are_privileged(space):
@@ -143,7 +143,7 @@ def _spaces_of(space: Space, name: str) -> dict[str, Space]:
 
 
 def check_recordable(env: Environment) -> None:
-    """Raises TypeError unless actions are arrays, ValueError if a part of observations has a name that cannot be in a path."""
+    """Raises TypeError unless actions are arrays, ValueError if the name of an observation part cannot be part of a path."""
     check_actions(env)
     try:
         _spaces_of(env.observation_space, "obs")
@@ -152,23 +152,23 @@ def check_recordable(env: Environment) -> None:
 
 
 def bytes_per_step(env: Environment) -> int:
-    """Bytes of a step of an environment in a data set; raises as `check_recordable` does."""
+    """The number of bytes per step of an environment in a data set; raises as `check_recordable` does."""
     check_recordable(env)
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
-    row = 2 * tree_bytes(obs) + tree_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
+    row = 2 * tree_bytes(obs) + tree_bytes(action) + 4 + 1 + masks  # the reward, and `terminated`
     if has_agents(env):
         row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is present
-    return row + 1  # whether the episode was truncated
+    return row + 1  # `truncated`
 
 
 def agents_of(env: Any) -> dict[str, list[str]]:
-    """The names of the agents for `Dataset.about`; nothing if there is one agent."""
+    """The names of the agents for `Dataset.about`; empty if there is one agent."""
     return {"agents": list(env.agents)} if has_agents(env) else {}
 
 
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
-    """Raises ValueError, which ends with the `remedy`, if so many steps of an environment take more memory than there is."""
+    """Raises ValueError, with the `remedy` at the end, if `rows` steps of an environment exceed the host's memory."""
     row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)
 

@@ -1,7 +1,7 @@
 """Data sets: transitions in order, as NumPy arrays.
 
 In the shape descriptions of this package, `N` is the number of transitions (rows), `K` the number of episodes, `G` the number
-of shards of a buffer and `A` the number of agents of one environment.
+of shards of a buffer, and `A` the number of agents in an environment.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
-PRESENT = "present"  # the field that a data set of several agents has, and no other
+PRESENT = "present"  # the field that only multi-agent data sets have
 OPTIONAL = (*MASKS.values(), PRESENT)
 NESTED = ("obs", "next_obs")
 """The fields that may have parts, in nested dicts and tuples. In columns and files, a part is named by its path: `obs/position`
-is the entry `position` of a dict, and `obs/0` the first entry of a tuple.
+is the entry `position` of a dict, and `obs/0` is the first entry of a tuple.
 """
 
 
 class Episodes(NamedTuple):
-    """The episodes of a data set, in order; an incomplete episode at the end of the data counts as one.
+    """The episodes of a data set, in order; an incomplete episode at the end of the data is included.
 
     Attributes:
       start: first row of each episode. shape=(K,), dtype=int64
@@ -46,36 +46,36 @@ class Episodes(NamedTuple):
 class Dataset:
     """Transitions in order. The successor of a row is the next row, unless the row ends an episode.
 
-    A gap follows a row if its `next_obs` is not the `obs` of the next row, and follows the last row. `truncated` and `cut` are
-    set for a row before a gap, unless the row ends its episode. So any rows in any order are a valid data set, and returns
-    over several steps stop at gaps.
+    A gap follows the last row, and every row whose `next_obs` is not the `obs` of the next row. `truncated` and `cut` are set
+    for a row before a gap, unless the row ends its episode. Therefore any rows in any order are a valid data set, and n-step
+    returns stop at gaps.
 
-    A row of several agents is a step of one environment: `obs`, `action`, `reward`, `terminated`, `next_obs` and the masks have
-    an entry for each agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
-    episode of several agents ends when it is truncated or all of them have terminated.
+    A row with several agents is a step of one environment: `obs`, `action`, `reward`, `terminated`, `next_obs` and the masks
+    have an entry per agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
+    episode of several agents ends when it is truncated or when all agents have terminated.
 
-    Observations of several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
-    path, such as `obs/position`. If critics see more than actors, observations are `PrivilegedObservation`s, of `obs/obs` and
-    `obs/privileged_state`.
+    Observations with several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
+    path, such as `obs/position`. If critics see more than actors, observations are `PrivilegedObservation`s, with the parts
+    `obs/obs` and `obs/privileged_state`.
 
     Attributes:
       obs: the observations: an array, or nested dicts and tuples of arrays. shape=(N, ...)
-      action: the actions, as the environment takes them. shape=(N, ...)
+      action: the environment's actions. shape=(N, ...)
       reward: the rewards. shape=(N,), dtype=float32
       terminated: whether the episode ended in a terminal state. shape=(N,), dtype=bool
       truncated: whether the episode was cut short. shape=(N,), dtype=bool
-      next_obs: the true successors, before any reset, of the same parts. shape=(N, ...)
+      next_obs: the true successors, before any reset, with the same parts. shape=(N, ...)
       about: the origin of the rows, as plain data.
       cut: whether the data stop at a row while the episode continues; such rows are `truncated` too. None marks only the
         rows before gaps. shape=(N,), dtype=bool
-      action_mask: whether each of `n` discrete actions is legal in `obs`; None if the environment does not name legal actions.
+      action_mask: whether each of `n` discrete actions is legal in `obs`; None if the environment has no legal actions.
         shape=(N, n), dtype=bool
-      next_action_mask: the same of `next_obs`. shape=(N, n), dtype=bool
-      present: which of several agents had not terminated when they acted; the actions of others mean nothing. None for one
-        agent. shape=(N, A), dtype=bool
+      next_action_mask: the same for `next_obs`. shape=(N, n), dtype=bool
+      present: which of several agents had not terminated when they acted; the actions of the others are meaningless. None for
+        one agent. shape=(N, A), dtype=bool
 
     Raises:
-      ValueError: if the shapes or dtypes are inconsistent, or an array holds no numbers; the message names the field.
+      ValueError: if the shapes or dtypes are inconsistent, or an array is not numeric; the message names the field.
     """
 
     obs: Any
@@ -96,18 +96,18 @@ class Dataset:
         successors = [name for name in arrays if fields_of([name]) == {"next_obs": None}]
         if successors != [f"next_{name}" for name in (first, *others)]:
             raise ValueError(
-                f"a data set has {', '.join(successors)} beside {', '.join((first, *others))}; give observations and their "
-                "successors the same parts"
+                f"a data set has {', '.join(successors)} with {', '.join((first, *others))}; use the same parts for "
+                "observations and their successors"
             )
         num_rows = arrays[first].shape[:1]
         if 0 in num_rows or not num_rows:
             raise ValueError("a data set needs at least one row: obs of shape [N, ...]")
         for name, x in arrays.items():
             if x.dtype.kind not in "biuf":
-                raise ValueError(f"{name} of a data set is {show(x)}, which holds no numbers; give an array of numbers")
+                raise ValueError(f"{name} of a data set is {show(x)}, which is not numeric; pass an array of numbers")
             if name in ("terminated", "truncated", *OPTIONAL):
                 if not ((x == 0) | (x == 1)).all():
-                    raise ValueError(f"{name} of a data set is {show(x)} with values other than 0 and 1; give bool")
+                    raise ValueError(f"{name} of a data set is {show(x)} with values other than 0 and 1; pass bool")
                 arrays[name] = x.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
         lead = arrays[first].shape[:2] if self.has_agents else num_rows
@@ -118,17 +118,17 @@ class Dataset:
         for name in arrays:
             shape = wanted.get(name, lead + arrays[name].shape[len(lead) :])
             if arrays[name].shape != shape:
-                each = "observation, and all but truncated an entry for each agent" if self.has_agents else "observation"
+                each = "observation, and all but truncated an entry per agent" if self.has_agents else "observation"
                 many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
-                    f"{name} of a data set is {show(arrays[name])}, but {first} is {show(arrays[first])}; every field has a "
-                    f"row for each {each}, so give {name} of shape {list(shape)}{many}"
+                    f"{name} of a data set is {show(arrays[name])}, but {first} is {show(arrays[first])}; every field has one "
+                    f"row per {each}, so pass {name} with shape {list(shape)}{many}"
                 )
         differs = np.zeros(num_rows[0] - 1, bool)
         for name in (first, *others):
             obs, after = arrays[name], arrays[f"next_{name}"]
             if after.dtype != obs.dtype:
-                raise ValueError(f"next_{name} of a data set is {after.dtype}, but {name} is {obs.dtype}; give both one dtype")
+                raise ValueError(f"next_{name} of a data set is {after.dtype}, but {name} is {obs.dtype}; use the same dtype")
             differs |= (after[:-1] != obs[1:]).any(axis=tuple(range(1, obs.ndim)))
         over = _terminated(arrays["terminated"], arrays["truncated"])
         gap = np.append(differs, True) & ~over & ~arrays["truncated"]
@@ -136,7 +136,7 @@ class Dataset:
             arrays["truncated"] = arrays["truncated"] | gap
         cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
         if cut.shape != num_rows or cut.dtype != bool:
-            raise ValueError(f"cut of a data set is {show(cut)}; give bool{list(num_rows)}, or None")
+            raise ValueError(f"cut of a data set is {show(cut)}; pass bool{list(num_rows)}, or None")
         arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
         for name in fields_of(arrays):
             object.__setattr__(self, name, nested(arrays, name))
@@ -151,17 +151,17 @@ class Dataset:
 
     @property
     def has_agents(self) -> bool:
-        """Whether the rows are steps of several agents: whether there is a field `present`."""
+        """Whether the rows are steps of several agents, i.e. whether there is a field `present`."""
         return self.present is not None
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of the fields with one row for each transition, except for `cut`."""
+        """The names of the fields with one row per transition, except `cut`."""
         return (*FIELDS, *(MASKS.values() if self.has_masks else ()), *((PRESENT,) if self.has_agents else ()))
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The arrays of these fields by name; parts of observations by their paths, such as `obs/position`."""
+        """The arrays of these fields by name; parts of observations by path, such as `obs/position`."""
         found: dict[str, np.ndarray] = {}
         for name in self.fields:
             found |= named(getattr(self, name), name) if name in NESTED else {name: getattr(self, name)}
@@ -169,7 +169,7 @@ class Dataset:
 
     @property
     def ended(self) -> np.ndarray:
-        """Whether a row ends its episode, or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
+        """Whether a row ends an episode or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
         return self.truncated | _terminated(self.terminated, self.truncated)
 
     def __repr__(self) -> str:
@@ -183,23 +183,23 @@ class Dataset:
 
     @property
     def episodes(self) -> Episodes:
-        """Starts, lengths and returns of the episodes."""
+        """The starts, lengths and returns of the episodes."""
         end = np.flatnonzero(self.ended)
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
     def _returns(self) -> tuple[np.ndarray, int]:
-        """The returns of the whole episodes, summed over the agents, and the number of incomplete ones."""
+        """The returns of the complete episodes, summed over the agents, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
         return (returns.sum(-1) if self.has_agents else returns)[~cut], int(cut.sum())
 
     def describe(self) -> dict[str, Any]:
-        """Summarizes the data set, as plain data.
+        """Summarizes the data set.
 
         Returns:
-          `rows`; `episodes`, the number of whole episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of the
-          whole episodes, summed over the agents, nan if there are none; and the items of `about`.
+          `rows`; `episodes`, the number of complete episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of
+          the complete episodes, summed over the agents, nan if there are none; and the items of `about`.
         """
         returns, cut = self._returns()
         mean = float(returns.mean()) if len(returns) else float("nan")
@@ -207,7 +207,7 @@ class Dataset:
         return counts | {"mean_return": mean} | dict(self.about)
 
     def fingerprint(self) -> str:
-        """The SHA-256 of all fields with their dtypes and shapes, in hexadecimal digits."""
+        """The SHA-256 hash of all fields with their dtypes and shapes, in hexadecimal."""
         digest = hashlib.sha256()
         for name, x in (self.columns | {"cut": self.cut}).items():
             x = np.ascontiguousarray(x)
@@ -216,25 +216,25 @@ class Dataset:
         return digest.hexdigest()
 
     def select(self, rows: np.ndarray | slice) -> "Dataset":
-        """Takes rows.
+        """Selects rows.
 
         Args:
-          rows: the numbers of the rows, or a slice.
+          rows: row numbers, or a slice.
 
         Returns:
-          The data set of these rows, in this order, with gaps marked.
+          The data set of these rows in this order, with gaps marked.
         """
         return from_columns({name: x[rows] for name, x in (self.columns | {"cut": self.cut}).items()}, self.about)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
-        """Splits off a part of the episodes.
+        """Splits off some of the episodes.
 
         Args:
           fraction: share of the episodes to split off, above 0 and below 1; each side gets at least one episode.
           seed: seed of the random choice of episodes.
 
         Returns:
-          The data set of the remaining episodes and the data set of the split-off ones, such as for training and validation.
+          The data set of the remaining episodes and that of the split-off ones, e.g. for training and validation.
 
         Raises:
           ValueError: if the fraction is out of range or there is only one episode.
@@ -243,7 +243,7 @@ class Dataset:
             raise ValueError(f"fraction={fraction!r}: use a number above 0 and below 1")
         start, length, _ = self.episodes
         if len(start) < 2:
-            raise ValueError("the data set is one episode, which cannot be split; gather more, or hold nothing out")
+            raise ValueError("the data set has a single episode, which cannot be split; collect more, or do not split")
         count = min(max(round(fraction * len(start)), 1), len(start) - 1)
         held = np.zeros(len(start), bool)
         held[np.random.default_rng(seed).choice(len(start), count, replace=False)] = True
@@ -252,26 +252,26 @@ class Dataset:
 
 
 def named(value: Any, name: str) -> dict[str, Any]:
-    """The parts of nested dicts and tuples by their paths, from `name` on; ValueError if none, or of a name that is no path."""
+    """The parts of nested dicts and tuples by path, starting with `name`; ValueError if there are none or a key is invalid."""
     if isinstance(value, PrivilegedObservation):
         value = value._asdict()
     if not isinstance(value, Mapping | tuple):
         return {name: value}
     if not value:
-        raise ValueError(f"{name} is an empty {type(value).__name__}, which data sets cannot hold; give it a part")
+        raise ValueError(f"{name} is an empty {type(value).__name__}, which data sets cannot store; add a part")
     found: dict[str, Any] = {}
     for key, part in sorted(value.items()) if isinstance(value, Mapping) else enumerate(value):
         if isinstance(value, Mapping) and (not isinstance(key, str) or not key or "/" in key or key.isdigit()):
             raise ValueError(
-                f"{name} has a part with the name {key!r}, which data sets cannot hold, as its path would be that of another "
-                "part; name it by text that has no '/' and is no number"
+                f"{name} has a part with the name {key!r}, which data sets cannot store, because its path would be ambiguous; "
+                "use text without '/' that is not a number"
             )
         found |= named(part, f"{name}/{key}")
     return found
 
 
 def nested(arrays: Mapping[str, Any], name: str) -> Any:
-    """Puts the parts of a value together: the inverse of `named`; raises ValueError if a tuple lacks a part."""
+    """Reassembles the parts of a value, the inverse of `named`; raises ValueError if a tuple lacks a part."""
     if name in arrays:
         return arrays[name]
     keys = sorted({path[len(name) + 1 :].partition("/")[0] for path in arrays if path.startswith(f"{name}/")})
@@ -284,7 +284,7 @@ def nested(arrays: Mapping[str, Any], name: str) -> Any:
 
 
 def fields_of(paths: Iterable[str]) -> dict[str, None]:
-    """The fields that paths lead into, in the order in which they come."""
+    """The fields that paths start with, in order of appearance."""
     return dict.fromkeys(path.partition("/")[0] if path.startswith(tuple(f"{f}/" for f in NESTED)) else path for path in paths)
 
 
@@ -301,18 +301,18 @@ def columns(rows: Any) -> dict[str, Any]:
 
 
 def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
-    """Makes a data set from arrays by the names of `Dataset.columns`, and `cut`, if it is known."""
+    """Makes a data set from arrays by the names of `Dataset.columns`, and `cut`, if known."""
     return Dataset(**{name: nested(arrays, name) for name in fields_of(arrays)}, about=about)
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
-    """Joins columns `[T, E, ...]`, one environment after another, each cut at its end, without steps that are not `present`."""
+    """Joins columns `[T, E, ...]`, environment by environment, each cut at its end, dropping steps that are not `present`."""
     fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
     fields = {name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}
-    if PRESENT in fields and fields[PRESENT].ndim == 1:  # steps of one agent that its environment did not answer
+    if PRESENT in fields and fields[PRESENT].ndim == 1:  # single-agent steps that the environment did not answer
         keep = fields.pop(PRESENT)
         fields = {name: x[keep] for name, x in fields.items()}
     return from_columns(fields, about)
@@ -320,7 +320,7 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
 
 @entry
 def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = None) -> Dataset:
-    """Joins data sets, one after another.
+    """Joins data sets in order.
 
     Args:
       datasets: at least one.
@@ -333,7 +333,7 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
       ValueError: if there is no data set, or shapes or dtypes differ.
     """
     if not datasets:
-        raise ValueError("there is nothing to concatenate; give at least one data set")
+        raise ValueError("there is nothing to concatenate; pass at least one data set")
     first = datasets[0]
     kept = [dataset.columns | {"cut": dataset.cut} for dataset in datasets]
     for i, other in enumerate(kept):
@@ -349,5 +349,5 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
 
 
 def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
-    """Whether the episode has terminated, in the shape of `truncated`; of several agents, whether all have."""
+    """Whether the episode has terminated, with the shape of `truncated`; with several agents, whether all have."""
     return terminated if terminated.ndim == truncated.ndim else np.all(terminated, -1)

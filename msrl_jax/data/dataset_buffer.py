@@ -23,15 +23,15 @@ def buffer(
     shards: int = 1,
     storage: Storage | None = None,
 ) -> tuple[Replay, ReplayState]:
-    """Puts a data set into a uniform replay buffer of `G` lanes, one per shard, of `N // G` rows each.
+    """Copies a data set into a uniform replay buffer with `G` lanes, one per shard, of `N // G` rows each.
 
-    The last `N % G` rows are left out. The last row of a lane is truncated unless it is terminated, and the last `length - 1`
-    rows of each lane start no window.
+    The last `N % G` rows are dropped. The last row of a lane is truncated unless it is terminated, and no window starts at the
+    last `length - 1` rows of a lane.
 
     Args:
       dataset: the data set.
-      batch_size: windows per batch, `B`.
-      length: steps of a window; the n of n-step transitions.
+      batch_size: number of windows per batch, `B`.
+      length: number of steps per window; the n of n-step transitions.
       discount: if given, windows are folded into n-step transitions, as in `replay.uniform`.
       shards: number of parts that can be on different devices, `G`; a divisor of `batch_size`. Samples depend on it.
       storage: codecs, as in `replay.uniform`.
@@ -41,18 +41,18 @@ def buffer(
       constant of the program.
 
     Raises:
-      ValueError: if the data set is too small for a batch or a window, if sizes do not fit, or if there are several agents.
+      ValueError: if the data set is too small for a batch or a window, if sizes are incompatible, or if it has several agents.
     """
     if dataset.has_agents:
         raise ValueError(
-            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), and a buffer "
-            "of data holds steps of one; take the data of an environment with one agent"
+            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), but a data "
+            "set buffer needs a single agent; use data of a single-agent environment"
         )
     steps = len(dataset) // shards
     if steps < length or (steps - length + 1) * shards < batch_size:
         raise ValueError(
             f"the data set has {len(dataset)} rows, {steps} in each of shards={shards}: fewer than batch_size={batch_size} "
-            f"windows of {length} steps; gather more, or use smaller batches or fewer shards"
+            f"windows of {length} steps; collect more data, or use smaller batches or fewer shards"
         )
 
     def lanes(x: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ def buffer(
         example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
         discount=discount, shards=shards, storage=storage,
     )  # fmt: skip
-    # Evaluated now, even if an agent is built while it is traced.
+    # Evaluate eagerly, even if an agent is built inside a trace.
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
         lost = int(state.lost.sum())

@@ -1,7 +1,7 @@
-"""Recording a run: environments keep their last steps in their state, and a writer saves the steps after every chunk.
+"""Recording a run: environments keep their last steps in their state, and a writer saves these steps after every chunk.
 
-The recorded environment is the innermost vector environment, so it records raw observations and rewards under any algorithm.
-In the shape descriptions, `S` is the number of steps of a chunk.
+Recording wraps the innermost vector environment, so it stores raw observations and rewards for any algorithm. In the shape
+descriptions, `S` is the number of steps per chunk.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from msrl_jax.replay import Transition
 
 
 def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition:
-    """The row of a data set `[E, ...]` for a step: the observations before it, and actions in the dtype of their space."""
+    """The data set row `[E, ...]` of a step: the observations before it, and actions in the dtype of their space."""
     return Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
 
 
@@ -42,14 +42,14 @@ class RecordedState(NamedTuple):
 
     env_state: PyTree
     obs: jax.Array  # raw, for the next actions. `[E, ...]`
-    rows: Transition  # a ring with the last steps. `[S, E, ...]`
-    position: jax.Array  # int32: the row of the ring for the next step
-    taken: Counter  # steps of every environment so far
+    rows: Transition  # a ring of the last steps. `[S, E, ...]`
+    position: jax.Array  # int32: where the next step goes in the ring
+    taken: Counter  # number of steps of every environment so far
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEnvironment(EnvironmentWrapper):
-    """An environment, of one agent or several, with a vectorized form that keeps the last `S` steps of each copy."""
+    """An environment, with one agent or several, whose vectorized form keeps the last `S` steps of each copy."""
 
     env: Environment
     steps: int
@@ -58,7 +58,7 @@ class RecordedEnvironment(EnvironmentWrapper):
         check_recordable(self.env)
 
     def vectorize(self, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None) -> "RecordedVectorEnvironment":
-        """Makes `E` copies that keep their steps; `teams` are those of several agents."""
+        """Makes `E` copies that keep their steps; `teams` is as in `vectorize_agents`."""
         several = has_agents(self.env)
         env = vectorize_agents(self.env, num_envs, teams) if several else vectorize(self.env, num_envs)  # type: ignore[arg-type]
         return RecordedVectorEnvironment(env, self.steps)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ class RecordedEnvironment(EnvironmentWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedVectorEnvironment(VectorWrapper):
-    """A vector environment that keeps its last steps in its state; with the members of `VectorizedAgents` if it is one."""
+    """A vector environment that keeps its last steps in its state; if it has several agents, like `VectorizedAgents`."""
 
     env: VectorEnvironment
     steps: int
@@ -77,7 +77,7 @@ class RecordedVectorEnvironment(VectorWrapper):
         return RecordedState(self.env.axes, ENV_AXIS, P(None, "env"), P(), P())  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[RecordedState, PyTree]:
-        """Starts all environments, without recorded steps."""
+        """Starts all environments, with no recorded steps."""
         env_state, obs = self.env.reset(key)
         item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
         agents = (self.num_agents,) if has_agents(self.env) else ()
@@ -86,7 +86,7 @@ class RecordedVectorEnvironment(VectorWrapper):
         lead, present = (self.steps, self.num_envs), flag if agents or is_on_host(self.env) else None
         rows = Transition(item, action, number, flag, jax.ShapeDtypeStruct((), jnp.bool_), item, present=present)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
-        # A copy: a state in which two leaves are one array cannot be donated.
+        # Copy: a state in which two leaves are the same array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs
 
     def step(self, state: RecordedState, action: PyTree) -> tuple[RecordedState, TimeStep]:
@@ -118,17 +118,17 @@ def _map_recorded(fn: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def without_experience(state: Any) -> Any:
-    """The state of a run without its recorded steps."""
+    """Removes recorded steps from the state of a run."""
     return _map_recorded(lambda x: x.env_state, state)
 
 
 def at_rest(state: Any) -> Any:
-    """The state of a run whose recorded steps are on disk: what a checkpoint holds of it."""
+    """Removes recorded steps that are on disk from the state of a run, for a checkpoint."""
     return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
 def awake(state: Any, like: Any) -> Any:
-    """The result of `at_rest` as a state that can run, of the types `like`, with an empty ring, maybe of another size."""
+    """Adds an empty ring, possibly of another size, to a result of `at_rest`; `like` has the types of the new state."""
 
     def wake(x: RecordedState, kind: RecordedState) -> RecordedState:
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
@@ -138,12 +138,12 @@ def awake(state: Any, like: Any) -> Any:
 
 
 class ExperienceWriter:
-    """Writes the steps of a run in parts to a folder beside the file, which `load` reads too, and joins them at the end."""
+    """Writes the steps of a run to a folder of parts next to the file, which `load` also reads, and joins them at the end."""
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], done: Mapping[str, int] | None = None):
-        """Checks the path of the data set `about` something; ValueError if it, or its parts, exist, or its suffix is unknown.
+        """Checks the path; raises ValueError if it or its parts exist, or if its suffix is unknown.
 
-        In a run that goes on, `done` is the `progress` that was saved: those parts have to exist, and later ones are removed.
+        In a resumed run, `done` is the saved `progress`: those parts must exist, and later ones are removed.
         """
         self.path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
         self._parts = self.path.with_name(self.path.name + PARTS)
@@ -156,17 +156,17 @@ class ExperienceWriter:
         check_new(self.path)
         if self._parts.exists():
             raise ValueError(
-                f"{self._parts} holds a killed run's recording; keep it with msrl_jax.data.save(msrl_jax.data.load("
-                f"{str(self._parts)!r}), ...), and delete the folder"
+                f"{self._parts} holds the recording of a killed run; save it with msrl_jax.data.save(msrl_jax.data.load("
+                f"{str(self._parts)!r}), ...), then delete the folder"
             )
 
     @property
     def progress(self) -> dict[str, int]:
-        """How far the recording is, for a run that goes on later: steps of every environment, and parts."""
+        """The progress of the recording, for resuming: steps of every environment, and parts."""
         return {"steps": self._taken, "parts": self._count}
 
     def add(self, state: Any, steps: int) -> None:
-        """Writes the steps that every environment took in a chunk; RuntimeError unless it took so many."""
+        """Writes the steps that every environment took in a chunk; RuntimeError if their number differs from `steps`."""
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
         rows, taken = jax.tree.unflatten(tree, read(leaves))
@@ -174,10 +174,10 @@ class ExperienceWriter:
         first, held = self._taken, rows.truncated.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
-            raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm says {steps}")
-        if jax.process_index():  # the first process writes
+            raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm reports {steps}")
+        if jax.process_index():  # only the first process writes
             return
-        if np.ndim(taken):  # members are further environments
+        if np.ndim(taken):  # treat population members as more environments
             rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(held, -1, *x.shape[3:]), rows)
         which = np.arange(first, first + steps) % held
         if not self._parts.exists():

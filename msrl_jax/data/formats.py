@@ -1,6 +1,6 @@
-"""Data sets from elsewhere: npz and Parquet files, Minari data sets, the parts of a recording, and episodes as of RLDS.
+"""Reading and writing data sets: npz and Parquet files, Minari data sets, parts of a recording, and RLDS episodes.
 
-A Parquet file has one column per field or part of it, with lists of fixed size for arrays; the shapes are in the metadata.
+A Parquet file has one column per field or part, with fixed-size lists for arrays; the shapes are in the metadata.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Transition
 
 ABOUT, CUT = "about", "cut"
-_KEY = b"msrl_jax"  # names our metadata in Parquet files
+_KEY = b"msrl_jax"  # the key of our metadata in Parquet files
 PARTS = ".parts"  # suffix of the folder that holds an incomplete recording
 
 
@@ -39,8 +39,8 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
       The path.
 
     Raises:
-      ValueError: on another suffix.
-      TypeError: if it is neither a path nor a data set.
+      ValueError: if the suffix is unknown.
+      TypeError: if an argument is not a path or not a data set.
       ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     path = Path(path)
@@ -67,13 +67,13 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
       The data set.
 
     Raises:
-      ValueError: if there is no such file, if it has another format, or if fields are missing.
+      ValueError: if the file does not exist, has another format, or lacks fields.
       ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     if isinstance(path, Dataset):
         return path
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"data are {type(path).__name__}; give the path of a file, or a Dataset: from_episodes makes one")
+        raise TypeError(f"data is {type(path).__name__}; pass the path of a file, or a Dataset, e.g. from from_episodes")
     name, path = os.fspath(path), Path(path)
     if path.is_dir():
         return read_parts(path) if path.suffix == PARTS else _read_minari(path)
@@ -81,22 +81,22 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
         return _read_minari(name)
     check_suffix(path)
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; msrl_jax.data.record and train(record=...) write data sets")
+        raise ValueError(f"there is no file {path}; use msrl_jax.data.record or train(record=...) to write one")
     return _FORMATS[path.suffix][0](path)
 
 
 def check_suffix(path: str | os.PathLike) -> None:
-    """Raises ValueError unless the suffix names a format."""
+    """Raises ValueError unless the suffix is that of a format."""
     path = Path(path)
     if path.suffix not in _FORMATS:
-        raise ValueError(f"{path} has the suffix {path.suffix!r}; name a file that ends in {' or '.join(_FORMATS)}")
+        raise ValueError(f"{path} has the suffix {path.suffix!r}; use a file name that ends in {' or '.join(_FORMATS)}")
 
 
 def check_new(path: str | os.PathLike) -> None:
-    """Raises ValueError if the path exists, or its suffix names no format."""
+    """Raises ValueError if the path exists, or its suffix is unknown."""
     check_suffix(path)
     if Path(path).exists():
-        raise ValueError(f"{path} exists already; name another file to record to, or delete it first")
+        raise ValueError(f"{path} already exists; record to another file, or delete it first")
 
 
 def write_part(folder: Path, number: int, rows: Transition) -> None:
@@ -108,12 +108,12 @@ def write_part(folder: Path, number: int, rows: Transition) -> None:
 
 
 def keep_parts(folder: Path, count: int) -> None:
-    """Removes all parts but the first `count`; raises ValueError if there are fewer."""
+    """Removes all but the first `count` parts; raises ValueError if there are fewer."""
     paths = sorted(folder.glob("part-*.npz"))
     if len(paths) < count:
         raise ValueError(
-            f"{folder} has {len(paths)} of the {count} parts that the run has recorded so far; restore the folder, or record "
-            "the further steps to another file"
+                f"{folder} has {len(paths)} of the {count} parts that the run has recorded so far; restore the folder, or "
+                "record further steps to another file"
         )
     for path in paths[count:]:
         path.unlink()
@@ -123,7 +123,7 @@ def read_parts(folder: Path) -> Dataset:
     """Joins the parts in a folder; every part holds steps `[T, E, ...]`, in order."""
     paths = sorted(folder.glob("part-*.npz"))
     if not paths:
-        raise ValueError(f"{folder} is a folder without a data set; name a file, or the folder of a recorded run")
+        raise ValueError(f"{folder} is a folder without a data set; use a file, or the folder of a recorded run")
     parts = []
     for path in paths:
         try:
@@ -144,7 +144,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyEr
 
 
 def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The arrays of a data set in a file, and the names of all that is in it."""
+    """The arrays of a data set in a file, and the names of everything in the file."""
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
         return {name: file[name] for name in file.files if fields_of([name]).keys() <= ours}, file.files
@@ -155,14 +155,15 @@ def _read_npz(path: Path) -> Dataset:
         arrays, names = _npz(path)
         about = parse_json(str(arrays.pop(ABOUT, "{}")))
     except _DAMAGED as error:
-        raise ValueError(f"{path} is no npz file of numbers, or it is damaged ({error}); write it again") from error
+        raise ValueError(f"{path} is not an npz file of numbers, or it is damaged ({error}); write it again") from error
     return _dataset(path, arrays, about, names)
 
 
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
     if missing := [name for name in FIELDS if name not in fields_of(names)]:
         raise ValueError(
-            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
+            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file "
+            f"{', '.join(sorted(names))}"
         )
     try:
         return from_columns(arrays, about)
@@ -176,7 +177,7 @@ def _write_npz(dataset: Dataset, path: Path) -> None:
 
 
 def _require(module: str, what: str) -> ModuleType:
-    """Imports a package of the extra `data` for a format; if it is not installed, ImportError says how to install it."""
+    """Imports a package of the extra `data`; if it is not installed, the ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -206,7 +207,7 @@ def _read_parquet(path: Path) -> Dataset:
     try:
         table = parquet.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
+        raise ValueError(f"{path} is not a Parquet file, or it is damaged ({error}); write it again") from error
     said = parse_json((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
     for name in table.column_names:
@@ -223,13 +224,13 @@ def _array(column: Any, what: str) -> np.ndarray:
     shape = [len(column)]
     while True:
         if column.null_count:
-            raise ValueError(f"{what} has {column.null_count} empty cells; fill them, or leave such rows out")
+            raise ValueError(f"{what} has {column.null_count} empty cells; fill them, or remove such rows")
         kind = column.type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
             return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
         lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
         if len(lengths) != 1:
-            raise ValueError(f"{what} has lists of {len(lengths)} different lengths; every row has to have the same shape")
+            raise ValueError(f"{what} has lists of {len(lengths)} different lengths; all rows must have the same shape")
         shape.append(int(lengths[0]))
         column = column.flatten()
 
@@ -245,7 +246,7 @@ def _read_minari(source: str | Path) -> Dataset:
         episodes = [] if stored is None else [vars(episode) for episode in stored.iterate_episodes()]
     except (OSError, KeyError, ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise ValueError(
-            f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or name its folder"
+            f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or pass its folder"
         ) from error
     if stored is None:
         raise ValueError(f"{source} is refused: {refusal}")
@@ -260,12 +261,12 @@ def _read_minari(source: str | Path) -> Dataset:
 
 
 def _reaches_out(folder: Path) -> str | None:
-    """Why a Minari data set is refused: it would run code that it names, or read other files; None if it does neither."""
+    """Why a Minari data set is refused: reading it would run code or read other files; None if it is safe."""
     said = dict(parse_json((folder / "metadata.json").read_bytes()))
     if lacking := [name for name in ("observation_space", "action_space") if not isinstance(said.get(name), str)]:
         return (
-            f"metadata.json has no {lacking[0]}, so Minari would make the environment that it names, which may be any code; if "
-            "you trust it, read the data set yourself, and pass its episodes to msrl_jax.data.from_episodes"
+            f"metadata.json has no {lacking[0]}, so Minari would make the environment that it names, which can run any code; "
+            "if you trust it, read the data set yourself, and pass its episodes to msrl_jax.data.from_episodes"
         )
     if (path := folder / "main_data.hdf5").exists():
         h5py = _require("h5py", "a Minari data set in HDF5")
@@ -275,11 +276,11 @@ def _reaches_out(folder: Path) -> str | None:
                 lambda name, x: name if isinstance(x, h5py.Dataset) and (x.external or x.is_virtual) else None
             )
         if where:
-            return f"{where} of {path} is stored in another file; copy what you need of that file into the data set"
+            return f"{where} of {path} is stored in another file; copy the data you need from that file into the data set"
     return None
 
 
-_NAMES = {  # of each field: ours, and those of RLDS and Minari
+_NAMES = {  # field -> its names here, in RLDS and in Minari
     "obs": ("obs", "observation", "observations"),
     "action": ("action", "actions"),
     "reward": ("reward", "rewards"),
@@ -290,32 +291,32 @@ _NAMES = {  # of each field: ours, and those of RLDS and Minari
 
 @entry
 def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
-    """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
+    """Makes a data set from whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
 
     Args:
-      episodes: the arrays of every episode, or `{"steps": arrays}`, or `{"steps": [step, ...]}`, as RLDS has
-        them. An episode of `T` steps has `T + 1` observations; actions and rewards `[T, ...]`,
-        or `[T + 1, ...]` with a meaningless last entry, as in RLDS; `terminated [T]`, whether a step ended in a terminal
-        state, or `is_terminal [T + 1]`, whether an observation is terminal; and optionally `truncated [T]`, whether a limit
-        ended the episode after a step. Observations may be nested dicts and tuples of arrays. Plural names work too.
+      episodes: the arrays of every episode, or `{"steps": arrays}`, or `{"steps": [step, ...]}`, as in RLDS. An episode of `T`
+        steps has `T + 1` observations; actions and rewards `[T, ...]`, or `[T + 1, ...]` with a meaningless last entry, as in
+        RLDS; `terminated [T]`, whether a step ended in a terminal state, or `is_terminal [T + 1]`, whether an observation is
+        terminal; and optionally `truncated [T]`, whether a limit ended the episode after a step. Observations may be nested
+        dicts and tuples of arrays. Plural names are also accepted.
       about: the origin of the episodes.
 
     Returns:
       The data set; an episode that does not end in a terminal state is truncated.
 
     Raises:
-      ValueError: if there is no episode, if an array is missing or has a wrong length, or if there are rewards of several
+      ValueError: if there are no episodes, if an array is missing or has the wrong length, or if rewards are those of several
         agents; the message names the array.
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
         rows = _rows(_steps(episode, f"episode {number}"), f"episode {number}")
         if number and (odd := sorted(rows.keys() ^ columns.keys())):
-            raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; give all the same parts of observations")
+            raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; all need the same parts of observations")
         for name, x in rows.items():
             columns.setdefault(name, []).append(x)
     if not columns:
-        raise ValueError("there are no episodes; give at least one")
+        raise ValueError("there are no episodes; pass at least one")
     for name, parts in columns.items():
         kinds = sorted({f"{x.dtype}{list(x.shape[1:])}" for x in parts})
         if len(kinds) > 1:
@@ -324,15 +325,15 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
 
 
 def _steps(episode: Any, where: str) -> Mapping[str, Any]:
-    """The arrays of an episode; those of RLDS are under `steps`, or are the steps one by one."""
+    """The arrays of an episode; in RLDS, they are under `steps`, which may be a list of single steps."""
     if not isinstance(episode, Mapping):
-        raise ValueError(f"{where} is {shown(episode)}; give a list of episodes, each a dict of arrays")
+        raise ValueError(f"{where} is {shown(episode)}; pass a list of episodes, each a dict of arrays")
     steps = episode.get("steps", episode)
     if isinstance(steps, Mapping):
         return steps
     rows = list(steps)
     if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError(f"steps of {where} are {shown(steps)}; give a dict of arrays, or a list of dicts, one for each step")
+        raise ValueError(f"steps of {where} are {shown(steps)}; pass a dict of arrays, or a list of dicts, one per step")
     return jax.tree.map(lambda *xs: np.stack(xs), *map(dict, rows))
 
 
@@ -348,26 +349,26 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
         if name == "obs":
             obs = {path: np.asarray(x) for path, x in named(value, name).items()}
         elif isinstance(value, Mapping | tuple):
-            raise ValueError(f"{given} of {where} is a {type(value).__name__} of arrays; make it one array (flatten it)")
+            raise ValueError(f"{given} of {where} is a {type(value).__name__} of arrays; flatten it to one array")
         elif given is not None:
             found[name] = np.asarray(value)
             terminal |= given == "is_terminal"
     lengths = {path: len(x) if x.ndim else 0 for path, x in obs.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the parts of the observations of {where} have different lengths, {lengths}; give as many of each")
+        raise ValueError(f"the parts of the observations of {where} have different lengths, {lengths}; make them equal")
     steps = max(lengths.values()) - 1
     if steps < 1:
-        raise ValueError(f"{where} has {steps + 1} observations; give one more than there are steps, so at least two")
+        raise ValueError(f"{where} has {steps + 1} observations; pass one more than there are steps, so at least two")
     for name, x in found.items():
         lengths = [steps + 1] if name == "terminated" and terminal else [steps, steps + 1]
         if x.ndim == 0 or len(x) not in lengths:
             raise ValueError(
-                f"{name} of {where} is of shape {list(x.shape)}, but there are {steps + 1} observations; give one per step, "
+                f"{name} of {where} has shape {list(x.shape)}, but there are {steps + 1} observations; pass one per step, "
                 f"[{' or '.join(map(str, lengths))}, ...]"
             )
         if name == "reward" and x.ndim > 1:
             raise ValueError(
-                f"reward of {where} is of shape {list(x.shape)}; these episodes are of one agent, so give one number per step; "
+                f"reward of {where} has shape {list(x.shape)}; these episodes have one agent, so pass one number per step; "
                 "for several agents, make a Dataset with the field present"
             )
         found[name] = x[1:] if name == "terminated" and terminal else x[:steps]

@@ -1,4 +1,4 @@
-"""`record`: makes a data set from a trained policy that acts in its environment."""
+"""`record`: makes a data set by running a trained policy in its environment."""
 
 import math
 import os
@@ -19,17 +19,17 @@ from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.params import GivenParams, ParamSource, with_source
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host_calls import host_errors
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
 
-_CHUNK = 1024  # approximate number of rows on the device at once
+_CHUNK = 1024  # approximate number of rows on the device at a time
 
 
 class _Acting(Protocol):
-    """The behavior of a trained policy; `msrl_jax.run` has it."""
+    """The behavior of a trained policy; `msrl_jax.run` implements it."""
 
     @property
     def env(self) -> Environment: ...
@@ -65,26 +65,26 @@ def record(
     num_envs: int = 16,
     env_params: GivenParams | None = None,
 ) -> Dataset:
-    """Lets a trained policy act, and records every step.
+    """Runs a trained policy, and records every step.
 
     Args:
       result: the run; its policy acts in the environment of training.
       steps: number of rows of the data set, `N`. Each of the parallel environments has `N / num_envs` rows, rounded up; the
         last one may have fewer. The last episode of each environment is cut, so fewer environments cut fewer episodes.
       path: file for the data set, as in `save`; None writes no file.
-      epsilon: probability of a uniformly random legal action, of every agent by itself; other actions are the most probable
-        ones. None samples all actions from the policy.
+      epsilon: probability of a uniformly random legal action, drawn per agent; other actions are the most probable ones. None
+        samples all actions from the policy.
       seed: seed of all randomness.
-      member: the member that acts, in a run of several seeds; the best one if None.
+      member: the population member that acts, in a run with several seeds; the best one if None.
       num_envs: number of parallel environments.
-      env_params: what parameters of the environment are drawn from, as in `Result.evaluate`.
+      env_params: the source of environment parameters, as in `Result.evaluate`.
 
     Returns:
       The data set.
 
     Raises:
-      ValueError: if a number is out of range, if the file exists, if its suffix names no format, if the rows or the
-        environments take more memory than there is, or if an observation has no legal action.
+      ValueError: if a number is out of range, if the file exists, if its suffix is unknown, if the rows or the environments
+        need more memory than there is, or if an observation has no legal action.
       TypeError: if actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
@@ -100,7 +100,7 @@ def record(
     trained = result.member_state(member)
     recorded = with_privileged(behavior.env)
     env = with_source(vectorize(recorded, num_envs), jax.device_get(behavior.source(trained)))
-    check_rows_fit(recorded, steps, "Record fewer steps at once, with another seed and file each time")
+    check_rows_fit(recorded, steps, "Record fewer steps at a time, each with another seed and file")
     space, limit = RecordedEnvironment(recorded, chunk).action_space, 1.0 if epsilon is None else epsilon
     several = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
 
@@ -130,7 +130,7 @@ def record(
 
         return jax.lax.scan(step, running, None, length=chunk)
 
-    play = Fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
+    play = MemoryCheckedJit(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
     leaves = behavior.take(trained)
     key, env_key = jax.random.split(key_for("data", jax.random.key(seed)))
@@ -144,7 +144,7 @@ def record(
             parts.append(jax.device_get(rows))
     release(env)
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
-    how = "sampled actions" if epsilon is None else f"greedy but for epsilon={epsilon:g}"
+    how = "sampled actions" if epsilon is None else f"greedy except for epsilon={epsilon:g}"
     description = result.description
     about = {
         "env": description["env"],

@@ -1,6 +1,6 @@
-"""Elastic actors, an optional room: one process learns, and others act for it, which join and leave while it goes on.
+"""Elastic actors, an optional package: one process learns, and actors in other processes join and leave during the run.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

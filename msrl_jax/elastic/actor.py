@@ -1,4 +1,4 @@
-"""The side of an actor: it acts for the learner of a run, with environments of its own, until the run is over."""
+"""The actor side: acts for the learner of a run, with its own environments, until the run is over."""
 
 import contextlib
 import threading
@@ -20,27 +20,27 @@ from msrl_jax.run.disk.folder import versions
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import seconds
 
-_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one again and again
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one repeats
 
 
 class _Sent(NamedTuple):
-    """An unroll that the learner may not have yet."""
+    """An unroll that the learner may not have received yet."""
 
     header: dict[str, Any]
     arrays: list[np.ndarray]
 
 
 class _Over(Exception):
-    """The run is over; its text is the error that ended it, if one did."""
+    """The run is over; the message is the error that ended it, if any."""
 
 
 class _Actor:
-    """An actor, with what it keeps while its learner is away."""
+    """An actor, with the state that it keeps while the learner is away."""
 
     def __init__(self, experiment: Experiment | None, trust: bool):
         self.experiment, self.trust, self.program = experiment, trust, None
         self.run: str | None = None
-        self.about: Any = None  # what the program was made of
+        self.about: Any = None  # the description that the program was built from
         self.ticket: int | None = None
         self.unrolls = 0
         self.waiting: _Sent | None = None
@@ -68,12 +68,12 @@ class _Actor:
             is_sent = True
 
     def enter(self, channel: Channel) -> tuple[Packing, SplitProgram]:
-        """Waits until the learner lets it in, and returns what it acts with."""
+        """Waits until the learner admits the actor; returns what it needs to act."""
         channel.send({"versions": versions(), "ticket": self.ticket, "run": self.run})
         about = _received(channel)[0]
         self.run = about["run"]
         try:
-            if self.program is None or about["experiment"] != self.about:  # of another run
+            if self.program is None or about["experiment"] != self.about:  # a different run
                 said = about["experiment"]
                 experiment = self.experiment or Experiment.from_json(said, where="the learner", trust=self.trust)
                 self.program = split_program(experiment)
@@ -101,7 +101,7 @@ def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memor
 
 
 def _hear(channel: Channel) -> None:
-    """Reads what came meanwhile; it can only say that the run is over."""
+    """Reads a message that arrived meanwhile; it can only say that the run is over."""
     if channel.has_message():
         _received(channel)
 
@@ -114,36 +114,37 @@ def act(
     trust: bool = False,
     say: Callable[[str], Any] = lambda line: None,
 ) -> int:
-    """Acts for the learner of a run, which was started with `actors_at`, until the run is over; or for several, side by side.
+    """Acts for the learner of a run that was started with `actors_at`, until the run is over; or for several in parallel.
 
-    The learner says what the run computes. The actor has environments of its own, whose keys depend on the seed of the run and
-    on the ticket that it gets. If the learner is away, it waits, and goes on where it was.
+    The learner sends the description of the run. The actor has its own environments, whose keys depend on the seed of the run
+    and on the ticket that the learner assigns. If the learner is away, the actor waits and then continues where it was.
 
     Args:
-      *addresses: the learner's, `HOST:PORT`, or the path of a file with it, such as `/shared/learner`, which need not exist yet
-        and is read again whenever the learner is away; those of several learners, each with a run and a policy of its own.
-      experiment: what the run computes; needed if the learner's environment or a part of its config is an object.
-      wait: how long it waits for the learner each time, in seconds or as text such as `"10m"`.
-      trust: whether the code that a learner names may run here: modules (`my_module:MyEnv`) and files of algorithms.
-      say: called with lines about what happens.
+      *addresses: the learner's address, `HOST:PORT`, or the path of a file that contains it, such as `/shared/learner`; the
+        file may be created later and is read again whenever the learner is away. With several addresses, the actor acts for
+        several learners, each with its own run and policy.
+      experiment: the experiment; needed if the learner's environment or a part of its config is an object.
+      wait: how long to wait for the learner each time, in seconds or as text such as `"10m"`.
+      trust: whether to run code that a learner names: modules (`my_module:MyEnv`) and algorithm files.
+      say: called with progress messages.
 
     Returns:
-      The number of unrolls that it made.
+      The number of unrolls that the actor made.
 
     Raises:
-      ValueError: if a learner refuses it, with the reason.
-      TrustError: a ValueError, if a learner names code to run, and is not trusted.
+      ValueError: if a learner refuses the actor, with the reason.
+      TrustError: a ValueError, if a learner names code to run, and `trust` is False.
       RuntimeError: if a run ended with an error.
-      ConnectionError: if a learner does not come back in time. Of several learners, it acts for the others to their end first.
+      ConnectionError: if a learner does not come back in time. With several learners, the other runs are completed first.
     """
     limit = seconds("wait", wait)
     if not addresses:
-        raise ValueError("an actor needs the address of its learner; give HOST:PORT, such as 127.0.0.1:7000")
+        raise ValueError("an actor needs the address of its learner; use HOST:PORT, such as 127.0.0.1:7000")
     for address in addresses:
         if not _is_file(address):
             wire.address_of(address, "address")
     if not all(map(_is_file, addresses)):
-        tls.contexts()  # a learner that writes its address into a file makes the key before that
+        tls.contexts()  # a learner that writes its address to a file creates the key first
     outcomes: list[int | Exception] = []
 
     def act_at(address: str) -> None:
@@ -151,7 +152,7 @@ def act(
             outcomes.append(_act(address, _Actor(experiment, trust), limit, say))
         except Exception as error:
             outcomes.append(error)
-            if len(addresses) > 1:  # the others may go on for days
+            if len(addresses) > 1:  # the others may run for days
                 say(f"acting for {address} ended with an error: {error}")
 
     with compiling.on_disk():
@@ -170,7 +171,7 @@ def _is_file(address: str) -> bool:
 
 
 def _where(address: str) -> tuple[str, int]:
-    """Where the learner listens; raises WireError if the file that says so is not there yet, or not yet whole."""
+    """The learner's address; raises WireError if the file with it does not exist yet or is incomplete."""
     if not _is_file(address):
         return wire.address_of(address, "address")
     try:
@@ -203,7 +204,7 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
                 since = time.monotonic()
             pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
             if time.monotonic() + pause - since > limit:
-                text = f"no learner of a run answers at {address}: {error}; start one with --actors-at, or correct the address"
+                text = f"no learner answers at {address}: {error}; start one with --actors-at, or correct the address"
                 raise ConnectionError(text) from error
             attempts += 1
             time.sleep(pause)

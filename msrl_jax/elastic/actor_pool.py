@@ -1,4 +1,4 @@
-"""The actors of a run, in other processes, as its learner sees them: they join and leave while it goes on."""
+"""The actors of a run, in other processes, as seen by the learner: they join and leave during the run."""
 
 import asyncio
 import contextlib
@@ -28,69 +28,70 @@ from msrl_jax.run.experiment.plain_data import to_json
 from msrl_jax.run.loop.hooks import StopRequests
 from msrl_jax.run.loop.loop import Ending, Run
 
-_QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that the host does its work
-_POLL = 0.2  # seconds between two looks whether the run has to stop
-_LINGER = 5.0  # seconds in which actors hear that the run is over
-_UNPROVED = 64  # connections at a time that have not proved that they have the key
-_PENALTY = 1.0  # seconds in which another one does not take the place of one that could not prove it
-_SAID = 1000  # most letters of why an actor is refused
-_FLAWED = 10  # unrolls in a row with nan or infinities after which an actor is refused
-_FILES = 2**16  # most files that the process wants to have open
-_SAVING = 256  # most files that are kept for saving
+_QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that hooks run
+_POLL = 0.2  # seconds between checks whether to stop the run
+_LINGER = 5.0  # seconds in which to tell actors that the run is over
+_UNPROVED = 64  # maximum number of connections that have not yet proved that they have the key
+_PENALTY = 1.0  # seconds for which the slot of a connection that failed to prove it stays blocked
+_SAID = 1000  # maximum number of characters of the reason for refusing an actor
+_FLAWED = 10  # number of consecutive non-finite unrolls after which an actor is refused
+_FILES = 2**16  # maximum number of open files to request
+_SAVING = 256  # maximum number of files reserved for saving
 
 
 class Refusal(Exception):
-    """Why an actor cannot act for this run, in one sentence."""
+    """Why an actor cannot act for this run."""
 
     def __init__(self, text: str):
-        # Parts of it are the actor's words.
+        # Parts of the text come from the actor.
         super().__init__("".join(c if c.isprintable() else " " for c in text[:_SAID]))
 
 
 class Published(NamedTuple):
-    """What actors read, as it crosses."""
+    """What actors read, packed for transfer."""
 
-    version: int  # iterations done
+    version: int  # number of completed iterations
     packed: list[np.ndarray]
 
 
 @dataclass(eq=False)
 class ConnectedActor:
-    """An actor that is there."""
+    """A connected actor."""
 
     ticket: int
     peer: Peer
     sender: Sender
     answers: asyncio.Queue[Published | None] = field(default_factory=asyncio.Queue)  # None: the run is over
-    flawed: int = 0  # its last unrolls that had nan or infinities
+    flawed: int = 0  # number of consecutive non-finite unrolls
 
 
 class Unroll(NamedTuple):
-    """What an actor sent."""
+    """A message of an actor."""
 
     actor: ConnectedActor
     number: int
     life: int
     version: int
     arrays: list[np.ndarray]
-    flaw: str | None  # why nothing is learned from it
+    flaw: str | None  # why the unroll is not used
 
 
 def check_policy(policy: Any) -> SingleLearnerCoarse:
-    """The policy of a run with actors; raises ValueError if it is another one, or asks for what such runs do not have."""
+    """The policy of a run with actors; raises ValueError if it is another one, or has options that such runs do not support."""
     fields = ("actors", "buffers", "env_platform", "trajectory_codec")
     if isinstance(policy, SingleLearnerCoarse) and policy.learners == 1 and not any(getattr(policy, f) for f in fields):
         return policy
     raise ValueError(
-        f"actors_at: {shown(policy)} is not for actors in other processes; use SingleLearnerCoarse with staleness and "
-        "parameter_codec alone, such as 'SingleLearnerCoarse:staleness=8', or leave actors_at out"
+        f"actors_at: {shown(policy)} does not support actors in other processes; use SingleLearnerCoarse with only staleness "
+        "and parameter_codec, such as 'SingleLearnerCoarse:staleness=8', or remove actors_at"
     )
 
 
 class ActorPool:
-    """Actors at work for a run: it listens for them, takes their unrolls in the order of arrival, and sends them parameters.
+    """The actors of a run: listens for them, takes their unrolls in the order of arrival, and sends them parameters.
 
-    A hook of the run. An actor waits for its answer, so at most one unroll of each waits here. One thread talks to all actors.
+    This is a hook of the run. An actor waits for its answer, so at most one unroll per actor is queued here. One thread talks
+    to all actors.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ActorPool:
         self.packing = Packing.of(policy.parameter_codec, program.halves.published_kinds)
         self._about = program.experiment.to_json()
         sent, metrics = program.halves.sent if program.experiment.guard != "ignore" else (), program.halves.schedule.metrics
-        # The floats that the learner learns from; metrics of episodes may be nan.
+        # The floats that the learner uses for learning; episode metrics may be nan.
         self._learned = {i: v.label for i, v in enumerate(sent) if v not in metrics and _is_float(v.aval)}
         self._address = wire.address_of(address)
         self._context, _ = tls.contexts(say)
@@ -120,8 +121,8 @@ class ActorPool:
         self._thread.start()
 
     def open(self, run: Run) -> None:
-        """Lets actors in, which wait while the learner compiles, once the folder is that of a run: a record alone would keep
-        the next learner out of it.
+        """Admits actors, which wait while the learner compiles. Call it once the folder is that of a run: a record alone would
+        block the next learner from using the folder.
         """
         self.iteration = run.iteration
         computes = {"total_steps": run.experiment.total_steps, "guard": run.experiment.guard}
@@ -130,27 +131,27 @@ class ActorPool:
         self._loop.call_soon_threadsafe(self._opened.set)
 
     def after(self, run: Run) -> None:
-        """Adds what is known of the actors to the row of a chunk."""
+        """Adds information about the actors to the row of a chunk."""
         now = time.perf_counter()
         steps = len(jax.tree.leaves(run.metrics)[0]) * run.experiment.steps_per_iteration
         counts = {"dropped_unrolls": self._log.dropped, "refused_unrolls": self._log.refused}
         run.rows[-1] |= {"actors": len(self._actors)} | counts
-        run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # with the time in which the learner waited for actors
+        run.rows[-1]["steps_per_second"] = steps / (now - self._since)  # includes the time in which the learner waited
 
     def end(self, run: Run) -> None:
-        """Tells actors that the run is over, and of the error that ended it; if it may go on, they wait."""
+        """Tells actors that the run is over, with the error that ended it, if any; if it can be resumed, they wait."""
         status, reason = run.ending
         if (status == "interrupted" and run.path is not None) or not self._thread.is_alive():
             return
-        errors = {"unfinished": reason, "diverged": "something in it was nan or infinite"}
-        errors["interrupted"] = f"it was interrupted ({reason}), and has no folder from which it could go on"
+        errors = {"unfinished": reason, "diverged": "it had non-finite values"}
+        errors["interrupted"] = f"it was interrupted ({reason}), and has no folder from which it could be resumed"
         over = {"over": True} | ({"error": errors[status]} if status in errors else {})
         asyncio.run_coroutine_threadsafe(self._dismiss(over), self._loop).result()
 
     async def _dismiss(self, over: dict[str, Any]) -> None:
-        """Tells all actors something, and waits until they are gone; a suspended actor does not hold up the learner."""
+        """Sends a message to all actors, and waits until they disconnect; a suspended actor does not block the learner."""
         self._is_over = True
-        self._opened.set()  # of a run that ends with an error before it begins
+        self._opened.set()  # the run may end with an error before it begins
         proved = {task: peer for task, peer in self._serving.items() if peer is not None}
         telling = [asyncio.create_task(peer.send(over)) for peer in proved.values()]
         for actor in self._actors.values():
@@ -159,7 +160,7 @@ class ActorPool:
             await asyncio.wait([*telling, *proved], timeout=_LINGER)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._listening.cancel)
             self._thread.join()
@@ -167,16 +168,16 @@ class ActorPool:
         self._log.close()
 
     def ready(self, seconds: float) -> bool:
-        """Whether there is an unroll to learn from within some seconds."""
+        """Whether an unroll to learn from arrives within `seconds`."""
         self._held = self._held or self._take(seconds)
         return self._held is not None
 
     def waiting(self) -> None:
-        """Notes that the learner has done what it had to do, and waits."""
+        """Records that the learner has finished its work and waits."""
         self._since = time.perf_counter()
 
     def take(self) -> Unroll | None:
-        """The next unroll to learn from; None if none comes for a second."""
+        """The next unroll to learn from; None if none arrives within a second."""
         unroll, self._held = self._held or self._take(_QUIET), None
         return unroll
 
@@ -193,7 +194,7 @@ class ActorPool:
             self.answer(unroll.actor)
 
     def publish(self, leaves: Sequence[jax.Array]) -> None:
-        """Makes the parameters of a state those that actors get."""
+        """Publishes the parameters of a state to actors."""
         own = jax.device_get([leaves[i] for i in self.program.halves.published])
         self._newest = Published(self.iteration, self.packing.pack(own))
 
@@ -202,19 +203,19 @@ class ActorPool:
         self._loop.call_soon_threadsafe(actor.answers.put_nowait, self._newest)
 
     def _work(self) -> None:
-        """What the thread does that talks to actors."""
+        """Runs the thread that talks to actors."""
         with self._runner, contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._listening)
 
     async def _listen(self) -> None:
-        """Lets connections in; of those that have not proved that they have the key, only so many at a time."""
+        """Accepts connections, but only a limited number that have not yet proved that they have the key."""
         places, loop, most = asyncio.Semaphore(_UNPROVED), asyncio.get_running_loop(), _files()
         self._listener.setblocking(False)
         while True:
             await places.acquire()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-                if connection.fileno() >= most:  # the system gives the smallest number that is free
+                if connection.fileno() >= most:  # the system assigns the smallest free number
                     connection.close()
                     raise OSError("too many files are open")
             except OSError:
@@ -229,9 +230,9 @@ class ActorPool:
         try:
             peer = await wire.accepted(connection, self._context)
         except (PermissionError, WireError) as error:
-            self._strangers += (is_refused := isinstance(error, PermissionError))  # else it is gone
+            self._strangers += (is_refused := isinstance(error, PermissionError))  # otherwise it disconnected
             if is_refused and not self._strangers & (self._strangers - 1):  # 1, 2, 4, ...: a flood does not fill the log
-                self._say(f"connections refused so far, as they did not prove the key: {self._strangers}; the last: {error}")
+                self._say(f"connections refused so far, because they did not prove the key: {self._strangers}; last: {error}")
             await asyncio.sleep(_PENALTY)
             return
         finally:
@@ -243,35 +244,35 @@ class ActorPool:
             await self._opened.wait()
             async with self._let_in(peer) as actor:
                 await self._exchange(actor)
-                await peer.gone()  # it has heard that the run is over
+                await peer.gone()  # it knows that the run is over
         except Refusal as refusal:
             self._say(f"an actor was refused: {refusal}")
             with contextlib.suppress(WireError):
                 await peer.send({"refused": str(refusal)})
         except WireError:
-            pass  # it is gone
+            pass  # it disconnected
         finally:
             peer.cut()
 
     async def _met(self, peer: Peer) -> int | None:
-        """Tells an actor what the run computes, and hears that it computes the same; its ticket if it was here before."""
+        """Sends an actor the description of the run, and checks that its program is the same; its old ticket, if any."""
         hello, _ = await peer.receive()
         theirs, mine = hello.get("versions"), versions()
         if not isinstance(theirs, dict):
-            raise Refusal("it does not say its versions; start it with msrl-jax act")
+            raise Refusal("it does not report its versions; start it with msrl-jax act")
         for name in (n for n in mine if n != "python"):
             if theirs.get(name) != mine[name]:
-                raise Refusal(f"it has {name} {theirs.get(name)}, and the learner has {mine[name]}; install the same")
+                raise Refusal(f"it has {name} {theirs.get(name)}, but the learner has {mine[name]}; install the same version")
         ticket = hello.get("ticket")
-        is_given = type(ticket) is int and ticket in range(self._log.tickets)  # which True and 0.0 are in, too
+        is_given = type(ticket) is int and ticket in range(self._log.tickets)  # `in` also accepts True and 0.0
         if ticket is not None and (hello.get("run") != self._log.run or not is_given):
-            raise Refusal("its ticket is of another run; start the actor again")
+            raise Refusal("its ticket is from another run; restart the actor")
         await peer.send({"run": self._log.run, "experiment": to_json(self._about), "codec": self.packing.name})
         ready, _ = await peer.receive()
         if "cannot" in ready:
             raise Refusal(f"it cannot build the experiment: {ready['cannot']}")
         if ready.get("fingerprint") != self.program.halves.fingerprint:
-            raise Refusal("its programs are not those of the learner; give both the same code, environments and settings")
+            raise Refusal("its programs differ from the learner's; use the same code, environments and settings for both")
         return ticket
 
     @contextlib.asynccontextmanager
@@ -288,11 +289,11 @@ class ActorPool:
             self.answer(actor)
             yield actor
         finally:
-            if self._actors.get(actor.ticket) is actor:  # else it has come back by another connection
+            if self._actors.get(actor.ticket) is actor:  # otherwise it came back with another connection
                 del self._actors[actor.ticket]
 
     async def _exchange(self, actor: ConnectedActor) -> None:
-        """Sends parameters and receives unrolls, by turns, until one of both ends."""
+        """Alternately sends parameters and receives unrolls, until either side ends."""
         kinds = self.program.halves.sent_kinds
         while (newest := await actor.answers.get()) is not None:
             changed, arrays = actor.sender.message(newest.packed)
@@ -301,33 +302,33 @@ class ActorPool:
             try:
                 number, life, version = (_count(header[name]) for name in ("unroll", "life", "version"))
                 if header["run"] != self._log.run:
-                    raise ValueError("its token is of another one")
+                    raise ValueError("its token is from another run")
                 if not self._log.has_published(life, version, newest.version):
                     raise ValueError(f"there were no parameters of iteration {version} of learner {life}")
                 found = wire.arrays_of(payload, kinds)
             except (KeyError, ValueError, WireError) as error:
                 self._log.refuse(actor.ticket, str(error))
-                raise Refusal(f"what it sent is no unroll of this run: {error}; start the actor again") from None
+                raise Refusal(f"its message is not an unroll of this run: {error}; restart the actor") from None
             flaw = self._flaw(found)
             actor.flawed = 0 if flaw is None else actor.flawed + 1
             if flaw is not None and actor.flawed in (1, _FLAWED):
-                self._say(f"nothing is learned from an unroll of the actor with ticket {actor.ticket}: {flaw}")
+                self._say(f"an unroll of the actor with ticket {actor.ticket} is not used: {flaw}")
             self._arrived.put(Unroll(actor, number, life, version, found, flaw))
             if actor.flawed == _FLAWED:
-                raise Refusal(f"{flaw}, as in {_FLAWED} unrolls in a row; look for the cause in its environments")
+                raise Refusal(f"{flaw}, as in {_FLAWED} consecutive unrolls; look for the cause in its environments")
 
     def _flaw(self, found: Sequence[np.ndarray]) -> str | None:
-        """What is nan or infinite in an unroll, if only its actor is to blame."""
+        """Describes the non-finite values in an unroll if only the actor can be the cause."""
         bad = next((label for i, label in self._learned.items() if not np.isfinite(found[i]).all()), None)
         if bad is None or not all(np.isfinite(x).all() for x in self._newest.packed if _is_float(x)):
-            return None  # or the learner's own parameters are not finite, and it is about to find out
-        return f"{bad} has nan or infinities"
+            return None  # the learner's own parameters are not finite, and it is about to find out
+        return f"{bad} has non-finite values"
 
 
 def _count(x: Any) -> int:
-    """A count of a message; raises ValueError if it is none."""
+    """A count from a message; raises ValueError if it is not one."""
     if type(x) is not int or x < 0:
-        raise ValueError(f"{x!r} is no count")
+        raise ValueError(f"{x!r} is not a count")
     return x
 
 
@@ -336,7 +337,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _files() -> int:
-    """The file number from which on those are kept that saving needs, once the process may open what the system allows."""
+    """Raises the limit of open files as far as allowed; returns the first file number that is reserved for saving."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < (most := min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -345,13 +346,13 @@ def _files() -> int:
 
 
 class WaitForActors:
-    """A hook, the last one, that waits for an actor before each chunk; a request to stop the run ends the wait."""
+    """A hook that waits for an actor before each chunk, placed last; a request to stop the run ends the wait."""
 
     def __init__(self, pool: ActorPool, requests: StopRequests):
         self._pool, self._requests = pool, requests
 
     def begin(self, run: Run) -> None:
-        """Lets actors in."""
+        """Admits actors."""
         self._pool.open(run)
 
     def before(self, run: Run) -> Ending | None:

@@ -12,11 +12,11 @@ from msrl_jax.cli.handlers import print_json
 
 @command
 class Act(Command):
-    """Act for a learner that `msrl-jax train --actors-at` has started, until its run is over."""
+    """Act for a learner that `msrl-jax train --actors-at` started, until its run is over."""
 
     addresses: tyro.conf.Positional[tuple[str, ...]] = option(
-        doc="HOST:PORT of the learner, or the path of a file with it, such as /shared/learner, which may be written later; or "
-        "of several, each with a run of its own, for all of which it acts."
+        doc="HOST:PORT of the learner, or the path of a file that contains it, such as /shared/learner, which may be written "
+        "later; with several, act for several learners, each with its own run."
     )  # fmt: skip
     wait: str = option("10m", "how long to wait for the learner while it is away.")
 

@@ -1,4 +1,4 @@
-"""The learner of a run: how it executes the run with remote actors, and the program that learns from what they send."""
+"""The learner of a run: how it executes the run with remote actors, and the program that learns from their data."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ import numpy as np
 
 from msrl_jax.elastic.actor_pool import ActorPool, WaitForActors, check_policy
 from msrl_jax.elastic.split_program import split_program
-from msrl_jax.fragments.passes.apply_policy import check_devices
+from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
 from msrl_jax.run.experiment.spec import Experiment
@@ -20,21 +20,21 @@ from msrl_jax.run.loop.hooks import StopRequests
 
 
 class RemoteActors:
-    """An `Execution` of a run as a learner, which listens at `HOST:PORT` for actors in other processes."""
+    """An `Execution` of a run as a learner that listens at `HOST:PORT` for actors in other processes."""
 
     def __init__(self, address: str):
         self._address = address
 
     def check(self, experiment: Experiment, policy: str | DistributionPolicy | None, record: Path | None) -> None:
-        """Raises ValueError for what needs another policy, or the environments."""
+        """Raises ValueError for options that need another policy or local environments."""
         if is_auto(policy):
-            raise ValueError('policy="auto" compares policies without actors in other processes; leave out one of the two')
+            raise ValueError('policy="auto" compares policies without actors in other processes; remove one of the two')
         if record is not None or experiment.guard == "rollback":
             given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
-            raise ValueError(f"{given} needs the environments, which are with the actors; leave it out, or actors_at")
+            raise ValueError(f"{given} needs the environments, which run in the actors; remove it, or actors_at")
 
     def default_policy(self, experiment: Experiment) -> str:
-        """The policy of a run for which none is given: unrolls are used up to an age of 8 iterations."""
+        """The default policy of a run: unrolls are used up to an age of 8 iterations."""
         return "SingleLearnerCoarse:staleness=8"
 
     @contextlib.contextmanager
@@ -42,24 +42,24 @@ class RemoteActors:
         self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
         requests: StopRequests, say: Callable[[str], Any],
     ) -> Iterator[Any]:  # fmt: skip
-        """Listens for actors; raises ValueError, before anything compiles, if the run or the address is not for them."""
+        """Listens for actors; raises ValueError, before compilation, if the run or the address does not support them."""
         policy, device = check_policy(policy), None if devices is None else check_devices(devices)[0]
         with contextlib.closing(ActorPool(self._address, split_program(experiment, device), policy, folder, say)) as pool:
             self._pool, self._wait = pool, WaitForActors(pool, requests)
             yield LearnerProgram(pool)
 
     def hooks(self, hooks: list[Any]) -> list[Any]:
-        """Adds that of the actors, whose `end` comes last, and the wait for them, the last thing before a chunk."""
+        """Adds the hook of the actors, whose `end` runs last, and the wait for actors, the last hook before a chunk."""
         return [self._pool, *hooks, self._wait]
 
 
 class LearnerProgram:
-    """The learner's half of an iteration, in the place of a `Program`: it runs on what actors send.
+    """The learner's half of an iteration, used instead of a `Program`: it runs on the data that actors send.
 
-    Its runs may be shorter than what is asked for, if no unroll comes for a second.
+    A run may be shorter than requested if no unroll arrives for a second.
     """
 
-    is_fused, registers, unrepeatable = False, {}, "Actors made its data"
+    is_fused, registers, nondeterminism_reason = False, {}, "Its data came from actors"
 
     def __init__(self, pool: ActorPool):
         self._pool, self._program = pool, pool.program
@@ -72,12 +72,12 @@ class LearnerProgram:
 
     @property
     def shardings(self) -> tuple[Any, tuple[()]]:
-        """Where the state is."""
+        """The sharding of the state."""
         return jax.tree.map(lambda _: self._program.sharding, self._program.state), ()
 
     @property
     def metrics_bytes(self) -> int:
-        """Bytes of the metrics of one iteration."""
+        """The number of bytes of the metrics of one iteration."""
         return sum(v.nbytes for v in self._program.halves.schedule.metrics)
 
     def begin(self, chunk: int = 1) -> None:
@@ -105,7 +105,7 @@ class LearnerProgram:
         return state
 
     def run(self, state: Any, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
-        """Learns from at most so many unrolls; the metrics have a row for each."""
+        """Learns from at most `iterations` unrolls; the metrics have one row per unroll."""
         leaves, tree = jax.tree.flatten(state if donate else self.place(state))
         rows: list[list[np.ndarray]] = []
         while len(rows) < iterations and (unroll := self._pool.take()) is not None:

@@ -1,4 +1,4 @@
-"""How parameters cross from a learner to its actors: whole or in bfloat16, and all of them or only what changed."""
+"""How a learner sends parameters to its actors: unchanged or in bfloat16, all of them or only the changes."""
 
 import functools
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from msrl_jax.fragments.support.checks import shown
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How what is published crosses: as it is, in bfloat16, or as what changed of that since the last message to an actor."""
+    """How published arrays are sent: unchanged, in bfloat16, or as changes of those since the last message to an actor."""
 
     codec: Codec | None
-    kinds: Sequence[Any]  # of what is published
+    kinds: Sequence[Any]  # shapes and dtypes of the published arrays
 
     @classmethod
     def of(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
-        """The packing of a codec by its name; raises ValueError if it is for other values than parameters."""
+        """The packing of a codec name; raises ValueError if the codec is not for parameters."""
         known = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
         if known is not None and not (isinstance(known, Codec) and known.encode is BFLOAT16.encode):
-            raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes take 'bfloat16', 'delta' or none")
+            raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes support 'bfloat16', 'delta' or none")
         return cls(known, kinds)
 
     @property
@@ -41,38 +41,38 @@ class Packing:
 
     @functools.cached_property
     def packed_kinds(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes as they cross."""
+        """Shapes and dtypes of the packed arrays."""
         pairs = zip(self.kinds, self.packs, strict=True)
         return [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if packs else x.dtype) for x, packs in pairs]
 
     def pack(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-        """The arrays as they cross."""
+        """Packs arrays for sending."""
         return [np.asarray(x).astype(kind.dtype) for x, kind in zip(arrays, self.packed_kinds, strict=True)]
 
     def unpack(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The arrays as the actor has them."""
+        """Unpacks arrays that were received."""
         return [x.astype(kind.dtype) for x, kind in zip(arrays, self.kinds, strict=True)]
 
     def words(self, packed: Sequence[np.ndarray]) -> np.ndarray:
-        """The packed numbers, one after another. `[N]` uint16"""
+        """The packed numbers, concatenated. `[N]` uint16"""
         parts = [x.reshape(-1).view(np.uint16) for x, packs in zip(packed, self.packs, strict=True) if packs]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
     def others(self, arrays: Sequence[Any]) -> list[Any]:
-        """Those that are not packed."""
+        """The arrays that are not packed."""
         return [x for x, packs in zip(arrays, self.packs, strict=True) if not packs]
 
 
 @dataclass
 class Sender:
-    """Makes the messages to one actor, and counts them."""
+    """Creates the messages to one actor, and counts them."""
 
     packing: Packing
     last: np.ndarray | None = None  # the words that the actor has
     exchanges: int = field(default=0)
 
     def message(self, packed: Sequence[np.ndarray]) -> tuple[int | None, list[np.ndarray]]:
-        """How many words changed, and what to send; None if all is sent."""
+        """The number of changed words and the arrays to send; the number is None if everything is sent."""
         changes = None if self.packing.codec is None else self.packing.codec.changes
         if changes is None:
             return None, list(packed)
@@ -87,7 +87,7 @@ class Sender:
 
 
 def apply_changes(packing: Packing, last: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The arrays of the last message with what changed: places, words, and the arrays that are not packed."""
+    """Applies changes to the arrays of the last message: positions, words, and the arrays that are not packed."""
     places, words, *others = changed
     now = packing.words(last).copy()
     now[places] = words

@@ -1,4 +1,4 @@
-"""The replay of a run with actors from its log of unrolls, in one process."""
+"""Replays a run with actors from its log of unrolls, in one process."""
 
 import dataclasses
 import functools
@@ -24,32 +24,32 @@ from msrl_jax.run.experiment.spec import Experiment, difference
 
 @entry
 def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
-    """Computes a run with actors again, in this process alone, from the record of what arrived and in which order.
+    """Recomputes a run with actors in this process alone, from the log of the unrolls in their order of arrival.
 
     Args:
       folder: the folder of the run.
-      experiment: what the run computes; needed if its folder does not hold that, because something was given as an object.
-      trust: whether the code that the folder names may run, as in `Result.load`.
+      experiment: the experiment; needed if the folder cannot describe it, because something was passed as an object.
+      trust: whether to run code that the folder names, as in `Result.load`.
 
     Returns:
-      The state of the algorithm after the last unroll: the bits of the live run, on the same kinds of devices.
+      The state of the algorithm after the last unroll, bit-identical to the live run on the same kinds of devices.
 
     Raises:
-      RunFolderError: a ValueError, if there is no record of the whole run.
+      RunFolderError: a ValueError, if there is no log of the whole run.
     """
     folder = Path(folder)
     description, lines = read_description(folder), read_log(folder / FILE)
     begins = [0, *(resumed["iteration"] for resumed in description["resumed"])]
-    # A learner that was killed as it began may be in one of both alone.
+    # A learner that was killed as it started may be recorded in only one of the two.
     if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
     if any("gap" in line for line in lines):
-        raise RunFolderError(f"{folder / FILE} has a gap, of lines that could not be written, so the run cannot be replayed")
+        raise RunFolderError(f"{folder / FILE} has a gap where lines could not be written, so the run cannot be replayed")
     if experiment is None:
         experiment = Experiment.from_json(description, where=f"the run in {folder}", trust=trust)
     if differs := difference(description, experiment.to_json()):
         name, saved, given = differs
-        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, and the experiment {given!r}; give its own")
+        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, but the experiment {given!r}; pass the run's own")
     replay = _Replay(experiment, lines)
     try:
         for line in lines:
@@ -60,7 +60,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
         if any(row["iteration"] > replay.iteration for row in read_rows(folder)[-1:]):
             raise KeyError("its last lines")
     except KeyError as error:
-        text = f"{folder / FILE} does not have all that arrived ({error} is not there); restore the file"
+        text = f"{folder / FILE} is incomplete ({error} is missing); restore the file"
         raise RunFolderError(text) from error
     return innermost(jax.tree.unflatten(jax.tree.structure(replay.programs[-1].state), replay.leaves))
 
@@ -70,15 +70,15 @@ def _changes(numbers: Iterable[int]) -> list[int]:
 
 
 class _Replay:
-    """A run that is computed again."""
+    """The replay of a run."""
 
     def __init__(self, experiment: Experiment, lines: list[dict[str, Any]]):
         self._split = functools.cache(lambda **computes: split_program(dataclasses.replace(experiment, **computes)))
-        self.programs: list[SplitProgram] = []  # of each learner
+        self.programs: list[SplitProgram] = []  # one per learner
         self.leaves: list[jax.Array] = []
         self.iteration = 0
         self._begins = {line["begins"] for line in lines if "begins" in line}
-        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners go on
+        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners resume
         self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
         self._published: dict[tuple[int, int], list[Any]] = {}
         self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
@@ -95,9 +95,9 @@ class _Replay:
 
     def arrive(self, line: dict[str, Any]) -> None:
         ticket, acting = line["ticket"], _acting(line)
-        program = self.programs[line["life"]]  # an actor may have acted before the programs changed
+        program = self.programs[line["life"]]  # an actor may have acted before the program changed
         made, own, sent = self._actors.get(ticket) or (0, program.initial_leaves(ticket), None)
-        if line["unroll"] == made:  # else it came before
+        if line["unroll"] == made:  # otherwise it arrived before
             own, sent = program.act(own, jax.device_put(self._published[acting], program.sharding))
             self._actors[ticket] = made + 1, own, sent
         elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
@@ -120,5 +120,5 @@ class _Replay:
 
 
 def _acting(line: dict[str, Any]) -> tuple[int, int]:
-    """The learner and the version of the parameters that acted."""
+    """The learner and the version of the parameters that were used for acting."""
     return line["life"], line["version"]

@@ -1,6 +1,6 @@
-"""The two halves of an iteration, as functions of arrays for processes of their own: that of the actors, that of the learner.
+"""The two halves of an iteration, those of actors and learner, as functions of arrays for separate processes.
 
-A schedule can be split if actors read what learners made, act, and send data, from which learners then learn: each way once.
+A schedule can be split if actors read what learners made, act, and send data, from which learners then learn: once each way.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from msrl_jax._compat import ShapedArray, jaxpr_as_fun, jaxprs_in
 from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
 from msrl_jax.fragments.placement import Device, Layout, Placement
-from msrl_jax.fragments.runtime.lower import suited
+from msrl_jax.fragments.runtime.lower import prepare_for_placement
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A policy that keeps actors and learners apart on one device, so that what crosses is known whatever devices there are."""
+    """A policy that separates actors and learners on one device, so that transfers do not depend on the available devices."""
 
     device: Device
 
@@ -39,9 +39,9 @@ class Halves:
     """The halves of an iteration. Leaves are those of the state, by position.
 
     Attributes:
-      private: the leaves that actors alone read and change, such as their environments.
+      private: the leaves that only actors read and change, such as their environments.
       published: the leaves of the learner that actors read, such as the parameters.
-      sent: what actors send to the learner in an iteration: what it learns from, and their metrics.
+      sent: what actors send to the learner in an iteration: training data and metrics.
     """
 
     schedule: Schedule
@@ -53,16 +53,16 @@ class Halves:
 
     @cached_property
     def sent_kinds(self) -> tuple[ShapedArray, ...]:
-        """Shapes and dtypes of what is sent."""
+        """Shapes and dtypes of the sent arrays."""
         return tuple(v.aval for v in self.sent)
 
     @cached_property
     def published_kinds(self) -> tuple[ShapedArray, ...]:
-        """Shapes and dtypes of what is published."""
+        """Shapes and dtypes of the published arrays."""
         return tuple(self.schedule.inputs[i][0].aval for i in self.published)
 
     def act(self, private: Sequence[Any], published: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The actors' half: their next leaves, and what they send."""
+        """The actors' half: returns their next leaves and the arrays to send."""
         known = self._constants()
         for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
             known.update(dict.fromkeys(self.schedule.inputs[position], x))
@@ -70,11 +70,11 @@ class Halves:
         return [known[self.schedule.outputs[i][0]] for i in self.private], [known[v] for v in self.sent]
 
     def learn(self, leaves: Sequence[Any], sent: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The learner's half: all leaves of the next state, of which those of the actors stay as they are; and the metrics."""
+        """The learner's half: returns all leaves of the next state, with those of actors unchanged, and the metrics."""
         known = self._constants() | dict(zip(self.sent, sent, strict=True))
         for copies, x in zip(self.schedule.inputs, leaves, strict=True):
             known.update(dict.fromkeys(copies, x))
-        for i in self.acting:  # what has crossed, where it arrives
+        for i in self.acting:  # bind received values to their destinations
             if isinstance(i, Move):
                 known.update((r, known[s]) for s, r in zip(i.sources, i.results, strict=True) if s in known)
         _run(self.learning, known)
@@ -83,7 +83,7 @@ class Halves:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of the operations of both halves with their shapes: equal for equal programs, in any process."""
+        """A SHA-256 hash of the operations of both halves with their shapes: equal for equal programs, in any process."""
         digest = hashlib.sha256()
         for run in (i for i in (*self.acting, *self.learning) if isinstance(i, Run)):
             for e in (e for jaxpr in jaxprs_in(run.jaxpr.jaxpr) for e in jaxpr.eqns):
@@ -97,17 +97,17 @@ class Halves:
 
 
 def split(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
-    """Splits a schedule of `Apart` in two; raises the error that `refused` makes of the reason why it cannot be."""
+    """Splits a schedule of `Apart` into halves; if that is impossible, raises the error that `refused(reason)` returns."""
     body = [i for i in schedule.body if not isinstance(i, Free)]
     if not all(isinstance(i, Run | Move) for i in body):
         raise refused("its actors and its learner exchange data at every step")
     first = next((k for k, i in enumerate(body) if isinstance(i, Run) and not _acts(i.placement)), len(body))
     acting, learning = tuple(body[:first]), tuple(body[first:])
     if buffers := [name for i in body if isinstance(i, Run) and "buffer" in i.roles for name in i.fragments]:
-        raise refused(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in a row")
+        raise refused(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in order")
     up = [i for i in acting if isinstance(i, Move) and _acts(i.sources[0].placement)]
     if not learning or not up or any(_acts(i.placement) if isinstance(i, Run) else True for i in learning):
-        raise refused("its actors wait for what the learner makes of their data in the same iteration")
+        raise refused("its actors wait for results of the learner from their data in the same iteration")
     made = {v for i in acting if isinstance(i, Run) for v in i.makes()}
     crossing = dict.fromkeys(s for i in up for s in i.sources)
     crossing |= dict.fromkeys(v for v in schedule.metrics if v in made)
@@ -127,15 +127,15 @@ def _acts(placement: Placement) -> bool:
 
 
 def _learned(copies: Sequence[Value]) -> Value:
-    """The copy that the learner has."""
+    """The learner's copy."""
     return next(v for v in copies if not _acts(v.placement))
 
 
 def _run(instructions: Sequence[Instruction], known: dict[Value, Any]) -> None:
-    """Evaluates programs and moves, in order."""
+    """Evaluates programs and moves in order."""
     for i in instructions:
         if isinstance(i, Run):
-            results = jaxpr_as_fun(suited(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
+            results = jaxpr_as_fun(prepare_for_placement(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
             known.update(zip(i.outputs, results, strict=True))
         elif isinstance(i, Move):
             known.update((r, known[s]) for s, r in zip(i.sources, i.results, strict=True))

@@ -1,4 +1,4 @@
-"""An iteration as two compiled programs, that of an actor and that of the learner, which both ends build in the same way."""
+"""An iteration as two compiled programs, the actor's and the learner's, which both processes build in the same way."""
 
 import functools
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ import numpy as np
 
 from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower
 from msrl_jax.run.experiment.spec import Experiment
 
 
 @dataclass(frozen=True, eq=False)
 class SplitProgram:
-    """The halves of an experiment's iteration, each compiled for one device of this process when it is used."""
+    """The halves of an experiment's iteration, compiled on first use for one device of this process."""
 
     experiment: Experiment
     halves: Halves
@@ -30,7 +30,7 @@ class SplitProgram:
 
     @functools.cached_property
     def sharding(self) -> jax.sharding.Sharding:
-        """Where everything is."""
+        """The sharding of all arrays."""
         return jax.sharding.SingleDeviceSharding(self.device)
 
     def _placed(self, kinds: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -38,51 +38,51 @@ class SplitProgram:
 
     @functools.cached_property
     def learn(self) -> Any:
-        """`(leaves of the state, what was sent) -> (next leaves, metrics)`; it takes the memory of the leaves."""
+        """`(leaves of the state, sent arrays) -> (next leaves, metrics)`; donates the leaves."""
         leaves, sent = self._placed(jax.tree.leaves(self.state)), self._placed(self.halves.sent_kinds)
         return lower(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent)()
 
     @functools.cached_property
     def act(self) -> Any:
-        """`(leaves of an actor, what was published) -> (its next leaves, what it sends)`."""
+        """`(leaves of an actor, published arrays) -> (its next leaves, arrays to send)`."""
         own = jax.tree.leaves(self.state)
         private = self._placed([own[i] for i in self.halves.private])
         return lower(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
 
     def initial_leaves(self, ticket: int) -> list[jax.Array]:
-        """The leaves with which an actor begins: those of the run itself for ticket 0, of another key for each other one."""
-        # `split` makes keys as `fold_in` does, from small numbers.
+        """The initial leaves of an actor: those of the run itself for ticket 0, from a separate key for other tickets."""
+        # `split` derives keys like `fold_in`, from small numbers.
         key = self.experiment.key if ticket == 0 else jax.random.fold_in(self.experiment.key, np.uint32(2**32 - ticket))
         leaves = jax.tree.leaves(jax.jit(self.experiment.agent.init, out_shardings=self.sharding)(key))
         return [leaves[i] for i in self.halves.private]
 
 
 def split_program(experiment: Experiment, device: Any = None) -> SplitProgram:
-    """Splits the iteration of an experiment; raises ValueError, with what to do, if remote actors cannot act for it."""
+    """Splits the iteration of an experiment; raises ValueError with a remedy if remote actors cannot act for it."""
 
     def refused(why: str, remedy: str) -> ValueError:
         what = f"{experiment.name} on {experiment.env_name} cannot learn from actors in other processes"
-        return ValueError(f"{what}: {why}. Leave out actors_at{remedy}")
+        return ValueError(f"{what}: {why}. Remove actors_at{remedy}")
 
     if jax.process_count() > 1:
         raise refused(f"its learner would be {jax.process_count()} processes", ", or start the learner as one process")
     if experiment.has_members:
-        why = f"it has {experiment.members} members, whose data would be of several policies"
-        raise refused(why, ", or train one seed with one value of each setting")
+        why = f"it has {experiment.members} members, whose data would come from several policies"
+        raise refused(why, ", or train one seed with one value of each hyperparameter")
     if is_on_host(experiment.environment):
-        raise refused("the host simulates its environments", ", or use an environment that is written in JAX")
+        raise refused("its environments are simulated on the host", ", or use an environment that is written in JAX")
     if experiment.env_params is not None:
-        why = "env_params are kept in its state, which actors do not read"
-        raise refused(why, ", or fix them in the name of the environment")
+        why = "env_params are part of its state, which actors do not read"
+        raise refused(why, ", or set them in the name of the environment")
     if (agent := experiment.behavior.agent).unit != "environment steps":
-        raise refused("it learns from data alone", "; no actors are needed")
+        raise refused("it is an offline RL algorithm", "; no actors are needed")
     env_state = getattr(jax.eval_shape(agent.init, jax.random.key(0)), "env_state", ())
     if env_state and jax.tree.leaves(jax.eval_shape(agent.env.statistics, env_state)):
-        why = "each actor would normalize by statistics of its own"
+        why = "each actor would normalize with its own statistics"
         raise refused(why, ", or normalize_observations and normalize_rewards")
 
     def loop_refused(why: str) -> ValueError:
-        takes = experiment.name in ("impala", "ppo", "a2c")  # but not with all settings, such as replay_batches
+        takes = experiment.name in ("impala", "ppo", "a2c")  # but not with every option, such as replay_batches
         return refused(why, f", or train {experiment.name} with its defaults" if takes else ", or train impala, ppo or a2c")
 
     device = jax.local_devices()[0] if device is None else device

@@ -1,7 +1,7 @@
-"""The key that the learner of a run and its actors share, in a file of the user; the first learner makes it.
+"""The key that the learner of a run and its actors share, in a file of the user; the first learner creates it.
 
-The file has a private key and a certificate that this key signed for itself, as PEM. Both ends show the certificate, prove that
-they have the key, and trust no other certificate, so that TLS 1.3 lets nobody in, read or change anything without the file.
+The PEM file contains a private key and a self-signed certificate. Both ends present the certificate, prove that they have the
+key, and trust no other certificate, so without the file, nobody can connect, read or change anything (TLS 1.3).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _FORMER = "MSRL_JAX_SECRET"
 
 
 def key_file() -> Path:
-    """The file with the key: the one that `MSRL_JAX_ACTORS_KEY` names, or `msrl-jax/actors.pem` in the user's settings."""
+    """The file with the key: the one in `MSRL_JAX_ACTORS_KEY`, or `msrl-jax/actors.pem` in the user's config folder."""
     if given := os.environ.get(KEY_VARIABLE):
         return Path(given).expanduser().absolute()
     settings = os.environ.get("XDG_CONFIG_HOME", "")
@@ -28,19 +28,18 @@ def key_file() -> Path:
 
 
 def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """What TLS needs at a learner and at an actor.
+    """The TLS contexts of a learner and of an actor.
 
     Args:
-      said: makes the key if there is none, and is called with a line that says where it is; None at an actor, which makes none.
+      said: for a learner, creates a missing key and is called with a message that says where; None for an actor.
 
     Raises:
-      ValueError: if others may read the file, it belongs to somebody else, it is none that this function makes, or an actor has
-        none.
-      ImportError: if there is no key, and what makes one is not installed.
+      ValueError: if others may read the file, if it belongs to another user or is not a key file, or if an actor has no key.
+      ImportError: if there is no key, and the package that creates one is not installed.
     """
     if _FORMER in os.environ:
         raise ValueError(
-            f"the variable {_FORMER} has no effect any more: learner and actors share the key in {key_file()}; unset the "
+            f"the variable {_FORMER} no longer has an effect: learner and actors share the key in {key_file()}; unset the "
             "variable, and copy this file to machines that do not have it"
         )
     path = key_file()
@@ -51,12 +50,12 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
         _make(path)
         said(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():
-        raise ValueError(f"the key {path} is not a file; name a file in {KEY_VARIABLE}")
+        raise ValueError(f"the key {path} is not a file; set {KEY_VARIABLE} to a file")
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"the key {path} belongs to another user; name a file of your own in {KEY_VARIABLE}")
+        raise ValueError(f"the key {path} belongs to another user; set {KEY_VARIABLE} to a file that you own")
     if status.st_mode & 0o077:
-        raise ValueError(f"others may use the key {path}; keep them out with: chmod 600 {path}")
+        raise ValueError(f"others can read the key {path}; restrict it with: chmod 600 {path}")
     learner, actor = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (learner, actor):
         context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False
@@ -67,15 +66,15 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror
             raise ValueError(
-                f"the key {path} cannot be used ({reason}); delete the file, and the next learner makes another one, or copy "
-                "it again from the machine that made it"
+                f"the key {path} cannot be used ({reason}); delete the file, and the next learner creates a new one, or copy "
+                "it again from the machine that created it"
             ) from error
-    learner.num_tickets = 0  # an actor that comes back proves the key again
+    learner.num_tickets = 0  # an actor that reconnects proves the key again
     return learner, actor
 
 
 def _make(path: Path) -> None:
-    """Writes a new key, unless another process does so first."""
+    """Writes a new key, unless another process is faster."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -83,7 +82,7 @@ def _make(path: Path) -> None:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise ImportError(
-            "the key of learners and actors is made by the package 'cryptography'; install it with: pip install "
+            "the package 'cryptography' creates the key of learners and actors; install it with: pip install "
             f"'msrl-jax[actors]', or copy {path} from a machine that has one"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
@@ -107,7 +106,7 @@ def _make(path: Path) -> None:
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
                 stream.write(private + certificate.public_bytes(pem))
-            with contextlib.suppress(FileExistsError):  # what another process has made is the key
+            with contextlib.suppress(FileExistsError):  # use the key that another process created
                 os.link(partial, path)
         finally:
             partial.unlink(missing_ok=True)

@@ -1,18 +1,21 @@
 """The log of unrolls that actors sent to the learner of a run, `arrivals.jsonl`.
 
-A line is one of these, in the order in which things happened:
+Every line has one of these forms, in the order of events:
 
-    {"run": TOKEN, "begins": ITERATION, "codec": NAME, ...}     a learner begins, the first one or one that goes on
+    {"run": TOKEN, "begins": ITERATION, "codec": NAME, ...}     a learner starts or resumes
     {"joins": TICKET}                                           an actor joins
     {"ticket": T, "unroll": N, "life": L, "version": V, ...}    an unroll arrives: the N-th of the actor with ticket T
-    {"refuses": TICKET, "because": REASON}                      an actor sent what is no unroll of the run
-    {"gap": LINES}                                              so many lines could not be written
+    {"refuses": TICKET, "because": REASON}                      an actor sent something that is not an unroll of the run
+    {"gap": LINES}                                              number of lines that could not be written
 
-A learner that begins notes `total_steps` and `guard`, too, which may be others when a run goes on, and change its programs.
-`life` is the number of the learner whose parameters acted, and `version` the iterations that it had done. A line has `used`,
-the number of the iteration that learns from it, or the reason why none does: `dropped` if it is late, `refused` if it is bad.
+A learner also records `total_steps` and `guard`, which may change when a run is resumed, and then change its programs.
+`life` is the number of the learner whose parameters were used for acting, and `version` its number of completed iterations. A
+line has either `used`, the number of the iteration that learns from the unroll, or the reason why none does: `dropped` if it is
+late, `refused` if it is invalid.
 """
 
+import array
+import contextlib
 import errno
 import json
 import os
@@ -20,36 +23,40 @@ import secrets
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.run.disk.folder import SaveWarning, check_links
 from msrl_jax.run.experiment.plain_data import RunFolderError
 
 FILE = "arrivals.jsonl"
-_KEPT = 100_000  # most lines that wait in memory until they can be written
+_KEPT = 100_000  # maximum number of lines kept in memory until they can be written
 
 
 class UnrollLog:
-    """Writes the log of a run, in a file if it has a folder; what earlier learners of the run wrote is read first."""
+    """Writes the log of a run, to a file if the run has a folder; first reads the lines of earlier learners of the run."""
 
     def __init__(self, folder: Path | None):
-        self._file, lines = None, list[dict[str, Any]]()
+        self._file = None if folder is None else folder / FILE
         if folder is not None:
             check_links(folder, [FILE])
-            self._file = folder / FILE
-            lines = read_log(self._file)
-        self.lives = [line["begins"] for line in lines if "begins" in line]  # iterations at which learners began
-        self.run = next((line["run"] for line in lines), secrets.token_hex(8))
-        self.tickets = sum("joins" in line for line in lines)
-        self.dropped = self.refused = 0
-        self._count(*lines)
-        self._lines: list[dict[str, Any]] | None = lines
-        self._taken: dict[int, int] = {}  # the last unroll of each actor that was taken
+        self.lives: list[int] = []  # iterations at which learners started
+        self.run, self.tickets, self.dropped, self.refused = secrets.token_hex(8), 0, 0, 0
+        self._used = array.array("q")  # the ticket, the number and the iteration of each unroll that was learned from
+        for line in () if self._file is None else each_line(self._file):
+            self.run = line.get("run", self.run)
+            self.lives += [line["begins"]] if "begins" in line else []
+            self.tickets += "joins" in line
+            self._count(line)
+            self._used.extend((line["ticket"], line["unroll"], line["used"]) if "used" in line else ())
+        self._taken: dict[int, int] = {}  # the last unroll accepted from each actor
         self._kept: list[bytes] = []  # lines that are not in the file yet
-        self._gap, self._whole = 0, 0  # lines that are lost; bytes of whole lines in the file
-        self._again, self._lock = 0.0, threading.Lock()  # when to try again to write
+        self._gap, self._whole = 0, 0  # number of lost lines; number of bytes of complete lines in the file
+        self._again, self._lock = 0.0, threading.Lock()  # when to try to write again
 
     @property
     def life(self) -> int:
@@ -57,37 +64,38 @@ class UnrollLog:
         return len(self.lives) - 1
 
     def begin(self, iteration: int, **about: Any) -> None:
-        """Notes that a learner begins, and facts about it; what an earlier one learned after this iteration is lost."""
+        """Records that a learner starts, and facts about it; what an earlier one learned after this iteration is lost."""
         self.lives.append(iteration)
-        for line in self._lines or []:
-            if line.get("used", iteration) < iteration:
-                self._taken[line["ticket"]] = line["unroll"]
-        self._lines = None
+        learned = np.reshape(self._used, (-1, 3))
+        tickets, unrolls, _ = learned[learned[:, 2] < iteration][::-1].T
+        last, at = np.unique(tickets, return_index=True)
+        self._taken |= dict(zip(last.tolist(), unrolls[at].tolist(), strict=True))
+        self._used = array.array("q")
         if self._file is not None and self._file.exists():
-            self._whole = self._file.read_bytes().rfind(b"\n") + 1  # the next line does not go on with one that was cut off
+            self._whole = self._file.read_bytes().rfind(b"\n") + 1  # do not append to a line that was cut off
         self._write({"run": self.run, "begins": iteration, **about})
 
     def join(self) -> int:
-        """The ticket of a new actor."""
+        """Returns the ticket of a new actor."""
         self.tickets += 1
         self._write({"joins": self.tickets - 1})
         return self.tickets - 1
 
     def has_published(self, life: int, version: int, newest: int) -> bool:
-        """Whether a learner published parameters after so many iterations, the newest of this one being known."""
+        """Whether a learner published parameters after `version` iterations; `newest` is the newest of this learner."""
         return 0 <= life <= self.life and self.lives[life] <= version and (life < self.life or version <= newest)
 
     def refuse(self, ticket: int, reason: str) -> None:
-        """Notes that an actor sent what is no unroll of the run."""
+        """Records that an actor sent something that is not an unroll of the run."""
         self._write({"refuses": ticket, "because": reason})
 
     def take(
         self, ticket: int, unroll: int, life: int, version: int, iteration: int, bound: int, flaw: str | None = None
     ) -> str | None:
-        """Notes an unroll that arrived at an iteration; the reason why nothing is learned from it, such as its flaw."""
+        """Records an unroll that arrived at an iteration; returns the reason if it is not used, such as its flaw."""
         reason, age = None, iteration - version
         if unroll <= self._taken.get(ticket, -1):
-            reason = "it came twice"
+            reason = "it arrived twice"
         elif version > min(self.lives[life + 1 :], default=version):
             reason = "the learner that made its parameters lost them"
         elif age > bound:
@@ -100,14 +108,14 @@ class UnrollLog:
         return reason
 
     def close(self) -> None:
-        """Tries for a last time to write what could not be written."""
+        """Tries a last time to write the remaining lines."""
         with self._lock:
             if (self._kept or self._gap) and (error := self._flush()) is not None:
                 self._warn_of_gap(error)
 
-    def _count(self, *lines: dict[str, Any]) -> None:
-        self.dropped += sum("dropped" in line for line in lines)
-        self.refused += sum("refused" in line or "refuses" in line for line in lines)
+    def _count(self, line: dict[str, Any]) -> None:
+        self.dropped += "dropped" in line
+        self.refused += "refused" in line or "refuses" in line
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -131,7 +139,7 @@ class UnrollLog:
         warnings.warn(text, SaveWarning, stacklevel=4)
 
     def _flush(self) -> OSError | None:
-        """Writes the lines that wait, all or none of them; the error, if that failed."""
+        """Writes the waiting lines, all or none of them; returns the error if that fails."""
         assert self._file is not None
         gap = [json.dumps({"gap": self._gap}).encode() + b"\n"] if self._gap else []
         text = b"".join(gap + self._kept)
@@ -140,9 +148,9 @@ class UnrollLog:
                 size = os.fstat(file.fileno()).st_size
                 start = min(size, self._whole)
                 if size > start:
-                    file.truncate(start)  # of a line that was written in part
+                    file.truncate(start)  # remove a partly written line
                 file.seek(start)
-                if file.write(text) != len(text):  # at once: a learner that is killed has written whole lines
+                if file.write(text) != len(text):  # in one call: a learner that is killed has written whole lines
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             return error
@@ -152,10 +160,19 @@ class UnrollLog:
 
 def read_log(file: Path) -> list[dict[str, Any]]:
     """The lines of a log; none if there is no file."""
+    return list(each_line(file))
+
+
+def each_line(file: Path) -> Iterator[dict[str, Any]]:
+    """Reads the lines of a log one after another; none if there is no file."""
     try:
-        lines = [parse_json(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-        if not all(isinstance(line, dict) for line in lines) or (lines and "run" not in lines[0]):
-            raise ValueError("a line is no entry of a record")
-        return lines
+        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
+            for number, text in enumerate(lines):
+                if not text.endswith(b"\n"):  # cut off
+                    return
+                line = parse_json(text)
+                if not isinstance(line, dict) or not (number or "run" in line):
+                    raise ValueError("a line is not an entry of a log")
+                yield line
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error

@@ -1,6 +1,6 @@
-"""Messages between the learner of a run and its actors over TLS: a header of JSON and the bytes of arrays. None is unpickled.
+"""Messages between the learner of a run and its actors over TLS: a JSON header and the bytes of arrays. Nothing is unpickled.
 
-A message is the lengths of both, the header, and the arrays. The learner serves many actors in one thread, and has a `Peer` for
+A message consists of both lengths, the header, and the arrays. The learner serves many actors in one thread, with a `Peer` for
 each; an actor has a `Channel`. Both ends prove that they have the key of `tls`.
 """
 
@@ -20,25 +20,25 @@ import numpy as np
 from msrl_jax.elastic import tls
 
 PATIENCE = 10.0  # seconds for the other end to prove that it has the key
-_HEADER = 2**20  # largest header, in bytes
+_HEADER = 2**20  # maximum number of bytes of a header
 _LENGTHS = struct.Struct("!IQ")
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds until the first probe, between probes; probes
 
 
 class WireError(ConnectionError):
-    """The other end is gone, or is none that this one can talk to."""
+    """The other end disconnected, or does not speak this protocol."""
 
 
 def address_of(text: str, argument: str = "actors_at") -> tuple[str, int]:
-    """Reads `HOST:PORT`."""
+    """Parses `HOST:PORT`."""
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ValueError(f"{argument}={text!r}: give HOST:PORT, such as 127.0.0.1:7000")
+        raise ValueError(f"{argument}={text!r}: use HOST:PORT, such as 127.0.0.1:7000")
     return host, int(port)
 
 
 class Peer:
-    """An actor, as the learner sees it."""
+    """An actor, as seen by the learner."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
@@ -50,28 +50,28 @@ class Peer:
             await self._writer.drain()
 
     async def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
-        """Receives a message with at most `payload` bytes of arrays: its header, and these bytes."""
+        """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
         with _lost():
             lengths = _lengths(await self._reader.readexactly(_LENGTHS.size), payload)
             header, arrays = [await self._reader.readexactly(length) for length in lengths]
             return _header(header), memoryview(arrays)
 
     async def gone(self) -> None:
-        """Reads and forgets what still comes, until the other end closes.
+        """Discards remaining messages until the other end closes the connection.
 
-        A connection that ends while the other end sends is an error there, and what was sent to it before may stay unread.
+        Closing a connection while the other end sends is an error there, and earlier messages to it might stay unread.
         """
         with contextlib.suppress(OSError):
             while await self._reader.read(2**16):
                 pass
 
     def cut(self) -> None:
-        """Ends the connection, also for a task that waits for a message."""
+        """Closes the connection, also if a task waits for a message."""
         self._writer.transport.abort()
 
 
 class Channel:
-    """The learner, as an actor sees it."""
+    """The learner, as seen by an actor."""
 
     def __init__(self, connection: ssl.SSLSocket):
         self._connection = connection
@@ -82,7 +82,7 @@ class Channel:
             self._connection.sendall(_message(header, arrays))
 
     def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
-        """Receives a message with at most `payload` bytes of arrays: its header, and these bytes."""
+        """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
         with _lost():
             lengths = _lengths(self._read(_LENGTHS.size), payload)
             header, arrays = [self._read(length) for length in lengths]
@@ -92,19 +92,19 @@ class Channel:
         found, start = memoryview(bytearray(length)), 0
         while start < length:
             if not (count := self._connection.recv_into(found[start:])):
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end disconnected")
             start += count
         return found
 
     def has_message(self) -> bool:
-        """Whether a message, or the end of the connection, has come."""
+        """Whether a message, or the end of the connection, has arrived."""
         with _lost():
             coming = select.poll()
             coming.register(self._connection, select.POLLIN)
             return bool(self._connection.pending() or coming.poll(0))
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._connection.close()
 
 
@@ -112,7 +112,7 @@ class Channel:
 def _lost() -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two: what came is no message
+    except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two: the data is not a message
         raise WireError(str(error) or type(error).__name__) from error
 
 
@@ -125,7 +125,7 @@ def _message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
 def _lengths(found: bytes | memoryview, payload: int) -> tuple[int, int]:
     header, arrays = _LENGTHS.unpack(found)
     if header > _HEADER or arrays > payload:
-        raise WireError(f"a message has {header} and {arrays} bytes, and at most {_HEADER} and {payload} were expected")
+        raise WireError(f"a message has {header} and {arrays} bytes, but at most {_HEADER} and {payload} were expected")
     return header, arrays
 
 
@@ -137,14 +137,14 @@ def _header(text: bytes | memoryview) -> dict[str, Any]:
 
 
 def size_of(kinds: Sequence[Any]) -> int:
-    """Bytes of arrays of these shapes and dtypes."""
+    """The number of bytes of arrays with these shapes and dtypes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in kinds)
 
 
 def arrays_of(payload: memoryview, kinds: Sequence[Any]) -> list[np.ndarray]:
-    """The arrays of a message; raises WireError unless they are of these shapes and dtypes."""
+    """The arrays of a message; raises WireError unless they have these shapes and dtypes."""
     if len(payload) != size_of(kinds):
-        raise WireError(f"a message has {len(payload)} bytes of arrays in place of {size_of(kinds)}")
+        raise WireError(f"a message has {len(payload)} bytes of arrays instead of {size_of(kinds)}")
     found, start = [], 0
     for x in kinds:
         count, dtype = math.prod(x.shape), np.dtype(x.dtype)
@@ -160,13 +160,13 @@ def listen(address: tuple[str, int]) -> socket.socket:
     except OSError as error:
         where = ":".join(map(str, address))
         raise ValueError(
-            f"actors_at={where!r}: cannot listen there ({error.strerror}); end the learner that has this address, or give "
+            f"actors_at={where!r}: cannot listen there ({error.strerror}); stop the learner that uses this address, or choose "
             "another one"
         ) from error
 
 
 async def accepted(connection: socket.socket, context: ssl.SSLContext) -> Peer:
-    """The actor that has connected, once both ends have proved that they have the key; see `connect`."""
+    """The actor of a connection, once both ends have proved that they have the key; see `connect`."""
     reader = asyncio.StreamReader(2**20)
     protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
     with _proving(), _lost():
@@ -178,7 +178,7 @@ async def accepted(connection: socket.socket, context: ssl.SSLContext) -> Peer:
 
 
 def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
-    """The channel to a learner; raises WireError if nobody listens, PermissionError if it does not have this key."""
+    """Connects to a learner; raises WireError if nothing listens, PermissionError if it has a different key."""
     with _lost():
         connection = socket.create_connection(address, PATIENCE)
     try:
@@ -199,15 +199,15 @@ def _proving() -> Iterator[None]:
     except WireError as error:
         if isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError):
             raise PermissionError(
-                f"the other end has another key, or is not msrl-jax; this process has the key {tls.key_file()}: copy the same "
-                "file to every learner and actor"
+                f"the other end has a different key, or is not msrl-jax; this process has the key {tls.key_file()}: copy the "
+                "same file to every learner and actor"
             ) from error
         raise
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last part of a message waits up to 40 ms
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a machine that is gone is noticed
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or the last part of a message waits up to 40 ms
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects machines that disappeared
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

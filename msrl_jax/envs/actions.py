@@ -1,4 +1,4 @@
-"""Maps between the actions of policies, which are near [-1, 1] or count from 0, and the actions of an environment."""
+"""Maps between actions of policies, which are near [-1, 1] or count from 0, and actions of an environment."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,10 @@ from msrl_jax.envs.spaces import Box, Discrete, Space, is_integers, num_values
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
-    """Makes the map from actions of a policy `[..., D]` to an environment's `[..., *space.shape]`, or `[...]` to `[...]`.
+    """Makes the map from actions of a policy `[..., D]` or `[...]` to those of an environment `[..., *space.shape]`.
 
-    Integers, which a policy counts from 0, are shifted to the start of a `Discrete` space or the lower bounds of a `Box`. A
-    component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
-    only clipped to their bounds.
+    Integers are shifted by the start of a `Discrete` space or the lower bounds of a `Box`. A component of a float vector with
+    two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are clipped to their bounds.
     """
     if not isinstance(space, Discrete | Box):
         return lambda action: action
@@ -42,8 +41,8 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
     """The inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
 
-    These are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is
-    `Discrete`, and `[N, K]` int32 if it is a `Box` of integers, both counted from 0.
+    They are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; or integers that count from 0, int32,
+    `[N]` for a `Discrete` space and `[N, K]` for a `Box` of integers.
     """
     if isinstance(space, Discrete):
         return (action.astype(np.int64) - space.start).astype(np.int32)

@@ -1,6 +1,6 @@
 """The protocols of environments: `Environment`, which a user writes, and `VectorEnvironment`, which training uses.
 
-In the shape descriptions of this package, `E` is the number of parallel environments and `A` the number of agents of one.
+In the shape descriptions of this package, `E` is the number of parallel environments and `A` the number of agents in each.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,17 +27,19 @@ ENV_AXIS = PartitionSpec("env")  # the logical axis of arrays with one entry per
 class Environment(Protocol):
     """One environment as pure functions: no automatic reset, no key in the state.
 
-    Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
-    structure, shapes and dtypes. Messages use an attribute `name`, if there is one. A method `action_mask(state)` is optional:
-    it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal. Optional too is a method
-    `privileged_state(state)`: what a critic sees in place of the observation, an array or dicts and tuples of arrays.
-    Metrics are optional: a mapping `metrics` from names to what of an episode is reported, "last", "sum", "mean" or "max", and
-    a method `report(state)`, which returns the scalars of the state after a step by name; several agents share them.
-    Optional too are a mapping `default_params` from names to numbers or arrays, and a method `with_params(params)` that returns
-    the same environment with other, perhaps traced, values of some of them: see `RandomizeParams`.
-    `goals.GoalEnvironment` says what goal-conditioned environments have besides.
-    A method `render(state)` is optional: it returns an image of a state, `[H, W, 3]` uint8, always of the same size, for
-    videos, with `render_fps` of them per second. It is called with NumPy arrays, outside of `jax.jit`.
+    Any class with these members is an environment; there is no base class. The state is a pytree of arrays whose structure,
+    shapes and dtypes are constant. Messages use the attribute `name`, if present. Optional members:
+
+    - `action_mask(state)`: returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
+    - `privileged_state(state)`: what the critic sees instead of the observation, an array or dicts and tuples of arrays.
+    - `metrics` and `report(state)`: `metrics` maps names to how they are reduced over an episode, "last", "sum", "mean" or
+      "max"; `report` returns the scalars of the state after a step by name. Several agents share them.
+    - `default_params` and `with_params(params)`: a mapping from names to numbers or arrays, and a method that returns the same
+      environment with other, possibly traced, values for some of them. See `RandomizeParams`.
+    - `render(state)` and `render_fps`: for videos, the image of a state, `[H, W, 3]` uint8, always of the same size, and the
+      number of frames per second. `render` is called with NumPy arrays, outside `jax.jit`.
+
+    See `goals.GoalEnvironment` for goal-conditioned environments.
     """
 
     @property
@@ -51,29 +53,29 @@ class Environment(Protocol):
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts an episode from a typed PRNG key (`jax.random.key`); returns the state, and the first observation."""
+        """Starts an episode from a typed PRNG key (`jax.random.key`); returns the state and the first observation."""
         ...
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances an episode by one action.
 
         Args:
-          key: typed PRNG key, a fresh one for every step.
+          key: typed PRNG key, a new one for every step.
           state: the state that `reset` or the last `step` returned.
           action: an element of `action_space`.
 
         Returns:
           The next state; the next observation, also at the end of the episode; the reward, a scalar; `terminated`, a bool:
-          the episode reached a terminal state, and no reward can follow; `truncated`, a bool: the episode was cut short,
-          for example by a time limit.
+          the episode reached a terminal state and no further reward is possible; `truncated`, a bool: the episode was cut
+          short, for example by a time limit.
         """
         ...
 
 
 class MaskedObservation(NamedTuple):
-    """An observation, and the actions that are legal in it.
+    """An observation with its legal actions.
 
-    `vectorize` makes it for an environment with a method `action_mask(state)`, in all places of an observation.
+    `vectorize` creates it for an environment with a method `action_mask(state)`.
 
     Attributes:
       obs: the observation. `[..., *observation_shape]`
@@ -95,10 +97,10 @@ class TimeStep(NamedTuple):
       terminated: whether the episode reached a terminal state. `[E]`, bool
       truncated: whether the episode was cut short; its return bootstraps from the value of `final_obs`. `[E]`, bool
       final_obs: the true next observation, before any reset. `[E, ...]`
-      present: whether the environment answered; None if all always do. Nothing is learned from a step without an answer, and
-        `truncated` then says that the episode is lost. `[E]` bool
+      present: whether the environment answered; None if all always do. Steps without an answer are not used for learning;
+        `truncated` then means that the episode is lost. `[E]` bool
       metrics: what `report` returned for the true next states, in the order of `metrics`; nan where the environment did not
-        answer; None if it has no metrics, and outside of `EpisodeStatistics`. `[E, K]` float32
+        answer; None if it has no metrics, or outside `EpisodeStatistics`. `[E, K]` float32
     """
 
     obs: PyTree
@@ -118,13 +120,13 @@ class TimeStep(NamedTuple):
 class MultiAgentEnvironment(Environment, Protocol):
     """An environment with `A` agents as pure functions: no automatic reset, no key in the state.
 
-    Arrays of agents have a leading dimension `A`, the observations that `reset` returns too. The spaces are those of one agent;
-    all agents have the same (`stack_agents` pads others). The attribute `agents` tells such an environment from one with a
-    single agent.
+    Arrays of agents have a leading dimension `A`, including the observations that `reset` returns. The spaces are those of one
+    agent; all agents have the same spaces (`stack_agents` pads smaller ones). The attribute `agents` distinguishes such an
+    environment from a single-agent one.
 
     Three methods are optional. `action_mask(state) -> [A, n]` bool: the legal actions of every agent. `global_state(state) ->
-    [S]` float32: what a centralized critic or a mixer sees; without it, they see the observations of all agents.
-    `to_move(state)`, an integer: which of two players has the turn, in games without chance or anything hidden from one.
+    [S]` float32: the input of a centralized critic or a mixer; without it, they see the observations of all agents.
+    `to_move(state)`, an integer: which of two players moves, in deterministic games with perfect information.
     """
 
     @property
@@ -142,7 +144,7 @@ class MultiAgentEnvironment(Environment, Protocol):
 
         Returns:
           The next state; the next observations `[A, ...]`; the rewards `[A]`; `terminated` `[A]` bool: which agents have
-          reached a terminal state, so that no reward of theirs can follow; `truncated`, a bool: the episode was cut short.
+          reached a terminal state and can receive no further reward; `truncated`, a bool: the episode was cut short.
           The episode ends when it is truncated, or when all agents have terminated.
         """
         ...
@@ -159,7 +161,7 @@ class MultiAgentTimeStep(NamedTuple):
       terminated: which agents have terminated in this step or before. `[E, A]` bool
       truncated: whether the episode was cut short. `[E]` bool
       final_obs: the true next observations, before any reset. `[E, A, ...]`
-      present: which agents were in the episode when they acted, so that the step counts for them. `[E, A]` bool
+      present: which agents were in the episode when they acted, so that the step is valid for them. `[E, A]` bool
       ended: whether the episode ended: it was truncated, or all agents have terminated. `[E]` bool
       state: the global state for the next actions. `[E, S]` float32
       final_state: the global state that belongs to `final_obs`. `[E, S]` float32
@@ -205,7 +207,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts all environments, each with a key of its own; returns the state, and the first observations `[E, ...]`."""
+        """Starts all environments, each with its own key; returns the state and the first observations `[E, ...]`."""
         ...
 
     def step(self, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
@@ -213,11 +215,11 @@ class VectorEnvironment(Protocol):
         ...
 
     def pop_episodes(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
-        """Removes the metrics of the episodes that ended since the last call from the state, and returns them; may be `{}`."""
+        """Removes the metrics of the episodes that ended since the last call from the state; returns them, possibly `{}`."""
         ...
 
     def observe(self, state: PyTree, obs: PyTree) -> PyTree:
-        """Transforms observations of the innermost environment `[..., *obs_shape]` as `step` does, such as normalizes them."""
+        """Transforms observations of the innermost environment `[..., *obs_shape]` as `step` does, e.g. normalizes them."""
         ...
 
     def statistics(self, state: PyTree) -> PyTree:
@@ -230,20 +232,20 @@ class VectorEnvironment(Protocol):
 
 
 def of_env(name: str) -> Any:
-    """A property: the attribute with that name of the environment `env` inside."""
-    return property(attrgetter(f"env.{name}"), doc=f"The `{name}` of the environment inside.")
+    """Makes a property that returns the attribute `name` of the inner environment `env`."""
+    return property(attrgetter(f"env.{name}"), doc=f"The `{name}` of the inner environment.")
 
 
 class Wrapper:
-    """What wrappers share: the name, the spaces and the metrics of `env`, the environment or vector environment inside.
+    """Base class of wrappers: the name, spaces and metrics of `env`, the inner environment or vector environment.
 
-    `env` is the first argument of every wrapper; TypeError if it is a text or a class.
+    `env` is the first argument of every wrapper; a string or a class raises TypeError.
     """
 
     env: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Checks `env` before the wrapper reads from it; a copy is made without arguments."""
+        """Checks `env` before the wrapper reads from it; copying calls this without arguments."""
         if args or kwargs:
             check_made(args[0] if args else kwargs.get("env"))
         return super().__new__(cls)
@@ -259,7 +261,7 @@ class Wrapper:
 
 
 class Named:
-    """An environment that shows itself by its name."""
+    """An environment whose repr is its name."""
 
     name: str
 
@@ -292,13 +294,13 @@ def env_name(env: Environment | VectorEnvironment) -> str:
 
 
 def check_made(env: Any) -> None:
-    """Raises TypeError if something is no environment: its name, a class, or an object without its methods."""
+    """Raises TypeError if `env` is not an environment, but a name, a class, or an object without the methods."""
     if isinstance(env, str):
-        raise TypeError(f"the environment {env!r} is a text; give what msrl_jax.envs.make({env!r}) returns")
+        raise TypeError(f"the environment {env!r} is a string; pass the result of msrl_jax.envs.make({env!r})")
     if isinstance(env, type):
-        raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
+        raise TypeError(f"the environment {env.__name__} is a class; pass an instance, {env.__name__}(...)")
     if not any(hasattr(type(env), name) or hasattr(env, name) for name in ("reset", "step", "vectorize")):
-        raise TypeError(f"the environment is {shown(env)}, which has no reset; give an environment, as of envs.make")
+        raise TypeError(f"the environment is {shown(env)}, which has no reset; pass an environment, e.g. from envs.make")
 
 
 def has_agents(env: Any) -> bool:
@@ -307,31 +309,31 @@ def has_agents(env: Any) -> bool:
 
 
 def is_on_host(env: Any) -> bool:
-    """Whether an environment, or the one in its wrappers, is simulated on the host: it has copies, but no state of its own."""
+    """Whether an environment, or the one inside its wrappers, is simulated on the host: it has copies, but no state."""
     return any(getattr(inner, "on_host", False) for inner in layers(env))
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """An environment and what its wrappers have inside, the outermost first."""
+    """Yields an environment and those inside its wrappers, outermost first."""
     while env is not None:
         yield env
         env = getattr(env, "env", None)
 
 
 def release(env: Any) -> None:
-    """Ends the simulators of a vector environment, until they are needed again; does nothing if it has none."""
+    """Stops the simulators of a vector environment until they are needed again; does nothing if it has none."""
     for inner in layers(env):
         if is_on_host(inner) and hasattr(inner, "simulators"):
             inner.simulators.close()
 
 
 def emitted(function: Callable[[jax.Array], PyTree]) -> PyTree:
-    """The shapes and dtypes that a function of a typed key returns, without computing anything."""
+    """The shapes and dtypes that a function of a typed key returns, without running it."""
     return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def strong(tree: Any) -> Any:
-    """Converts values to arrays without weak types, so that a state keeps its types in a scan."""
+    """Converts values to arrays without weak types, so that a state keeps its types in `jax.lax.scan`."""
 
     def convert(x):
         x = jnp.asarray(x)
@@ -341,7 +343,7 @@ def strong(tree: Any) -> Any:
 
 
 def narrow(tree: Any) -> Any:
-    """As `strong`, with 32 bits for floats and integers of 64: suites take JAX's defaults, which `jax_enable_x64` widens."""
+    """Like `strong`, but converts 64-bit floats and integers to 32 bits: `jax_enable_x64` widens the defaults of suites."""
 
     def convert(x):
         return x.astype({"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(x.dtype.name, x.dtype))

@@ -1,4 +1,4 @@
-"""Checks of types, from shapes alone: of results of environments, keys and actions. Messages name the place and the remedy."""
+"""Checks of the types of environment results, keys and actions, from shapes alone. Messages name the place and the remedy."""
 
 import os
 import traceback
@@ -21,15 +21,15 @@ _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )  # fmt: skip
-_NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # no complex numbers, and no keys
+_NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # neither complex numbers nor keys
 
 
 def check_types(env: Any, several: bool = False) -> None:
-    """Raises TypeError if an environment, of one agent or several, lacks a member, or a result does not fit the protocol."""
+    """Raises TypeError if an environment, of one agent or several, lacks a member, or a result violates the protocol."""
     name, members = env_name(env), ("agents", *_MEMBERS) if several else _MEMBERS
     if missing := [member for member in members if not hasattr(env, member)]:
-        dicts = "; stack_agents(env) makes them of dicts by agent name" if hasattr(env, "observation_spaces") else ""
-        kind = " of several agents" if several else ""
+        dicts = "; stack_agents(env) makes them from dicts by agent name" if hasattr(env, "observation_spaces") else ""
+        kind = " with several agents" if several else ""
         raise TypeError(f"{name} has no {missing[0]}; an environment{kind} has {', '.join(members)}{dicts if several else ''}")
     if several:
         check_names(name, env.agents)
@@ -53,7 +53,7 @@ def check_types(env: Any, several: bool = False) -> None:
     if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in _NUMBERS):
         wanted = f"one number{each}" if several else "a scalar"
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return {wanted}, float32{list(lead)}")
-    scalar = "a scalar bool, jnp.asarray(False) if never"
+    scalar = "a scalar bool, jnp.asarray(False) if it never happens"
     _check_flag(terminated, lead, f"terminated of {name}.step", f"one flag{each}, bool{list(lead)}" if several else scalar)
     _check_flag(truncated, (), f"truncated of {name}.step", scalar)
     if has_masks(env):
@@ -84,7 +84,7 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
     if not hasattr(env, "report"):
         first = next(iter(metrics))
         raise TypeError(
-            f"{name} declares metrics, but has no method report(state); give it one that returns {{{first!r}: ...}}"
+            f"{name} declares metrics, but has no method report(state); add one that returns {{{first!r}: ...}}"
         )
     found: dict[str, Any] = {}
 
@@ -105,7 +105,7 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
 
 
 def check_names(name: str, agents: Any) -> None:
-    """Raises TypeError unless an environment names its agents, each differently; `name` is that of the environment."""
+    """Raises TypeError unless `agents`, those of the environment `name`, are distinct names."""
     if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
         raise TypeError(f"{name}.agents is {shown(agents)}; give a tuple with the name of every agent, at least one")
     if len(set(agents)) < len(agents):
@@ -124,9 +124,9 @@ def check_key(key: jax.Array) -> None:
 
 
 def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], each: str) -> PyTree:
-    """Converts actions `[*batch, ...]`, one for each `each`, to the dtypes of the action space.
+    """Converts actions `[*batch, ...]` to the dtypes of the action space; `each` says in messages what an entry belongs to.
 
-    Raises ValueError on other shapes and kinds.
+    Raises ValueError if the shapes or the kinds of the dtypes differ.
     """
 
     def convert(path, want, x):
@@ -142,7 +142,7 @@ def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], each: str) -> P
 
 
 def check_space(space: Any, where: str) -> None:
-    """Raises TypeError unless a space is one of this package, with at least one element in every part."""
+    """Raises TypeError unless a space is a space of this package with at least one element in every part."""
     if isinstance(space, spaces.Tuple | spaces.Dict):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         for key, part in parts:
@@ -150,14 +150,14 @@ def check_space(space: Any, where: str) -> None:
     elif not isinstance(space, spaces.Discrete | spaces.Box):
         kind = f"{type(space).__module__}.{type(space).__qualname__}"
         if kind.startswith("gymnasium."):
-            raise TypeError(f"{where} is a space of Gymnasium; give msrl_jax.envs.GymnasiumEnvironment(function that makes it)")
+            raise TypeError(f"{where} is a Gymnasium space; use msrl_jax.envs.GymnasiumEnvironment(function that makes it)")
         raise TypeError(f"{where} is {shown(space)} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
     elif 0 in space.shape:
         raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")
 
 
 def line_of_user(error: BaseException) -> str | None:
-    """The line of an environment's own code that raised an error, `FILE:LINE (function), SOURCE`; None if there is none."""
+    """The line of the environment's code that raised an error, `FILE:LINE (function), SOURCE`; None if there is none."""
     installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
     if not frames or frames[-1].filename.startswith(ours):
@@ -166,18 +166,18 @@ def line_of_user(error: BaseException) -> str | None:
 
 
 def in_short(error: BaseException) -> str:
-    """The first sentence of an error, and what to do if it is that values were asked for while a program is traced."""
+    """The first sentence of an error, with a remedy if it is that a traced value was used as a concrete one."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     if not isinstance(error, _NEEDS_VALUES):
         return text
     return (
-        f"{text}. Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond in place of "
-        "if, and jax.numpy in place of NumPy and Python's numbers"
+        f"{text}. Arrays have no values while a program is traced: use jnp.where(condition, a, b) or jax.lax.cond instead of "
+        "if, and jax.numpy instead of NumPy and Python numbers"
     )
 
 
 def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> tuple:
-    """What a method of an environment returns, traced; raises TypeError if it needs values, or returns what is no array."""
+    """The traced result of an environment's method; raises TypeError if it needs concrete values or returns a non-array."""
     try:
         result = returned(method(*given), where, parts)
     except _NEEDS_VALUES as error:
@@ -191,7 +191,7 @@ def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> 
 
 
 def returned(result: Any, where: str, parts: str) -> tuple:
-    """A result as a tuple; raises TypeError unless it has the `parts`, whose names are separated by ", "."""
+    """A result as a tuple; raises TypeError unless it has the parts that `parts` names, separated by ", "."""
     wanted = len(parts.split(", "))
     if not isinstance(result, tuple) or len(result) != wanted:
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
@@ -207,19 +207,19 @@ def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
         if a is None or b is None:
             has, lacks = (what, reference) if b is None else (reference, what)
             where = keystr(path) or "a value"
-            raise TypeError(f"{has} has {where}, which {lacks} has not; return the same pytree in both")
+            raise TypeError(f"{has} has {where}, which {lacks} does not have; return the same pytree in both")
         if a.shape != b.shape or a.dtype != b.dtype:
             raise TypeError(
                 f"{what} has {keystr(path) or 'a value'} of {show(a)}, but {reference} has {show(b)}; "
-                f"make them equal, for instance with jnp.asarray(..., jnp.{b.dtype})"
+                f"make them equal, for example with jnp.asarray(..., jnp.{b.dtype})"
             )
     if jax.tree.structure(got) != jax.tree.structure(want):
         raise TypeError(
             f"{what} is the pytree {jax.tree.structure(got)}, but {reference} is {jax.tree.structure(want)}; "
-            "return the same types of containers in both"
+            "use the same containers in both"
         )
 
 
 def show(x: Any) -> str:
-    """The dtype and the shape of an array, such as `float32[4]`; the type of anything else."""
+    """The dtype and shape of an array, such as `float32[4]`; the type of anything else."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"

@@ -1,4 +1,4 @@
-"""`check`: tries an environment out, and says in words where it breaks the protocol."""
+"""`check`: tests an environment and reports where it violates the protocol."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
       name: the name of the environment.
-      steps: steps that were taken, over all copies.
-      episodes: episodes that ended.
-      problems: where the environment breaks the protocol, and what to do; empty if it does not.
-      notes: what is allowed, but seldom meant.
+      steps: number of steps taken, over all copies.
+      episodes: number of episodes that ended.
+      problems: violations of the protocol, with remedies; empty if there are none.
+      notes: what is allowed, but usually unintended.
     """
 
     name: str
@@ -56,20 +56,20 @@ class Report:
 
 @entry
 def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: int = 0) -> Report:
-    """Takes random legal actions in an environment, and compares what it returns with what it promises.
+    """Takes random legal actions in an environment and checks its results against the protocol.
 
-    It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
-    legal actions, at metrics, at randomness that does not come from keys, at side effects, and at whether `vmap` and
-    `shard_map` change results. All compiles a few times, so it takes seconds; more for simulators.
+    It checks shapes and dtypes, bounds, non-finite values, observations after the end of an episode, legal actions, metrics,
+    randomness that does not come from keys, side effects, and whether `vmap` and `shard_map` change results. It compiles a few
+    programs, so it takes seconds, and longer for simulators.
 
     Args:
       env: the environment, or its name for `make`.
-      steps: steps of each copy.
+      steps: number of steps of each copy.
       num_envs: number of copies, `E`.
       seed: seed of keys and actions.
 
     Returns:
-      The report; `report.ok` says whether all is well, and `print(report)` what is not.
+      The report; `report.ok` is True if there are no problems, and `print(report)` lists them.
     """
     steps, num_envs = whole("steps", steps), whole("num_envs", num_envs)
     if isinstance(env, str):
@@ -84,7 +84,7 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
         return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {in_short(error)}",), ())
     key = jax.random.key(seed)
     first, played = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
-    again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # another function, so traced again
+    again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
     problems = [*_effects(venv, name), *_values(env, name, first, played), *_ends(name, played)]
     random = list(_same(name, (first, played), again))
     problems += random or [*_alone(name, played), *_split(venv, key)]  # these compare two programs
@@ -101,7 +101,7 @@ def _act(venv: Any, key: jax.Array, obs: PyTree) -> PyTree:
 
 
 def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]]:
-    """The first observations, and what happens in each step `[T, E, ...]`; `alone` is a step of the first copy without vmap."""
+    """The first observations, and the results of each step `[T, E, ...]`; `alone` steps the first copy without vmap."""
     reset_key, key = jax.random.split(key)
     plain = isinstance(venv, Vectorized)
 
@@ -130,11 +130,11 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
         state, obs = venv.reset(key)
         return venv.step(state, _act(venv, key, obs))
 
-    # The calls of the host are what simulators are.
+    # Simulators on the host are host calls.
     if not is_on_host(venv) and (effects := jax.make_jaxpr(once)(jax.random.key(0)).effects):
         yield (
             f"{name} has side effects ({', '.join(sorted(map(str, effects)))}); a program may run them in any order, or more "
-            "than once: return what you want to know in the state or the observation"
+            "than once: return values in the state or the observation instead"
         )
 
 
@@ -146,32 +146,32 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
     if mask is not None:
         present = np.ones(had_mask.shape[:-1], bool) if (present := played.get("present")) is None else present
         if (present & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
-            yield f"{name}.action_mask allows no action in a state from which the episode goes on; allow at least one"
+            yield f"{name}.action_mask allows no action in a state in which the episode continues; allow at least one"
             return
     if bad := int((~np.isfinite(reward)).sum()):
         yield f"the reward of {name}.step is {reward[~np.isfinite(reward)].flat[0]} in {bad} of {reward.size} steps"
     for k, metric in enumerate(metrics_of(env)):
         x = played["metrics"][..., k]
-        if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # of which nan is a step without an answer
+        if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # on the host, nan marks a step without an answer
             yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps"
 
 
     if (player := played.get("to_move")) is None:
         return
     if (bad := ~np.isin(player, (0, 1))).any():
-        yield f"{name}.to_move is {player[bad].flat[0]} in a game that goes on; return 0 or 1, the number of an agent"
+        yield f"{name}.to_move is {player[bad].flat[0]} in a game that continues; return 0 or 1, the number of an agent"
     if (bad := ~np.isclose(reward.sum(-1), 0, atol=1e-5)).any():
         total = reward.sum(-1)[bad].flat[0]
-        yield f"the rewards of {name}.step sum to {total:g}; what one player of a game wins, the other loses"
+        yield f"the rewards of {name}.step sum to {total:g}; a two-player game must be zero-sum"
 
 
 def _is_game(venv: Any) -> bool:
-    """Whether two players move in turns, as algorithms that search ask for."""
+    """Whether two players move alternately, as search algorithms require."""
     return has_agents(venv) and len(venv.agents) == 2 and callable(getattr(getattr(venv, "env", None), "to_move", None))
 
 
 def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:
-    """What is not in a space: arrays of many values `[..., *shape]`."""
+    """Yields what is outside a space: arrays of many values `[..., *shape]`."""
     if isinstance(space, spaces.Tuple | spaces.Dict):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         for key, part in parts:
@@ -181,9 +181,9 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
     low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
     if inexact and not np.isfinite(x).all():
-        yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations have to be finite"
+        yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations must be finite"
         return
-    below, above = (1e-5 * np.maximum(np.abs(bound), 1) if inexact else 0 for bound in (low, high))  # rounding is no fault
+    below, above = (1e-5 * np.maximum(np.abs(bound), 1) if inexact else 0 for bound in (low, high))  # tolerate rounding
     for side, bad in {"below": x < low - below, "above": x > high + above}.items():
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
@@ -199,31 +199,31 @@ def _is_equal(x: Any, y: Any) -> bool:
 
 
 def _is_close(x: Any, y: Any) -> bool:
-    """Whether two results of the same step of another program are near; XLA fuses, and so rounds, in its way."""
+    """Whether two results of the same step in different programs are close; XLA's fusions change rounding."""
     return np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _differing(one: PyTree, other: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
-    """The paths of the leaves in which two trees of one structure differ."""
+    """The paths of the leaves in which two trees with the same structure differ."""
     leaves = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True)
     return [path for (path, x), y in leaves if not is_same(x, y)]
 
 
 def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
-    """The final observation is that of the next step too, unless the episode ended."""
+    """Checks that the final observation equals the next one, unless the episode ended."""
     obs, final_obs = jax.tree.map(lambda x: x[~played["ended"]], (played["obs"], played["final_obs"]))
     for path in _differing(obs, final_obs):
         yield (
-            f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that end no episode; final_obs is "
-            "the observation before any reset"
+            f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that do not end an episode; "
+            "final_obs is the observation before any reset"
         )
 
 
 def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
     for path in _differing(once, again)[:1]:
         yield (
-            f"{name} returned another {_label(path)} in a second run with the same keys and actions; draw all that is random "
-            "from the keys of reset and step, never from NumPy or the clock"
+            f"{name} returned a different {_label(path)} in a second run with the same keys and actions; draw all random "
+            "numbers from the keys of reset and step, never from NumPy or the clock"
         )
 
 
@@ -239,14 +239,14 @@ def _alone(name: str, played: dict[str, Any]) -> Iterator[str]:
     together = (played["final_obs"], played["reward"], played["terminated"], played["truncated"])
     for path in _differing(played["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
         part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
-        yield f"the {part}{keystr(path[1:])} of {name}.step under jax.vmap differs from that without it"
+        yield f"the {part}{keystr(path[1:])} of {name}.step differs under jax.vmap"
 
 
 def _split(venv: Any, key: jax.Array) -> Iterator[str]:
-    """Whether the copies can be split over devices without changing results, one step from the first states."""
+    """Checks that splitting the copies over devices does not change the results of one step from the first states."""
     if not isinstance(venv, Vectorized):
         return
-    venv = dataclasses.replace(venv, ratio=1)  # a pool needs its groups whole, and devices may have fewer copies
+    venv = dataclasses.replace(venv, ratio=1)  # a pool needs whole groups, and a device may have fewer copies
     state, obs = jax.jit(venv.reset)(key)
     action = jax.jit(lambda key, obs: _act(venv, key, obs))(key, obs)
     count = max(n for n in range(1, len(jax.local_devices()) + 1) if venv.num_envs % n == 0)
@@ -254,25 +254,25 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     try:
         split = jax.shard_map(venv.step, mesh=mesh, in_specs=ENV_AXIS, out_specs=ENV_AXIS, check_vma=False)
         one, other = jax.device_get((jax.jit(venv.step)(state, action)[1], jax.jit(split)(state, action)[1]))
-    except Exception as error:  # whatever a user's code may raise there is what has to be told
+    except Exception as error:  # the environment may raise anything; report it
         yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
         return
     for path in _differing(one, other, _is_close):
-        yield f"{venv.name}.step under jax.shard_map over {count} devices returns another {keystr(path).lstrip('.')}"
+        yield f"{venv.name}.step under jax.shard_map over {count} devices returns a different {keystr(path).lstrip('.')}"
 
 
 def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
     yield from unseen_images(env)
     if not played["ended"].any():
-        yield f"no episode of {name} ended in {len(played['ended'])} steps; episodes that never end have no returns to report"
+        yield f"no episode of {name} ended in {len(played['ended'])} steps; without ends there are no returns to report"
     ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
     if (ends & played["truncated"]).any():
-        yield f"some steps of {name} terminate and truncate at once; terminated takes precedence: no value follows"
+        yield f"some steps of {name} both terminate and truncate; terminated takes precedence, so no value is bootstrapped"
     if hasattr(env, "report") and not metrics_of(env):
-        yield f"{name} has a method report, but declares no metrics, so it is not called; metrics = {{'success': 'last'}} does"
+        yield f"{name} has a method report, but no metrics, so it is not called; declare metrics = {{'success': 'last'}}"
     leaves = jax.tree.leaves(unmasked(first))
     if len(played["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
-        yield f"all first observations of {name} are equal; if episodes should begin differently, use the key or seed of reset"
+        yield f"all first observations of {name} are equal; if episodes should start differently, use the key or seed of reset"
     if (mask := played["mask"]) is not None and has_masks(env) and mask.all():
         yield f"{name}.action_mask allowed all actions in all states"
     if hasattr(env, "goal_reward"):
@@ -280,7 +280,7 @@ def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterat
 
 
 def _of_goals(env: Any, name: str, played: dict[str, Any]) -> Iterator[str]:
-    """Where a step pays something else than `goal_reward`, which learning in hindsight takes instead."""
+    """Checks that the rewards of steps equal `goal_reward`, which HER uses instead."""
     try:
         goals, obs = goals_of(env), played["final_obs"]
     except (TypeError, ValueError) as error:
@@ -289,8 +289,8 @@ def _of_goals(env: Any, name: str, played: dict[str, Any]) -> Iterator[str]:
     reward, ends = jax.device_get(jax.jit(jax.vmap(jax.vmap(goals.reward)))(goals.achieved(obs), goals.desired(obs)))
     if (bad := ~np.isclose(reward, played["reward"], rtol=1e-3, atol=1e-4)).any():
         yield (
-            f"the reward of {name}.step is {played['reward'][bad][0]} where its goal_reward is {reward[bad][0]}; steps that "
-            "are relabelled get the second one"
+            f"the reward of {name}.step is {played['reward'][bad][0]} where its goal_reward is {reward[bad][0]}; relabelled "
+            "steps get the latter"
         )
     if (ends & ~played["terminated"]).any():
-        yield f"{name}.goal_reward terminates where {name}.step does not; let both do the same"
+        yield f"{name}.goal_reward terminates where {name}.step does not; they must agree"

@@ -1,6 +1,6 @@
 """Metrics of environments: scalars of the state after each step, such as whether the task is solved, reduced over episodes.
 
-In the shape descriptions, `K` is the number of metrics of an environment, in the order in which it declares them.
+In the shape descriptions, `K` is the number of metrics of an environment, in the order of declaration.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from msrl_jax.fragments.support.text_values import read_values
 PyTree: TypeAlias = Any
 
 Reduction: TypeAlias = Literal["last", "sum", "mean", "max"]
-"""What of the values in the steps of an episode is reported: the last, the sum, the mean or the largest."""
+"""How a metric is reduced over the steps of an episode: its last value, sum, mean or maximum."""
 
-RESERVED = ("return", "length")  # `episode_return` and `episode_length` are those of every environment
+RESERVED = ("return", "length")  # every environment has `episode_return` and `episode_length`
 
 
 class EpisodeMetrics(NamedTuple):
     """The metrics of the episodes of `E` environments, float32."""
 
-    steps: jax.Array  # of the running episode. `[E]`
-    values: jax.Array  # of the running episode so far; a mean as its sum. `[E, K]`
-    sums: jax.Array  # of episodes that were completed since `pop`. `[E, K]`
+    steps: jax.Array  # of the current episode. `[E]`
+    values: jax.Array  # of the current episode so far; for a mean, the sum. `[E, K]`
+    sums: jax.Array  # of the episodes completed since `pop`. `[E, K]`
 
 
 def metrics_of(env: Any) -> Mapping[str, Reduction]:
@@ -36,7 +36,7 @@ def metrics_of(env: Any) -> Mapping[str, Reduction]:
 
 
 def read_declared(name: str, metrics: Mapping[str, Reduction] | str | None) -> Mapping[str, Reduction]:
-    """The metrics that a user declares for the environment `name`, maybe as text, `"x_velocity=mean,reward_ctrl=sum"`."""
+    """The metrics that a user declares for the environment `name`, possibly as text, `"x_velocity=mean,reward_ctrl=sum"`."""
     if isinstance(metrics, str):
         wrong = f"cannot read metrics={metrics!r} of {name}; write 'x_velocity=mean,reward_ctrl=sum'"
         metrics = read_values(metrics, wrong=wrong)
@@ -45,15 +45,15 @@ def read_declared(name: str, metrics: Mapping[str, Reduction] | str | None) -> M
 
 
 def check_declared(name: str, metrics: Any) -> None:
-    """Raises TypeError or ValueError unless `metrics` of the environment `name` maps fit names to reductions."""
+    """Raises TypeError or ValueError unless `metrics` of the environment `name` maps valid names to reductions."""
     if not isinstance(metrics, Mapping):
-        remedy = "give a mapping of names to reductions, such as {'success': 'last'}"
+        remedy = "pass a mapping of names to reductions, such as {'success': 'last'}"
         raise TypeError(f"{name}.metrics is {shown(metrics)}; {remedy}")
     for key, reduction in metrics.items():
         if not isinstance(key, str) or not key.isidentifier():
-            raise ValueError(f"{name}.metrics names {key!r}; a name is one word of letters, digits and _, such as 'success'")
+            raise ValueError(f"{name}.metrics has {key!r}; use letters, digits and _ for a name, such as 'success'")
         if key in RESERVED:
-            raise ValueError(f"{name}.metrics names {key!r}, which every environment reports; give it another name")
+            raise ValueError(f"{name}.metrics has {key!r}, which every environment reports; choose another name")
         if reduction not in (known := get_args(Reduction)):
             near = suggestion(reduction, known) if isinstance(reduction, str) else ""
             raise ValueError(f"{name}.metrics[{key!r}] is {reduction!r}{near}; use one of {', '.join(known)}")
@@ -68,14 +68,14 @@ def reported(env: Any, state: PyTree) -> jax.Array | None:
 
 
 def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
-    """Before the first step; `()` if there are no metrics."""
+    """The state before the first step; `()` if there are no metrics."""
     if not (count := len(metrics_of(env))):
         return ()
     return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))
 
 
 def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
-    """After a step with these `metrics` `[E, K]`; in environments where it `counts` (`[E]` bool), or in all."""
+    """The state after a step with `metrics` `[E, K]`; steps are counted where `counts` `[E]` bool is True, or everywhere."""
     if not before:
         return before
     assert metrics is not None
@@ -88,13 +88,13 @@ def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | No
 
 
 def so_far(env: Any, episodes: EpisodeMetrics) -> jax.Array:
-    """The metrics of the running episodes. `[E, K]`"""
+    """The metrics of the current episodes. `[E, K]`"""
     is_mean = np.array([kind == "mean" for kind in metrics_of(env).values()])
     return jnp.where(is_mean, episodes.values / jnp.maximum(episodes.steps, 1)[:, None], episodes.values)
 
 
 def end(env: Any, episodes: Any, ended: jax.Array, done: jax.Array) -> Any:
-    """Ends the episodes that have `ended`, and keeps the metrics of those that are `done`, not lost. `[E]` bool"""
+    """Resets the episodes that have `ended`; keeps the metrics of those that are `done`, i.e. not lost. `[E]` bool"""
     if not episodes:
         return episodes
     sums = episodes.sums + jnp.where(done[:, None], so_far(env, episodes), 0)
@@ -102,7 +102,7 @@ def end(env: Any, episodes: Any, ended: jax.Array, done: jax.Array) -> Any:
 
 
 def pop(env: Any, episodes: Any, count: jax.Array) -> tuple[Any, dict[str, Mean]]:
-    """Removes the completed episodes, `count` of them, and returns the means `episode_NAME` over them."""
+    """Removes the `count` completed episodes and returns their means, `episode_NAME`."""
     if not episodes:
         return episodes, {}
     totals = episodes.sums.sum(0)

@@ -1,6 +1,6 @@
-"""Goal-conditioned environments: observations name a goal, and the reward of a step is known for every other goal too.
+"""Goal-conditioned environments: observations contain a goal, and the reward of a step can be computed for any other goal.
 
-Such an environment lets an agent learn from a step as if another goal had been meant: `replay/relabelling.py`.
+An agent can therefore relabel a step with another goal (HER): `replay/relabelling.py`.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.params import RandomizeParams, with_params
 from msrl_jax.envs.privileged import are_privileged
 
-KEYS = ("observation", "achieved_goal", "desired_goal")  # those of Gymnasium-Robotics
+KEYS = ("observation", "achieved_goal", "desired_goal")  # as in Gymnasium-Robotics
 
 
 class GoalEnvironment(Environment, Protocol):
     """An environment whose observations are dicts with the keys `observation`, `achieved_goal` and `desired_goal`.
 
-    The desired goal stays the same in an episode. The two goals are in the same space, of any kind.
+    The desired goal is constant during an episode. Both goals are in the same space, of any kind.
     """
 
     def goal_reward(self, achieved: PyTree, desired: PyTree) -> tuple[jax.Array, jax.Array]:
-        """What a step pays that leads to an achieved goal while another one is desired; `step` has to return the same.
+        """The reward of a step that reaches `achieved` when `desired` is the goal; `step` must return the same.
 
         Args:
           achieved: the `achieved_goal` of the observation after the step.
@@ -40,7 +40,7 @@ class GoalEnvironment(Environment, Protocol):
 
 
 class Goals(NamedTuple):
-    """How goals are read and replaced, as functions of one observation or of several; all but `reward` compute nothing."""
+    """Functions that read and replace goals, in one observation or in a batch; only `reward` computes anything."""
 
     achieved: Callable[[Any], PyTree]  # obs -> its achieved goal
     desired: Callable[[Any], PyTree]  # obs -> its desired goal
@@ -55,26 +55,26 @@ def goals_of(env: Environment) -> Goals:
       env: the environment, a `GoalEnvironment`.
 
     Returns:
-      The functions of its goals; observations may have masks.
+      The functions; observations may have masks.
 
     Raises:
-      TypeError: if observations lack a key, if there is no `goal_reward`, or if a goal or what it returns has another type.
+      TypeError: if observations lack a key, if there is no `goal_reward`, or if a goal or a result has the wrong type.
       ValueError: if `goal_reward` depends on parameters that are drawn for every episode.
     """
     name, space = env_name(env), env.observation_space
     if are_privileged(space):
         raise TypeError(
-            f"the critic sees the privileged_state of {name}, in which goals cannot be replaced; train in "
+            f"the critic of {name} sees privileged_state, in which goals cannot be replaced; train with "
             "msrl_jax.envs.Unprivileged(env)"
         )
     if not isinstance(space, spaces.Dict) or not set(KEYS) <= set(space.spaces):
         raise TypeError(
-            f"observations of {name} are {space}; those of a goal-conditioned environment are a Dict with {', '.join(KEYS)}, "
-            "so give it such a space, or leave the wrapper out that flattens them"
+            f"observations of {name} are {space}; a goal-conditioned environment needs a Dict with {', '.join(KEYS)}. "
+            "Use such a space, or remove the wrapper that flattens the observations"
         )
     if is_on_host(env) or not hasattr(env, "goal_reward"):
         place = " on a device: it is simulated on the host" if is_on_host(env) else ""
-        raise TypeError(f"{name} has no method goal_reward(achieved, desired) -> (reward, terminated){place}; give it one")
+        raise TypeError(f"{name} has no method goal_reward(achieved, desired) -> (reward, terminated){place}; add one")
     reward_of: Callable[..., Any] = env.goal_reward  # type: ignore[attr-defined]
     achieved, desired = (spaces.struct(space.spaces[key]) for key in KEYS[1:])
     compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
@@ -100,7 +100,7 @@ def goals_of(env: Environment) -> Goals:
 
 
 def _check_constant(env: Environment, *goals: PyTree) -> None:
-    """Raises ValueError if `goal_reward` depends on parameters of the episode, which a buffer does not know."""
+    """Raises ValueError if `goal_reward` depends on episode parameters, which a replay buffer does not store."""
     for inner in layers(env):
         if isinstance(inner, RandomizeParams):
             params = emitted(inner.reset)[0].params
@@ -108,6 +108,6 @@ def _check_constant(env: Environment, *goals: PyTree) -> None:
             for name, is_used in zip(sorted(params), used_inputs(jaxpr.jaxpr), strict=False):
                 if is_used:
                     raise ValueError(
-                        f"goal_reward of {env_name(env)} depends on {name}, which env_params draw for every episode; leave it "
-                        "out of env_params, or relabel no goals"
+                        f"goal_reward of {env_name(env)} depends on {name}, which env_params draws for every episode; remove "
+                        "it from env_params, or do not relabel goals"
                     )

@@ -32,8 +32,8 @@ from msrl_jax.fragments.support.naming import paths
 _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _TRIES, _TRIES_AT_FIRST = 10, 3
-"""An environment that fails so often in a row is not started again; the second number counts before its first step."""
-_START = 60.0  # seconds that a new worker has beyond `timeout` until its first answer, to import its modules
+"""An environment that fails this often in a row is not restarted; the second number applies before its first step."""
+_START = 60.0  # seconds that a new worker gets in addition to `timeout`, to import its modules
 
 
 def processors() -> int:
@@ -42,7 +42,7 @@ def processors() -> int:
 
 
 class Outcome(NamedTuple):
-    """What a step led to, as in `TimeStep`; NumPy arrays `[E, ...]` that nothing else writes to."""
+    """The outcome of a step, as in `TimeStep`; NumPy arrays `[E, ...]` that nothing else writes to."""
 
     obs: Any
     reward: np.ndarray
@@ -50,40 +50,40 @@ class Outcome(NamedTuple):
     truncated: np.ndarray
     final_obs: Any
     present: np.ndarray
-    metrics: np.ndarray | None = None  # nan where the environment has not answered. `[E, K]` float32
+    metrics: np.ndarray | None = None  # nan where the environment did not answer. `[E, K]` float32
 
 
 class Simulators(Protocol):
-    """`E` environments outside of JAX, with automatic reset."""
+    """`E` environments outside JAX, with automatic reset."""
 
     def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
         """Starts episodes of the environments with numbers `envs` `[N]` and seeds `[N]`; returns observations `[N, ...]`."""
         ...
 
     def start(self, action: np.ndarray) -> Callable[[], Outcome]:
-        """Starts a step with the actions `[E, ...]`; returns a function that waits for its end."""
+        """Starts a step with the actions `[E, ...]`; returns a function that waits for the outcome."""
         ...
 
     def close(self) -> None:
-        """Ends them."""
+        """Stops the environments."""
         ...
 
 
 class HostState(NamedTuple):
-    """What the state of a run knows of simulators on the host; the rest of their state is theirs. `[E]`"""
+    """What the state of a run contains about host simulators; they keep the rest of their state themselves. `[E]`"""
 
     seed: jax.Array  # uint32
     steps: jax.Array  # uint32, modulo 2**32
-    asked: jax.Array  # float32: steps since `pop_episodes`
-    absent: jax.Array  # float32: those of them that the environment did not answer
+    asked: jax.Array  # float32: number of steps since `pop_episodes`
+    absent: jax.Array  # float32: number of these that the environment did not answer
 
 
 @dataclass(frozen=True)
 class HostVectorized(WithoutStatistics, Wrapper):
-    """`E` copies of an environment on the host as a `VectorEnvironment`, whose step is a call of the host between programs.
+    """`E` copies of an environment on the host as a `VectorEnvironment`, whose step is a host call between programs.
 
-    The state names the step that each simulator has to be at. If one is at another, because a run was resumed or an old state
-    was used again, it begins a new episode, and the step counts for nothing: `present` is False.
+    The state records the step that each simulator must have reached. A simulator at a different step, because a run was resumed
+    or an old state was used again, starts a new episode, and the step is not valid: `present` is False.
     """
 
     env: Any
@@ -100,7 +100,7 @@ class HostVectorized(WithoutStatistics, Wrapper):
         return HostState(seed, steps, zero, jnp.copy(zero)), received(obs, "env")
 
     def step(self, state: HostState, action: PyTree) -> tuple[HostState, TimeStep]:
-        """Advances every environment by one action; environments start again at the end of an episode."""
+        """Advances every environment by one action; environments reset at the end of an episode."""
         action = as_actions(self, action, (self.num_envs,), "environment")
         obs, flag = self._observations(), self._row(jnp.bool_)
         metrics = (self._row(jnp.float32, len(self.metrics)),) if self.metrics else ()
@@ -110,7 +110,7 @@ class HostVectorized(WithoutStatistics, Wrapper):
         return state._replace(steps=steps, asked=state.asked + 1, absent=state.absent + ~t.present), t  # type: ignore[operator]
 
     def pop_episodes(self, state: HostState) -> tuple[HostState, dict[str, Mean]]:
-        """Removes the counts of steps from the state; returns the share that was not answered, `absent`."""
+        """Removes the step counts from the state; returns `absent`, the share of steps without an answer."""
         zero = jnp.zeros_like(state.asked)
         share = Mean(state.absent.sum(), state.asked.sum())
         return state._replace(asked=zero, absent=zero), {"absent": share}
@@ -123,7 +123,7 @@ class HostVectorized(WithoutStatistics, Wrapper):
 
 
 class Stepping:
-    """Simulators that `make` starts at the first reset, and at which step each of the `E` environments is."""
+    """Simulators that `make` starts at the first reset, with the step that each of the `E` environments has reached."""
 
     makes_new_arrays = True
 
@@ -134,19 +134,19 @@ class Stepping:
 
     @property
     def simulators(self) -> Simulators:
-        """The simulators, which are made now if they were not before."""
+        """The simulators, started on first use."""
         if self._simulators is None:
             self._simulators = self._make()
         return self._simulators
 
     def close(self) -> None:
-        """Ends the simulators, until they are needed again."""
+        """Stops the simulators until they are needed again."""
         if self._simulators is not None:
             self._simulators.close()
         self._simulators, self._started = None, False
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, Any]:
-        """Starts episodes; returns the numbers of steps, and the first observations `[E, ...]`."""
+        """Starts episodes; returns the step numbers and the first observations `[E, ...]`."""
         obs = self.simulators.reset(np.arange(len(seed)), seed)
         self._steps, self._started = np.zeros_like(self._steps), True
         return self._steps.copy(), obs
@@ -156,7 +156,7 @@ class Stepping:
         return self.start(*args)()
 
     def start(self, seed: np.ndarray, steps: np.ndarray, action: np.ndarray) -> Callable[[], Any]:
-        """Starts a step; environments that are not at the step `steps` begin a new episode."""
+        """Starts a step; environments that are not at step `steps` start a new episode."""
         other = (self._steps != steps) | (not self._started)
         if other.any():
             self.simulators.reset(np.flatnonzero(other), seed[other] ^ steps[other])
@@ -178,14 +178,14 @@ class Stepping:
 class _Is(enum.IntEnum):
     """What an environment is doing."""
 
-    DOWN = 0  # nothing: it has no episode
-    STARTING = 1  # it starts an episode
-    FRESH = 2  # it has started one, of which the caller does not know
-    READY = 3  # it waits for an action
-    STEPPING = 4  # it takes a step that the caller waits for
-    DONE = 5  # it has taken it
-    LATE = 6  # it takes a step that the caller did not wait for
-    CAUGHT_UP = 7  # it has taken it
+    DOWN = 0  # has no episode
+    STARTING = 1  # is starting an episode
+    FRESH = 2  # has started an episode that the caller does not know of
+    READY = 3  # waits for an action
+    STEPPING = 4  # is taking a step that the caller waits for
+    DONE = 5  # has taken that step
+    LATE = 6  # is taking a step that the caller did not wait for
+    CAUGHT_UP = 7  # has taken that step
 
 
 _ANSWERED = {_Is.STARTING: _Is.FRESH, _Is.STEPPING: _Is.DONE, _Is.LATE: _Is.CAUGHT_UP}
@@ -193,7 +193,7 @@ _ANSWERED = {_Is.STARTING: _Is.FRESH, _Is.STEPPING: _Is.DONE, _Is.LATE: _Is.CAUG
 
 @dataclass(eq=False)
 class _Process:
-    """A worker, and the numbers of its environments."""
+    """A worker process and the numbers of its environments."""
 
     envs: np.ndarray
     process: subprocess.Popen[bytes] | None = None
@@ -206,11 +206,11 @@ class _Process:
 
     @property
     def due(self) -> float:
-        """When it counts as hanging if it is asked, else when it may start again."""
+        """The time from which a worker with a request counts as hanging, or one without may be restarted."""
         return self.last_heard + self.patience if self.asked else self.again_at
 
     def stop(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kills the process."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -221,10 +221,10 @@ class _Process:
 
 
 class Workers:
-    """`E` environments of Gymnasium in worker processes, over shared memory; see `Simulators`.
+    """`E` Gymnasium environments in worker processes, over shared memory; see `Simulators`.
 
-    An environment that raises an exception is made again, and a worker that dies or hangs is started again, after a pause that
-    doubles with every failure in a row. In the meantime the steps of these environments are not `present`.
+    An environment that raises an exception is made again, and a worker that dies or hangs is restarted, after a pause that
+    doubles with every consecutive failure. Until then, steps of these environments are not `present`.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Workers:
     ):
         """Starts the workers, at most one for each environment, by default one for each processor of this process.
 
-        `factory` is a pickled function that makes an environment; `unflatten` makes an observation of its arrays.
+        `factory` is a pickled function that makes an environment; `unflatten` builds an observation from its arrays.
         """
         self._name, self._factory, self._layout, self._unflatten = name, factory, layout, unflatten
         self._timeout, self._drop_slowest = timeout, drop_slowest
@@ -261,7 +261,7 @@ class Workers:
             self._launch(process)
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Stops the workers."""
         self._finalizer()
 
     def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
@@ -324,7 +324,7 @@ class Workers:
         return [self._processes[k] for k in dict.fromkeys(self._owner[envs].tolist())]
 
     def _begin(self, envs: np.ndarray) -> None:
-        """Asks for new episodes of environments that have none, where it is time to."""
+        """Requests new episodes for environments that have none, where they are due."""
         down = envs[self._is[envs] == _Is.DOWN]
         for process in self._of(down):
             if process.again_at <= time.monotonic():
@@ -338,11 +338,11 @@ class Workers:
             mine = envs[self._owner[envs] == self._owner[process.envs[0]]].tolist()
             process.asked.update(mine)
             process.last_heard = time.monotonic()
-            with contextlib.suppress(OSError):  # if it has died, `_listen` finds out
+            with contextlib.suppress(OSError):  # `_listen` notices if it has died
                 process.commands.send_bytes(pickle.dumps(tuple(Order(what, tuple(mine), self._drop_slowest > 0))))
 
     def _listen(self, envs: np.ndarray, wait_for: float | None = None) -> None:
-        """Takes messages of the workers of environments; waits for the first one, but no longer than something is due."""
+        """Handles messages of workers; waits for the first one, but at most until a worker is due."""
         processes = self._of(envs)
         if wait_for is None:
             due = [p.due for p in processes if p.asked or (self._is[p.envs] == _Is.DOWN).any()]
@@ -362,7 +362,7 @@ class Workers:
                 envs, error = pickle.loads(process.commands.recv_bytes())
                 process.asked.difference_update(envs)
                 process.last_heard, process.patience = time.monotonic(), self._timeout
-                if error is not None and NO_METRIC in error:  # another episode would not have it either
+                if error is not None and NO_METRIC in error:  # a restart would not help
                     raise RuntimeError(f"{self._name}: {NO_METRIC} {error.partition(NO_METRIC)[2].strip()}")
                 if error is not None:
                     self._failed(process, np.array(envs), error)
@@ -383,14 +383,14 @@ class Workers:
         which = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
         tries = np.where(self._has_stepped[envs], _TRIES, _TRIES_AT_FIRST)
         if (self._in_a_row[envs] >= tries).any():
-            raise RuntimeError(f"{which} of {self._name} failed {tries.min()} times in a row, at last with: {why.strip()}")
-        _log.warning("%s of %s failed and will start again: %s", which, self._name, why.strip().splitlines()[-1])
+            raise RuntimeError(f"{which} of {self._name} failed {tries.min()} times in a row, last with: {why.strip()}")
+        _log.warning("%s of %s failed and will be restarted: %s", which, self._name, why.strip().splitlines()[-1])
 
     def _launch(self, process: _Process) -> None:
         commands, child = Pipe()
         read, process.lifeline = os.pipe()
         files = [child.fileno(), self._file, read]
-        # A session of its own: Ctrl-C reaches the parent alone, which decides.
+        # In its own session, so that Ctrl-C reaches only the parent.
         process.process = subprocess.Popen(
             [sys.executable, "-P", "-m", simulate.__name__, *map(str, files)],
             pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,

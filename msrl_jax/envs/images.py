@@ -1,4 +1,4 @@
-"""Observations that are images in another layout than networks convolve: which ones are, and a wrapper that mends them."""
+"""Image observations in a layout that networks do not convolve: detection, and a wrapper that converts them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.envs.wrappers import ObservationWrapper
 from msrl_jax.fragments.support.tracebacks import entry
 
-_LARGE = 36  # from this height and width on, networks convolve images as the first DQN did, and divide uint8 by 255
+_LARGE = 36  # from this height and width on, networks use the convolutions of the first DQN and divide uint8 by 255
 
 
 def unseen_images(env: Any) -> Iterator[str]:
-    """What to know of each image in the observations of an environment that networks do not see as one."""
+    """Yields a warning for each image in the observations that networks do not treat as one."""
     for path, space in _parts(env.observation_space):
         if isinstance(space, spaces.Box) and _is_unseen(space, is_whole=not path):
-            what = f"the part {path} of the observations" if path else "the observations"
+            what = f"part {path} of the observations" if path else "the observations"
             yield (
-                f"{what} of {env_name(env)} seem to be images, {space.dtype}{list(space.shape)}, but networks convolve "
+                f"{what} of {env_name(env)} looks like an image, {space.dtype}{list(space.shape)}, but networks convolve "
                 "and scale only observations [H, W, C]; wrap the environment in msrl_jax.envs.AsImage, or pass a custom module "
                 "as network="
             )
 
 
 def _is_unseen(space: spaces.Box, is_whole: bool) -> bool:
-    """Whether an array seems to be an image that networks flatten, or whose channels come first."""
+    """Whether an array looks like an image that networks would flatten, or whose channels come first."""
     shape = space.shape
     if not (np.isfinite(space.low.astype(np.float64)).all() and np.isfinite(space.high.astype(np.float64)).all()):
         return False  # pixels have bounds
@@ -51,13 +51,13 @@ def _parts(space: Any, path: str = "") -> Iterator[tuple[str, spaces.Space]]:
 @entry
 @dataclass(frozen=True)
 class AsImage(ObservationWrapper):
-    """Makes one image `[H, W, C]` of every observation, as networks convolve them.
+    """Converts every observation to one image `[H, W, C]`, the layout that networks convolve.
 
-    Images `[H, W]`, `[C, H, W]`, and frames `[N, H, W, C]` and `[N, C, H, W]` get their channels last, those of the first frame
-    first. Where two neighbouring sizes are equal, they are height and width; else the smaller one of the first and the last is
-    that of the channels. Of several parts, images are joined along their channels, in the order of sorted names, and every
-    number of the other parts becomes a channel with this number everywhere; integers of a `Discrete` space are one-hot. The
-    image is uint8 if all parts are images of uint8. Else it is float32, and parts of uint8 are divided by 255.
+    Channels of `[H, W]`, `[C, H, W]`, `[N, H, W, C]` and `[N, C, H, W]` are moved last, those of the first frame first. If two
+    neighboring dimensions are equal, they are height and width; otherwise the smaller of the first and the last dimension is
+    the channels. If an observation has several parts, images are concatenated along the channels in the order of sorted names,
+    and every number of the other parts becomes a constant channel; integers of a `Discrete` space are one-hot encoded. The
+    result is uint8 if all parts are uint8 images; otherwise it is float32, and uint8 parts are divided by 255.
 
     Attributes:
       env: the environment, in JAX or on the host; all images in an observation have the same height and width.
@@ -70,8 +70,8 @@ class AsImage(ObservationWrapper):
         sizes = {_channels_last(x.shape, x.low).shape[:2] for x in images}
         if len(sizes) != 1:
             raise ValueError(
-                "AsImage makes one image of arrays of two to four dimensions with one height and width, and "
-                f"{env_name(self.env)} has observations in {self.env.observation_space}; leave out there what does not fit"
+                "AsImage needs arrays of two to four dimensions with the same height and width, and "
+                f"{env_name(self.env)} has observations in {self.env.observation_space}; remove the other parts"
             )
 
     @property
@@ -92,7 +92,7 @@ def _is_image(space: Any) -> bool:
 
 
 def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
-    """Joins images, and vectors of the parts that are none, by NumPy or by jax.numpy."""
+    """Concatenates images and constant channels, with NumPy or jax.numpy."""
     found = [_channels_last(part.shape, x) if _is_image(part) else x[..., None, None, :] for part, x in parts]
     if any(x.dtype != np.uint8 for x in found):
         found = [x.astype(np.float32) / (255 if x.dtype == np.uint8 else 1) for x in found]
@@ -101,7 +101,7 @@ def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
 
 
 def _values(space: Any, obs: Any) -> Iterator[tuple[Any, Any]]:
-    """The spaces and the arrays of an observation."""
+    """Yields the spaces and the arrays of an observation."""
     if not isinstance(space, spaces.Tuple | spaces.Dict):
         yield space, obs
         return
@@ -110,7 +110,7 @@ def _values(space: Any, obs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _channels_last(shape: tuple[int, ...], x: Any) -> Any:
-    """Images of a shape, arrays `[..., *shape]` of NumPy or JAX, as `[..., H, W, C]`."""
+    """Images, arrays `[..., *shape]` of NumPy or JAX, as `[..., H, W, C]`."""
     if len(shape) == 2:
         return x[..., None]
     before, axes = range(x.ndim - len(shape)), list(range(x.ndim - len(shape), x.ndim))

@@ -1,7 +1,8 @@
-"""Legal actions: environments that name them, and what everybody else does with a `MaskedObservation`.
+"""Legal actions: environments that declare them, and functions of observations with masks.
 
-An environment with a method `action_mask(state)` names its legal actions. `with_masks` puts them beside its observations. The
-other functions take plain observations too, and then change nothing. In the shape descriptions, `n` is the number of actions.
+An environment with a method `action_mask(state)` declares its legal actions; `with_masks` adds them to its observations as
+`MaskedObservation`. The other functions also accept plain observations, and then change nothing. In the shape descriptions,
+`n` is the number of actions.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, 
 
 
 def has_masks(env: Any) -> bool:
-    """Whether an environment names its legal actions."""
+    """Whether an environment declares its legal actions."""
     return getattr(env, "action_mask", None) is not None
 
 
@@ -29,17 +30,17 @@ def observation_type(env: Any) -> PyTree:
 
 
 def with_masks(env: Environment) -> Environment:
-    """The environment with `MaskedObservation`s if it names its legal actions, else the environment itself.
+    """The environment with `MaskedObservation`s if it declares its legal actions, otherwise the environment itself.
 
-    Every observation needs a legal action, except after a step that terminated the episode. If there is none, or if an illegal
-    action is taken, then the reward of that step is nan, so that no run goes on with it.
+    Every observation needs a legal action, except after a step that terminated the episode. If an observation has none, or if
+    an illegal action is taken, the reward of that step is nan, so that the run stops.
     """
     return _Masked(env) if has_masks(env) else env
 
 
 @dataclass(frozen=True)
 class _Masked(Wrapper):
-    """The environment that `with_masks` returns; its `observation_space` is that of the observations without their masks."""
+    """The environment that `with_masks` returns; `observation_space` is that of the observations without masks."""
 
     env: Any
     report = of_env("report")
@@ -59,13 +60,13 @@ class _Masked(Wrapper):
 
 
 FAULTS: dict[str, str] = {}
-"""What a nan means, by the name of the function that made it."""
+"""What a nan means, by the name of the function that produced it."""
 
 F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 def fault(meaning: str) -> Callable[[F], F]:
-    """Registers what it means that a function makes a nan: its name in a program tells what an environment did."""
+    """Registers what a nan from the decorated function means: the function's name identifies the cause in a program."""
 
     def register(function: F) -> F:
         FAULTS[function.__name__] = meaning
@@ -77,7 +78,7 @@ def fault(meaning: str) -> Callable[[F], F]:
 @fault("gave an observation without a legal action")
 def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
     """The reward, or nan if an observation without a legal action is found."""
-    return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # -0.0 changes no reward
+    return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # adding -0.0 changes nothing
 
 
 @fault("was given an illegal action")
@@ -87,11 +88,11 @@ def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
 
 
 def check_played(env: Any, reward: np.ndarray) -> None:
-    """Raises ValueError if an environment that names its legal actions gave rewards or returns of nan."""
+    """Raises ValueError if an environment with legal actions returned nan rewards."""
     if has_masks(env) and (bad := int(np.isnan(reward).sum())):
         raise ValueError(
-            f"{env_name(env)} gave {bad} of {np.size(reward)} rewards or returns as nan: an observation had no legal action, "
-            "an action was illegal, or a reward was nan. Every observation needs a legal action, unless the step before it "
+            f"{env_name(env)}: {bad} of {np.size(reward)} rewards or returns are nan. An observation had no legal action, "
+            "an action was illegal, or a reward was nan. Every observation needs a legal action, unless the previous step "
             "terminated the episode"
         )
 
@@ -114,28 +115,28 @@ def with_mask_of(obs: Any, features: PyTree) -> Any:
 def only_legal(values: jax.Array, obs: Any) -> jax.Array:
     """Values or logits of actions `[..., n]`, -inf for those that are illegal in the observations, which may have masks.
 
-    They stay finite where no action is legal, as after the end of an episode.
+    The values stay finite where no action is legal, as after the end of an episode.
     """
     mask = mask_of(obs)
     return values if mask is None else jnp.where(mask | ~mask.any(-1, keepdims=True), values, -jnp.inf)
 
 
 def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
-    """Draws one of the legal actions `[n]`, each with the same probability; if all are legal, as `Discrete.sample` does."""
+    """Draws one of the legal actions `[n]` uniformly; if all are legal, it draws as `Discrete.sample` does."""
     count = jnp.cumsum(mask)
     which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1), jnp.int32)
     return jnp.argmax(count > which).astype(jnp.int32)
 
 
 def index_at(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Inverts cumulative distributions at uniform numbers `[...]` from [0, 1). int32 `[...]`
+    """Inverts cumulative distributions at uniform numbers from [0, 1). int32 `[...]`
 
     Args:
       weights: probabilities up to a factor, `[..., n]`; at least one is above 0.
 
     Returns:
-      The last index whose weight is above 0 and is preceded by at most that share of the sum. An index of weight 0 is never
-      returned, although neighbouring cumulative sums differ by rounding where `n` is large.
+      The last index whose weight is above 0 and before which at most that share of the sum lies. An index of weight 0 is never
+      returned, although neighboring cumulative sums differ by rounding if `n` is large.
     """
     ends = jnp.cumsum(weights, axis=-1)
     reached = ends - weights <= uniform[..., None] * ends[..., -1:]

@@ -1,6 +1,6 @@
-"""A point in a maze of walls, which has to reach a goal: the smallest task in which goals are hard to find by chance.
+"""A point mass that has to reach a goal in a maze: a minimal task whose goals are hard to find by chance.
 
-Lengths are in cells. A place is `(x, y)`: columns to the right and rows downwards from the center of the maze.
+Lengths are in cells. A position is `(x, y)`: columns to the right and rows downwards from the center of the maze.
 """
 
 import functools
@@ -46,19 +46,19 @@ MAZES = {
         #########
     """,
 }
-"""The shapes by name; `#` is a wall."""
+"""The mazes by name; `#` is a wall."""
 
 _GAP = 0.01  # between the point and a wall that it touches
-_SCALE = 32  # pixels of a cell
+_SCALE = 32  # pixels per cell
 
 
 class MazeState(NamedTuple):
     """State of `PointMaze`.
 
     Attributes:
-      place: of the point. `[2]` float32
-      goal: the place to reach. `[2]` float32
-      steps: of the episode so far. `[]` int32
+      place: position of the point. `[2]` float32
+      goal: position to reach. `[2]` float32
+      steps: number of steps in the episode so far. `[]` int32
     """
 
     place: jax.Array
@@ -68,20 +68,20 @@ class MazeState(NamedTuple):
 
 @dataclass(frozen=True)
 class PointMaze:
-    """A point that moves in a maze; a `GoalEnvironment`, whose goal is a place.
+    """A point that moves in a maze; a `GoalEnvironment` whose goals are positions.
 
-    An episode begins at a random place with a random goal. An action is a velocity, `[2]` in [-1, 1]; walls stop its part
-    across them. A step pays -1, and 0 if it reaches the goal, which terminates the episode; so the return is minus the number
-    of steps before the goal, and a policy that never gets there earns no more by waiting. `max_steps` truncates. The metric
-    `success` tells whether the goal was reached.
+    An episode starts at a random position with a random goal. An action is a velocity, `[2]` in [-1, 1]; walls block the
+    component across them. The reward is -1 per step, and 0 for the step that reaches the goal, which terminates the episode.
+    The return is therefore minus the number of steps before the goal, and waiting never pays. `max_steps` truncates. The
+    metric `success` tells whether the goal was reached.
 
-    The `observation` is the place, and so is the `achieved_goal`.
+    Both `observation` and `achieved_goal` are the position.
 
     Attributes:
       maze: a name of `MAZES`, `"open"`, `"u"` or `"spiral"`.
-      max_steps: length of an episode in steps.
-      speed: cells per step along each axis at most, above 0 and below 1.
-      tolerance: distance in cells at which the goal is reached.
+      max_steps: maximum number of steps of an episode.
+      speed: maximum number of cells per step along each axis, above 0 and below 1.
+      tolerance: distance in cells within which the goal is reached.
     """
 
     maze: str = "u"
@@ -97,13 +97,13 @@ class PointMaze:
             raise ValueError(f"PointMaze: maze={self.maze!r}{suggestion(str(self.maze), MAZES)}; use one of {', '.join(MAZES)}")
         whole("PointMaze: max_steps", self.max_steps)
         if not 0 < self.speed < 1:
-            raise ValueError(f"PointMaze: speed={self.speed!r}; use a number above 0 and below 1, lest it leap walls")
+            raise ValueError(f"PointMaze: speed={self.speed!r}; use a number above 0 and below 1, or it could cross walls")
         if not self.tolerance > 0:
             raise ValueError(f"PointMaze: tolerance={self.tolerance!r}; use a number above 0")
 
     @functools.cached_property
     def walls(self) -> np.ndarray:
-        """Where walls are. `[rows, columns]` bool"""
+        """The walls. `[rows, columns]` bool"""
         return np.array([[c == "#" for c in line.strip()] for line in MAZES[self.maze].split()])
 
     @property
@@ -112,12 +112,12 @@ class PointMaze:
 
     @property
     def observation_space(self) -> spaces.Dict:
-        """Three places."""
+        """Three positions."""
         place = spaces.Box(-self._center, self._center, (2,))
         return spaces.Dict({"observation": place, "achieved_goal": place, "desired_goal": place})
 
     def reset(self, key: jax.Array) -> tuple[MazeState, dict[str, jax.Array]]:
-        """Draws the place and the goal uniformly among those without a wall."""
+        """Draws the position and the goal uniformly from the free cells."""
         free = np.argwhere(~self.walls)[:, ::-1].astype(np.float32) - self._center
         which, within = jax.random.split(key)
         cells = jnp.asarray(free)[jax.random.randint(which, (2,), 0, len(free), jnp.int32)]
@@ -135,7 +135,7 @@ class PointMaze:
         return state, self._observe(state), reward, reached, (state.steps >= self.max_steps) & ~reached
 
     def goal_reward(self, achieved: jax.Array, desired: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """0 and the end at a distance of at most `tolerance`, else -1; see `GoalEnvironment`."""
+        """0 and termination within `tolerance`, otherwise -1; see `GoalEnvironment`."""
         reached = jnp.sum((achieved - desired) ** 2) <= self.tolerance**2
         return jnp.where(reached, 0.0, -1.0), reached
 
@@ -144,7 +144,7 @@ class PointMaze:
         return {"success": self.goal_reward(state.place, state.goal)[1]}
 
     def render(self, state: MazeState) -> np.ndarray:
-        """The maze from above: the point in blue, and in green the goal, which may be smaller. `[H, W, 3]` uint8"""
+        """The maze from above: the point in blue, the goal in green, drawn smaller if need be. `[H, W, 3]` uint8"""
         image = np.where(self.walls[..., None], 70, 240).astype(np.uint8).repeat(3, -1)
         image = image.repeat(_SCALE, 0).repeat(_SCALE, 1)
         y, x = (np.indices(image.shape[:2]) + 0.5) / _SCALE
@@ -154,7 +154,7 @@ class PointMaze:
         return image
 
     def _slide(self, place: jax.Array, axis: int, move: jax.Array) -> jax.Array:
-        """Moves along an axis, up to a wall at most."""
+        """Moves along an axis, at most up to a wall."""
         target = place.at[axis].add(move) + self._center
         cell = jnp.floor(target).astype(jnp.int32)
         edge = jnp.where(move > 0, cell[axis] - _GAP, cell[axis] + 1 + _GAP)

@@ -1,4 +1,4 @@
-"""Parallel copies of environments with several agents: automatic reset, absent agents, statistics of episodes; teams."""
+"""Parallel copies of multi-agent environments, with automatic reset, absent agents and episode statistics; views of teams."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 
 class AgentsState(NamedTuple):
-    """The state of `E` environments with `A` agents: as of `Vectorized`, and float32 statistics as of `EpisodeStatistics`."""
+    """The state of `E` environments with `A` agents: as in `Vectorized`, with the float32 statistics of `EpisodeStatistics`."""
 
     key: jax.Array
     env_state: PyTree
@@ -54,13 +54,13 @@ def vectorize_agents(
     Args:
       env: the environment.
       num_envs: number of copies, `E`.
-      teams: name -> indices of agents, if there are several teams.
+      teams: name -> indices of agents, if there is more than one team.
 
     Returns:
       The vector environment.
 
     Raises:
-      TypeError: if a result of the environment does not fit the protocol; the message names it.
+      TypeError: if a result of the environment violates the protocol; the message names it.
     """
     check_made(env)
     own = getattr(env, "vectorize", None)
@@ -70,14 +70,14 @@ def vectorize_agents(
 @entry
 @dataclass(frozen=True)
 class VectorizedAgents(WithoutStatistics, Wrapper):
-    """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
+    """`E` parallel copies of an environment with `A` agents, with automatic reset and episode statistics.
 
-    Environments do not depend on each other, and each has its own key, as in `vectorize`.
+    Environments are independent and each has its own key, as in `vectorize`.
 
     Attributes:
       env: the environment.
       num_envs: number of copies, `E`.
-      teams: name -> indices of agents; with several teams, statistics name the returns of each.
+      teams: name -> indices of agents; with several teams, there are statistics of the return of each.
     """
 
     env: MultiAgentEnvironment
@@ -99,7 +99,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
     @property
     def state_size(self) -> int:
-        """The length of a global state, `S`."""
+        """The size of a global state, `S`."""
         return emitted(lambda key: self._global_state(*self.env.reset(key))).shape[0]
 
     def reset(self, key: jax.Array) -> tuple[AgentsState, PyTree]:
@@ -187,14 +187,14 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
     def _faults(
         self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
     ) -> jax.Array:
-        """The rewards of one environment, nan for agents without a legal action, and for those that took an illegal one."""
+        """The rewards of one environment, nan for agents without a legal action and those that took an illegal one."""
         before, after = self.env.action_mask(before), self.env.action_mask(after)  # type: ignore[attr-defined]
         missing = (~absent & ~before.any(-1)) | ~(after.any(-1) | terminated | absent)
         legal = jnp.take_along_axis(before, action[:, None], axis=1)[:, 0]
         return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
 
     def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
-        """The observations of one environment, with masks if it has any; the actions of absent agents are legal and ignored."""
+        """The observations of one environment, with masks if it has any; for absent agents, all actions count as legal."""
         if not has_masks(self.env):
             return obs
         return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
 
 class JointObservation(NamedTuple):
-    """What a team observes at once.
+    """The joint observation of a team.
 
     Attributes:
       obs: the observations of the agents. `[..., A, ...]`
@@ -222,9 +222,9 @@ class JointObservation(NamedTuple):
 
 @dataclass(frozen=True)
 class TeamView(Wrapper):
-    """What a team of `A` agents sees of environments that it may share with other teams.
+    """What a team of `A` agents observes in environments that it may share with other teams.
 
-    If it is `central`, it learns from the global state, which can be larger than all that the agents observe.
+    If `central`, the team learns from the global state, which can contain more than the observations of all agents.
     """
 
     env: VectorizedAgents
@@ -242,11 +242,11 @@ class TeamView(Wrapper):
         return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
 
     def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
-        """Joins the agents' observations `[..., A, ...]`, global states `[..., S]` and who is present `[..., A]`."""
+        """Joins agents' observations `[..., A, ...]`, global states `[..., S]` and the mask of present agents `[..., A]`."""
         return JointObservation(obs, state if self.central else (), present)
 
     def observe(self, obs: PyTree) -> JointObservation:
-        """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
+        """Completes observations `[E, A, ...]` for acting, which uses neither the global state nor the mask."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
         present = jnp.ones((num_envs, self.num_agents), bool)
         return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), present)

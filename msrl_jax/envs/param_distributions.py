@@ -1,7 +1,7 @@
 """Values of environment parameters: distributions, and numbers that follow the steps of a run.
 
-All are pytrees whose leaves are their numbers, so a program takes the numbers as data: other numbers compile nothing. As text
-they look as in Python, `uniform(0.25, 1)`, or on the command line, without commas, `uniform:0.25:1`.
+All are pytrees whose leaves are their numbers, so a program takes the numbers as data and does not recompile when they change.
+As text they are written as in Python, `uniform(0.25, 1)`, or, for the command line, without commas: `uniform:0.25:1`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from msrl_jax.fragments.support.text_values import read_value, read_values
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """A distribution of one parameter; its numbers are the bounds `(low, high)` or the options: numbers, or `Ramp`s."""
+    """A distribution of one parameter; `numbers` holds the bounds `(low, high)` or the options: numbers, or `Ramp`s."""
 
     kind: Literal["uniform", "log_uniform", "choice"]
     numbers: tuple[Any, ...]
@@ -45,22 +45,22 @@ class Ramp:
 
 
 def uniform(low: Any, high: Any) -> Distribution:
-    """All values from `low` to `high` with the same probability; of a whole number, both bounds are among them."""
+    """A uniform distribution from `low` to `high`; for an integer parameter, both bounds are included."""
     return Distribution("uniform", (low, high))
 
 
 def log_uniform(low: Any, high: Any) -> Distribution:
-    """Values from `low` to `high`, above 0, whose logarithm is uniform."""
+    """A distribution from `low` to `high`, above 0, whose logarithm is uniform."""
     return Distribution("log_uniform", (low, high))
 
 
 def choice(options: Sequence[Any]) -> Distribution:
-    """One of the options, each with the same probability."""
+    """A uniform distribution over the options."""
     return Distribution("choice", tuple(options))
 
 
 def ramp(start: Any, end: Any, steps: int) -> Ramp:
-    """A number that goes linearly from `start` to `end` over the first `steps` environment steps of a run, and stays there."""
+    """A number that changes linearly from `start` to `end` over the first `steps` environment steps, then stays constant."""
     return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
@@ -82,14 +82,14 @@ def ramps(tree: Any) -> list[Ramp]:
 
 
 def at(tree: Any, taken: Counter | tuple[()]) -> Any:
-    """A pytree of values with numbers for its ramps, those after `taken` steps."""
+    """Replaces the ramps in a pytree of values by their numbers after `taken` steps."""
 
     def number(x: Any) -> Any:
         if not isinstance(x, Ramp):
             return x
         assert isinstance(taken, Counter)
         done, dtype = fraction(taken, 1, x.steps), jnp.result_type(x.start)
-        # Both ends exactly, whatever the rounding.
+        # Exact at both ends, whatever the rounding.
         number = x.start * (1 - done) + x.end * done
         return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
 
@@ -97,7 +97,7 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
 
 
 def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
-    """Draws a parameter from a value, after `taken` steps. Elements of an array are independent, but for those of `choice`."""
+    """Draws a parameter after `taken` steps. Elements of an array are independent, except those of `choice`."""
     value = at(value, taken)
     if not isinstance(value, Distribution):
         return jnp.asarray(value, like.dtype)
@@ -115,35 +115,35 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
-    """A value, which may be text, with its numbers as NumPy arrays of a parameter's dtype; ValueError if they do not fit it."""
+    """A value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not fit."""
     value = parse(what, value) if isinstance(value, str) else value
     if not isinstance(value, Distribution):
         return _cast_number(what, value, value, like)
     is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
     if not value.numbers:
-        raise ValueError(f"{what}=choice([]) has no options; give at least one")
+            raise ValueError(f"{what}=choice([]) has no options; pass at least one")
     if like.dtype == bool and value.kind != "choice":
-        raise ValueError(f"{what}={value}: it is a bool; use choice([True, False])")
+        raise ValueError(f"{what}={value}: the parameter is a bool; use choice([True, False])")
     if is_integer and is_log:
-        raise ValueError(f"{what}={value}: it is a whole number; use uniform or choice")
+        raise ValueError(f"{what}={value}: the parameter is an integer; use uniform or choice")
     numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
     if value.kind == "choice":
         return dataclasses.replace(value, numbers=numbers)
-    # Ramps bend at these steps; between them, bounds are linear.
+    # Bounds are piecewise linear, with breaks where a ramp ends.
     for when in sorted({0, *(ramp.steps for ramp in ramps(numbers))}):
         low, high = (_host_at(number, when) for number in numbers)
         if is_integer and (high == (most := np.iinfo(like.dtype).max)).any():
-            raise ValueError(f"{what}={value}: give a bound below the largest {np.dtype(like.dtype)}, {most:,}")
+            raise ValueError(f"{what}={value}: pass a bound below the largest {np.dtype(like.dtype)}, {most:,}")
         if (low > high).any() or (is_log and (low <= 0).any()):
             since, above = f" after {when:,} steps" if when else "", " above 0" if is_log else ""
             value = dataclasses.replace(value, numbers=numbers)
-            raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; give low <= high{above}")
+            raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; use low <= high{above}")
     return dataclasses.replace(value, numbers=numbers)
 
 
 def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeStruct) -> Any:
     if isinstance(number, Distribution):
-        raise ValueError(f"{what}={whole_value}: a distribution stands inside of another one; use numbers, or ramps")
+        raise ValueError(f"{what}={whole_value}: a distribution is nested in another one; use numbers, or ramps")
     if isinstance(number, Ramp):
         if like.dtype == bool:
             raise ValueError(f"{what}={whole_value}: a bool cannot follow a ramp; use choice([True, False])")
@@ -160,7 +160,7 @@ def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeS
         fits, converted = False, None
     if not fits:
         kind = np.dtype(like.dtype).name + (str(list(like.shape)) if like.shape else "")
-        raise ValueError(f"{what}={text(whole_value)} does not fit; the parameter is {kind}")
+        raise ValueError(f"{what}={text(whole_value)} does not fit the parameter, which is {kind}")
     return converted
 
 
@@ -172,7 +172,7 @@ def _host_at(number: Any, step: int) -> np.ndarray:
 
 
 def text(value: Any) -> str:
-    """A value as `parse` reads it."""
+    """A value as text that `parse` reads."""
     if is_value(value):
         return str(value)
     if isinstance(value, str):
@@ -182,18 +182,18 @@ def text(value: Any) -> str:
 
 
 def parse(what: str, value: str) -> Any:
-    """Reads a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
+    """Parses a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
     wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
     return _no_word(what, read_value(what, value, CALLS, wrong=wrong))
 
 
 def parse_many(given: str) -> dict[str, Any]:
-    """Reads `length=uniform:0.25:1,gravity=9.8`."""
+    """Parses `length=uniform:0.25:1,gravity=9.8`."""
     wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
     return {name: _no_word(name, value) for name, value in read_values(given, CALLS, wrong=wrong).items()}
 
 
 def _no_word(what: str, value: Any) -> Any:
     if isinstance(value, str):
-        raise ValueError(f"{what}={value} is no number; write one, or one of {', '.join(CALLS)}")
+        raise ValueError(f"{what}={value} is not a number; use one, or one of {', '.join(CALLS)}")
     return value

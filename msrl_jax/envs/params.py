@@ -1,7 +1,7 @@
-"""Parameters of environments as data: drawn in every episode, and changed during a run, without compiling anything again.
+"""Environment parameters as data: drawn for every episode and changeable during a run, without recompilation.
 
 An environment with `default_params` and `with_params` has parameters as data. `RandomizeParams` draws them and keeps them in
-the state. What it draws them from, a `ParamSource`, is in the state of a vector environment, with an entry for each copy.
+the state. The source they are drawn from, a `ParamSource`, is in the state of a vector environment, one entry per copy.
 """
 
 import copy
@@ -32,11 +32,11 @@ E = TypeVar("E")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["level"], meta_fields=["sample"])
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Parameters of episodes that depend on a level, which may change during a run.
+    """Episode parameters that depend on a level, which can be changed during a run.
 
     Attributes:
-      sample: `(key, level) -> mapping` from names to values, with `jax.numpy`.
-      level: the level at the start: a number, or a pytree of numbers, arrays and `ramp`s.
+      sample: `(key, level) -> mapping` from names to values, written with `jax.numpy`.
+      level: the initial level: a number, or a pytree of numbers, arrays and `ramp`s.
     """
 
     sample: Callable[[jax.Array, Any], Params]
@@ -44,18 +44,18 @@ class Curriculum:
 
 
 GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | str
-"""What `RandomizeParams` takes: name -> value, also as text; a function of a key; or a `Curriculum`."""
+"""What `RandomizeParams` accepts: name -> value, also as text; a function of a key; or a `Curriculum`."""
 
 
 class ParamSource(NamedTuple):
-    """What parameters are drawn from."""
+    """The source that parameters are drawn from."""
 
     values: Any  # name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`
     taken: Counter | tuple[()] = ()  # environment steps of all copies so far, if a ramp needs them
 
 
 class RandomizedState(NamedTuple):
-    """State of `RandomizeParams`: that of the environment, and its parameters in this episode by name."""
+    """State of `RandomizeParams`: that of the environment, and the parameters of this episode by name."""
 
     env_state: PyTree
     params: dict[str, jax.Array]
@@ -66,14 +66,14 @@ class RandomizedState(NamedTuple):
 class RandomizeParams(EnvironmentWrapper):
     """Draws parameters of an environment from the key of each reset, and keeps them for the episode.
 
-    Spaces are those of the environment as it is given.
+    The spaces are those of `env` with its original parameters.
 
     Attributes:
-      env: the environment, with parameters as data; wrappers may be around it.
+      env: the environment, with parameters as data; it may be wrapped.
       params: name -> a number, an array, or one of `uniform`, `log_uniform`, `choice` and `ramp`, also as text; or a function
-        `key -> mapping`; or a `Curriculum`; or all as text, `"length=uniform:0.25:1,gravity=9.8"`. What it does not name keeps
-        its value.
-      source: the same, checked, with its numbers as arrays of the parameters' dtypes.
+        `key -> mapping`; or a `Curriculum`; or everything as text, `"length=uniform:0.25:1,gravity=9.8"`. Other parameters
+        keep their values.
+      source: `params` after validation, with numbers as arrays of the parameters' dtypes.
     """
 
     env: Environment
@@ -83,9 +83,9 @@ class RandomizeParams(EnvironmentWrapper):
     def __post_init__(self):
         for inner in inside(self.env):
             if isinstance(inner, RandomizeParams):
-                raise ValueError(f"the parameters of {self.name} are drawn already; give all of them at once")
+                raise ValueError(f"the parameters of {self.name} are already drawn; pass all of them to one RandomizeParams")
             if hasattr(inner, "vectorize"):
-                raise TypeError(f"{self.name} makes its parallel copies itself, so its parameters cannot be data here")
+                raise TypeError(f"{self.name} creates its own parallel copies, so its parameters cannot be data here")
         object.__setattr__(self, "source", _checked(self.env, self.params))
 
     def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
@@ -105,12 +105,12 @@ class RandomizeParams(EnvironmentWrapper):
 
 
 def randomized(env: Environment, params: GivenParams | None) -> Environment:
-    """The environment with these parameters as data; itself if there are none."""
+    """The environment with `params` as data; `env` itself if there are none."""
     return RandomizeParams(env, params) if params else env
 
 
 def describe(params: GivenParams | None) -> dict[str, str] | str | None:
-    """Parameters as text: by name, as `RandomizeParams` takes them, or a name of a function, which it does not take."""
+    """Parameters as text: by name, as `RandomizeParams` accepts them, or the name of a function, which it does not accept."""
     if not params:
         return None
     if isinstance(params, str):
@@ -123,7 +123,7 @@ def describe(params: GivenParams | None) -> dict[str, str] | str | None:
 
 
 def inside(env: Any) -> Iterator[Any]:
-    """An environment and what its wrappers have inside, the outermost first; not what an adapter has inside."""
+    """Yields an environment and those inside its wrappers, outermost first, but not one inside an adapter."""
     while env is not None:
         yield env
         env = None if _has_params(env) else getattr(env, "env", None)
@@ -134,30 +134,30 @@ def _has_params(env: Any) -> bool:
 
 
 def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters that can be data, of an environment or the one in its wrappers; raises TypeError if it has none."""
+    """The parameters that can be data, of an environment or the one inside its wrappers; raises TypeError if it has none."""
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
             known = inner.default_params.items()
             return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
     raise TypeError(
-        f"{env_name(env)} has no parameters as data. An environment of your own has them with a mapping default_params and a "
-        "method with_params(params); else set parameters where it is made, envs.make(name, parameter=value)"
+        f"{env_name(env)} has no parameters as data. To add them to a custom environment, define a mapping default_params and "
+        "a method with_params(params); otherwise set parameters when you make it, envs.make(name, parameter=value)"
     )
 
 
 def with_params(env: Any, params: Params) -> Any:
-    """The environment with other values of some parameters, which may be traced."""
+    """The environment with other, possibly traced, values for some parameters."""
     return env.with_params(params) if _has_params(env) else around(env, with_params(env.env, params))
 
 
 def around(env: E, inner: Any) -> E:
-    """A wrapper around another environment."""
+    """Replaces the environment inside a wrapper."""
     if not dataclasses.is_dataclass(env) or "env" not in (f.name for f in dataclasses.fields(env)):
         raise TypeError(
-            f"{type(env).__name__} has an environment with parameters as data inside, but is no dataclass with a field env; "
-            "make it one, or give it default_params and with_params too"
+            f"{type(env).__name__} wraps an environment with parameters as data, but is not a dataclass with a field env; "
+            "make it one, or define default_params and with_params"
         )
-    wrapper = copy.copy(env)  # dataclasses.replace would check it again
+    wrapper = copy.copy(env)  # dataclasses.replace would run the checks again
     object.__setattr__(wrapper, "env", inner)
     return wrapper  # type: ignore[return-value]
 
@@ -168,7 +168,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
         params = param_distributions.parse_many(params)
     if isinstance(params, Mapping):
         if not params:
-            raise ValueError(f"env_params of {name} is empty; name parameters, or leave it out")
+            raise ValueError(f"env_params of {name} is empty; name parameters, or omit it")
         values: Any = {}
         for key, value in params.items():
             _check_name(name, key, types)
@@ -180,7 +180,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
         values = jax.tree.map(_as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
-        remedy = "give a mapping name -> value, a function of a key, or a Curriculum"
+        remedy = "pass a mapping name -> value, a function of a key, or a Curriculum"
         raise TypeError(f"env_params={shown(params)} of {name}: {remedy}")
     _check_data(env, {key: types[key] for key in names})
     return ParamSource(values, jax.tree.map(np.asarray, counter()) if param_distributions.ramps(values) else ())
@@ -203,7 +203,7 @@ def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
 
 
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The shapes and dtypes that a function returns, checked."""
+    """The checked shapes and dtypes that a function returns."""
     taken = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
@@ -217,7 +217,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
             raise ValueError(
-                f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, which is "
+                f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, but the parameter is "
                 f"{types[name].dtype}{list(types[name].shape)}"
             )
     return drawn
@@ -233,7 +233,7 @@ def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]
 
 
 def _check_data(env: Any, types: Mapping[str, Any]) -> None:
-    """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data, or has no effect."""
+    """Raises ValueError if a parameter has no effect, or cannot be data since shapes or Python control flow depend on it."""
     agents = (len(env.agents),) if has_agents(env) else ()
     action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
     key = emitted(lambda key: key)
@@ -249,28 +249,28 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     try:
         jaxpr = jax.make_jaxpr(play)(types, key, action).jaxpr
     except Exception:
-        jax.eval_shape(play, {}, key, action)  # an environment that fails anyway
-        for name, kind in types.items():  # which of them it is
+        jax.eval_shape(play, {}, key, action)  # raises for an environment that fails with any parameters
+        for name, kind in types.items():  # find the parameter
             try:
                 jax.eval_shape(play, {name: kind}, key, action)
-            except Exception as error:  # whatever an environment raises there
+            except Exception as error:  # environments may raise anything
                 raise ValueError(
-                    f"{name} of {env_name(env)} cannot be data, because it decides shapes or control flow of Python "
-                    f"({type(error).__name__}); set it where the environment is made, envs.make(..., {name}=value)"
+                    f"{name} of {env_name(env)} cannot be data, because shapes or Python control flow depend on it "
+                    f"({type(error).__name__}); set it when you make the environment, envs.make(..., {name}=value)"
                 ) from error
         raise
     for name, is_used in zip(sorted(types), used_inputs(jaxpr), strict=False):
         if not is_used:
-            raise ValueError(f"{name} of {env_name(env)} changes nothing in reset and step; leave it out of env_params")
+            raise ValueError(f"{name} of {env_name(env)} has no effect on reset and step; remove it from env_params")
 
 
 def source_of(env: Any) -> ParamSource | tuple[()]:
-    """What the parameters of an environment, or of the one inside of its wrappers, are drawn from; `()` for constants."""
+    """The parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are constants."""
     return next((inner.source for inner in inside(env) if isinstance(inner, RandomizeParams)), ())
 
 
 def with_source(env: E, source: ParamSource | tuple[()]) -> E:
-    """The environment, or a vector environment, with another source of its parameters; itself if that is `()`."""
+    """The environment, or vector environment, with another parameter source; itself if `source` is `()`."""
     if not source:
         return env
     if not isinstance(env, RandomizeParams):
@@ -281,17 +281,17 @@ def with_source(env: E, source: ParamSource | tuple[()]) -> E:
 
 
 def sources(env: Any, num_envs: int) -> ParamSource | tuple[()]:
-    """The source of an environment for each of its copies. `[E, ...]`"""
+    """The parameter source repeated for each copy. `[E, ...]`"""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
 
 
 def after_step(source: Any, num_envs: int) -> Any:
-    """The sources of copies after a step of all of them."""
+    """The parameter sources of the copies after all of them took a step."""
     return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
 
 
 def means(env_state: PyTree) -> dict[str, Mean]:
-    """The mean of each parameter over the copies, `env_params/NAME`, of those that are one number."""
+    """The mean over the copies of each scalar parameter, as `env_params/NAME`."""
     is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
     found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
     return {
@@ -303,7 +303,7 @@ def means(env_state: PyTree) -> dict[str, Mean]:
 
 
 def find_source(state: PyTree) -> ParamSource | tuple[()]:
-    """The first source in a state; `()` if there is none."""
+    """The first parameter source in a state; `()` if there is none."""
     return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
 
 
@@ -312,37 +312,37 @@ def _is_source(x: Any) -> bool:
 
 
 def in_source(state: PyTree) -> list[bool]:
-    """Whether each leaf of a state is a part of a source."""
+    """Whether each leaf of a state is part of a parameter source."""
     return [_is_source(x) for x in jax.tree.leaves(state, is_leaf=_is_source) for _ in jax.tree.leaves(x)]
 
 
 def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
-    """The state with other sources."""
+    """The state with other parameter sources."""
     return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
 
 
 def changed(env: Any, values: Any) -> Any:
-    """Other values for some of the parameters that an environment draws, or its `Curriculum` with another level.
+    """Replaces values of parameters that an environment draws, or the level of its `Curriculum`.
 
-    Raises ValueError unless every value is of the kind that it was, with as many numbers, so that the program stays the same.
+    Raises ValueError unless every value keeps its kind and its number of elements, so that the program stays the same.
     """
     source = source_of(env)
     if not source or not jax.tree.leaves(source.values):
         raise ValueError(
-            f"the run on {env_name(env)} has no numbers to set; start it with env_params={{name: value}}, or with "
+            f"the run on {env_name(env)} has no parameters to set; start it with env_params={{name: value}}, or with "
             "env_params=envs.Curriculum(sample, level)"
         )
     if isinstance(source.values, Curriculum):
         _check_same("the level", source.values.level, values)
         return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
     if not isinstance(values, Mapping):
-        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {shown(values)}")
+        raise ValueError(f"set the parameters of {env_name(env)} by name, {{name: value}}, not by {shown(values)}")
     types, found = default_params(env), {}
     for name, value in values.items():
         if name not in source.values:
             raise ValueError(
-                f"the run draws no parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
-                f"{', '.join(source.values)}. Give all that may change to env_params at the start"
+                f"the run does not draw a parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
+                f"{', '.join(source.values)}. Pass every parameter that may change as env_params when you start the run"
             )
         found[name] = param_distributions.cast(f"{env_name(env)}: {name}", value, types[name])
         _check_same(name, source.values[name], found[name])
@@ -353,7 +353,7 @@ def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
     given = _as_number(new)
     number = given.astype(old.dtype)
     if old.dtype.kind != "f" and (number != given).any():
-        raise ValueError(f"the level cannot become {new!r}, as it began as {old.dtype}; begin with a float, such as 0.0")
+        raise ValueError(f"the level cannot become {new!r}, because it started as {old.dtype}; start with a float, such as 0.0")
     return number
 
 
@@ -361,5 +361,5 @@ def _check_same(what: str, old: PyTree, new: PyTree) -> None:
     shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
         was, new = param_distributions.text(old), param_distributions.text(new)
-        remedy = "only another one of its kind: the program would be another one"
+        remedy = "which would change the program; use a value of the same kind"
         raise ValueError(f"{what} was {was} and cannot become {new} during a run, {remedy}")

@@ -1,7 +1,7 @@
-"""What critics alone see: environments with a method `privileged_state(state)`, and the two parts of their observations.
+"""Privileged state: environments with a method `privileged_state(state)` that only critics see, and its observations.
 
-Algorithms whose critics take it (`config(..., privileged=True)`) train in `with_privileged(env)`; everybody else, such as an
-evaluation, sees the environment itself. The functions of observations take plain ones too, and then change nothing.
+Algorithms whose critics use it (`config(..., privileged=True)`) train in `with_privileged(env)`; everything else, such as
+evaluation, uses the environment itself. The functions of observations also accept plain ones, and then change nothing.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 
 class PrivilegedObservation(NamedTuple):
-    """An observation, and what a critic sees in its place; a `Tuple` of two spaces in this form is the space of both.
+    """An observation, and what a critic sees instead; a `Tuple` of two spaces in this form is the space of both.
 
     Attributes:
       obs: the observation. `[..., *observation_shape]`
@@ -31,23 +31,23 @@ class PrivilegedObservation(NamedTuple):
 
 
 def has_privileged(env: Any) -> bool:
-    """Whether an environment has something that only critics see."""
+    """Whether an environment has a privileged state."""
     return getattr(env, "privileged_state", None) is not None
 
 
 def with_privileged(env: Environment) -> Environment:
-    """The environment with `PrivilegedObservation`s if it has a privileged state, else the environment itself.
+    """The environment with `PrivilegedObservation`s if it has a privileged state, otherwise the environment itself.
 
     Raises:
-      TypeError: if the privileged state is no array of numbers, or dicts and tuples of them, or if the environment makes its
-        parallel copies itself.
+      TypeError: if the privileged state is not an array of numbers, or dicts and tuples of them, or if the environment creates
+        its own parallel copies.
     """
     if not has_privileged(env):
         return env
     if hasattr(env, "vectorize"):
         if not dataclasses.is_dataclass(env) or not hasattr(env, "env"):
             raise TypeError(
-                f"{env_name(env)} makes its parallel copies itself, so no critic can see its privileged_state; leave that out"
+                f"{env_name(env)} creates its own parallel copies, so critics cannot see its privileged_state; remove that"
             )
         return dataclasses.replace(env, env=with_privileged(env.env))  # type: ignore[type-var]
     return _Privileged(env)  # type: ignore[return-value]
@@ -88,7 +88,7 @@ class _Privileged(EnvironmentWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Unprivileged(EnvironmentWrapper):
-    """An environment without its `privileged_state`: critics see what actors see.
+    """Removes the `privileged_state` of an environment: critics see the same as actors.
 
     Attributes:
       env: the environment.
@@ -104,25 +104,25 @@ def are_privileged(space: spaces.Space) -> TypeGuard[spaces.Tuple]:
 
 
 def actor_part(obs: Any) -> Any:
-    """What an actor sees of observations: all but the privileged state, with their masks if they have any."""
+    """What an actor sees of observations: everything but the privileged state, with masks if there are any."""
     plain = unmasked(obs)
     return with_mask_of(obs, plain.obs) if isinstance(plain, PrivilegedObservation) else obs
 
 
 def critic_part(obs: Any) -> Any:
-    """What a critic sees of observations, without their masks: the privileged state if there is one."""
+    """What a critic sees of observations, without masks: the privileged state if there is one."""
     plain = unmasked(obs)
     return plain.privileged_state if isinstance(plain, PrivilegedObservation) else plain
 
 
 def with_privileged_of(obs: Any, features: PyTree) -> Any:
-    """Features of observations, with the privileged states and the masks of the observations if they have any."""
+    """Features of observations, with the privileged states and the masks of the observations, if any."""
     plain = unmasked(obs)
     return with_mask_of(obs, plain._replace(obs=features) if isinstance(plain, PrivilegedObservation) else features)
 
 
 def statistics_of(obs: Any, statistics: RunningStatistics) -> RunningStatistics:
-    """The statistics of plain observations, if they are of `PrivilegedObservation`s and only the actor's part is there."""
+    """The statistics of the actor's part if `obs` has only that and the statistics are of `PrivilegedObservation`s."""
     mean, var = statistics.mean, statistics.var
     if not isinstance(mean, PrivilegedObservation) or isinstance(obs, PrivilegedObservation):
         return statistics

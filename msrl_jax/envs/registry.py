@@ -40,24 +40,25 @@ def make(name: str, **params: Any) -> Environment:
     """Builds an environment.
 
     Args:
-      name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`), or one of a suite behind its prefix
-        (`"brax:halfcheetah"`, `"jaxmarl:MPE_simple_spread_v3"`), or a class or function behind its module
-        (`"my_module:MyEnv"`), which is also looked for in the working directory; `names` lists all but the last. A class has
-        `reset` and `step`, and the annotation of a function says that it returns one. Parameters may follow:
+      name: a registered name; one of gymnax (`"CartPole-v1"`, `"Breakout-MinAtar"`); one of a suite after its prefix
+        (`"brax:halfcheetah"`, `"jaxmarl:MPE_simple_spread_v3"`); or a class or function after its module
+        (`"my_module:MyEnv"`), which is also looked up in the working directory. `names` lists all but the last. A class needs
+        `reset` and `step`; a function needs a return annotation that is an environment. Parameters may follow:
         `"CartPole-v1:max_steps_in_episode=100"`.
-      **params: arguments of the registered factory, class or function; of a gymnax environment, fields of its `EnvParams`
-        (`max_steps_in_episode=100`) and arguments of its constructor; of a suite, see its adapter's `make`.
+      **params: arguments of the registered factory, class or function; for gymnax, fields of the environment's `EnvParams`
+        (`max_steps_in_episode=100`) and arguments of its constructor; for a suite, see `make` in its adapter.
 
     Returns:
       The environment; a `MultiAgentEnvironment` if it has several agents.
 
     Raises:
-      TypeError: if the name is no text.
+      TypeError: if the name is not a string.
       ImportError: if a suite is needed and not installed; the message says how to install it.
-      ValueError: if there is no environment with that name, if what a module has by it is none, or it has no such parameter.
+      ValueError: if there is no environment with that name, if the name in a module is not an environment, or if the
+        environment lacks such a parameter.
     """
     if not isinstance(name, str):
-        raise TypeError(f"the name of the environment is {shown(name)}; write one, such as 'CartPole-v1'; envs.names() has all")
+        raise TypeError(f"the name of the environment is {shown(name)}; use one, such as 'CartPole-v1'; envs.names() lists all")
     if name not in _factories:
         name, in_name = parse_spec(name, prefixes=True)
         params = in_name | params
@@ -80,7 +81,7 @@ def make(name: str, **params: Any) -> Environment:
 
 
 def is_own(name: str) -> bool:
-    """Whether a name has `make` run code of its own: a class or function of a module, or what a parameter of a suite names."""
+    """Whether `make` runs custom code for a name: a class or function of a module, or one that a suite's parameter names."""
     if name in _factories:
         return False
     name, params = parse_spec(name, prefixes=True)
@@ -100,9 +101,9 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
     """Makes an environment by a class or a function of a module, `MODULE:NAME`."""
     module, _, attribute = name.partition(":")
     if module in names():
-        raise ValueError(f"cannot read {attribute!r} in {name!r}; parameters are written {module}:key=value,key=value")
+        raise ValueError(f"cannot read {attribute!r} in {name!r}; write parameters as {module}:key=value,key=value")
     near = suggestion(module, catalog.SUITES)
-    what = f"an environment: a class with reset and step, or a function that returns one{near and f', or name a suite{near}'}"
+    what = f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
     return _called(name, naming.imported("environment", name, what, _is_made, is_made=True), params)
 
 
@@ -118,12 +119,12 @@ def _called(name: str, factory: Callable[..., Environment], params: dict[str, An
 
 
 def _is_made(value: Any) -> bool:
-    """Whether a call makes an environment, which has two functions or, if the host simulates it, makes copies of itself."""
+    """Whether a value is an environment, which has two functions or, if simulated on the host, makes its own copies."""
     return naming.makes(value, lambda kind: all(callable(getattr(kind, f, None)) for f in ("reset", "step")) or (
         callable(getattr(kind, "vectorize", None)) and hasattr(kind, "on_host")
     ))
 
 
 def names() -> list[str]:
-    """The names of all environments: the registered ones, gymnax's, and those of suites that are installed."""
+    """The names of all environments: registered ones, those of gymnax, and those of installed suites."""
     return [*_factories, *catalog.names()]

@@ -11,17 +11,17 @@ from msrl_jax.fragments.counters import Counter, advance, at_least, counter, to_
 
 @struct.dataclass
 class RunningStatistics:
-    """Mean and variance of all values so far, per element.
+    """Elementwise mean and variance of all values so far.
 
-    A batch changes the statistics of many values by less than the precision of float32. So `mean_rest` and `var_rest` keep the
-    rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
+    One batch changes the statistics of many values by less than the precision of float32, so `mean_rest` and `var_rest` keep
+    the rounding errors for the next batch to add (Kahan, 1965, doi:10.1145/363707.363723).
 
     Attributes:
       count: number of values so far.
       mean: mean of the values; arrays of the values' shapes, float32.
-      var: population variance of the values; arrays of the same shapes; 1 while there are no values.
-      mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes.
-      var_rest: the part of the variance that `var` does not hold, arrays of the same shapes.
+      var: population variance of the values; arrays of the same shapes; 1 without values.
+      mean_rest: rounding error of `mean`, arrays of the same shapes.
+      var_rest: rounding error of `var`, arrays of the same shapes.
     """
 
     count: Counter
@@ -32,7 +32,7 @@ class RunningStatistics:
 
 
 def compensated_sum(value: jax.Array, increment: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `value + increment + rest`, and the part of it that float32 does not hold: the next rest."""
+    """Returns `value + increment + rest`, and its rounding error in float32, the next `rest`."""
     increment = increment + rest
     kept = value + increment
     return kept, increment - (kept - value)
@@ -43,7 +43,7 @@ def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
 
 
 def empty(like: PyTree) -> RunningStatistics:
-    """The statistics of no values, mean 0 and variance 1, with the shapes of one value."""
+    """The statistics of no values, with mean 0 and variance 1, given one value or its shapes."""
     mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
     return _statistics(counter(), mean, var)
@@ -59,7 +59,7 @@ def of_batch(batch: PyTree) -> RunningStatistics:
 
 
 def normalize(stats: RunningStatistics, values: PyTree, *, epsilon: float = 1e-8, clip: float = 10.0) -> PyTree:
-    """Values `[..., *shape]` with mean 0 and variance 1, clipped to [-clip, clip]; unchanged while there are no statistics."""
+    """Values `[..., *shape]` with mean 0 and variance 1, clipped to [-clip, clip]; unchanged while `stats` is empty."""
 
     def of_leaf(x, mean, var):
         x = x.astype(jnp.float32)
@@ -72,8 +72,8 @@ def normalize(stats: RunningStatistics, values: PyTree, *, epsilon: float = 1e-8
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     """Merges a batch `[B, ...]` into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
 
-    One pass reduces the batch, centered on the old mean, so a batch that is split over devices needs one round of
-    communication. The batch's variance loses digits only if the mean shifts by much more, and then the shift dominates.
+    One pass reduces the batch, centered on the old mean, so a batch split over devices needs one round of communication. The
+    batch variance loses digits only if the mean shifts by much more, and then the shift dominates.
     """
     leaves = jax.tree.leaves(batch)
     size = leaves[0].shape[0]
@@ -83,7 +83,7 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     count = advance(stats.count, size)
     total = to_float(count)
     some = at_least(stats.count, 1)
-    # The old statistics get no factor `1 - new`: where that is near 1, its rounding would be a bias of every batch.
+    # Do not multiply the old statistics by `1 - new`: near 1, its rounding error would bias every batch.
     new = size / total
 
     def merge(mean, var, mean_rest, var_rest, x):

@@ -1,7 +1,7 @@
-"""The program of a worker process: it steps Gymnasium environments over shared memory. It imports no JAX.
+"""The program of a worker process: it steps Gymnasium environments over shared memory. It does not import JAX.
 
-`python -m msrl_jax.envs.simulate COMMANDS MEMORY LIFELINE`, three numbers of inherited files. The parent writes actions, the
-worker writes what they lead to, and small messages say when. The worker ends when its parent does, however that ends.
+`python -m msrl_jax.envs.simulate COMMANDS MEMORY LIFELINE` takes three inherited file descriptors. The parent writes actions,
+the worker writes their outcomes, and small messages synchronize the two. The worker ends when its parent does, for any reason.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ import numpy as np
 
 
 class Layout(NamedTuple):
-    """The shared memory of environments, an array with a row for each."""
+    """The shared memory of environments: an array with one row per environment."""
 
     num_envs: int
     paths: tuple[tuple[Any, ...], ...]  # of the arrays of an observation
     row: np.dtype[Any]
-    metrics: tuple[str, ...] = ()  # the keys of `info` that are passed on
+    metrics: tuple[str, ...] = ()  # the keys of `info` to pass on
 
     def view(self, memory: Any) -> np.ndarray:
-        """The array in a memory of this layout; the parts of observations have numbers behind `obs` and `final`."""
+        """The array in a memory with this layout; parts of observations are numbered after `obs` and `final`."""
         return np.ndarray(self.num_envs, self.row, memory)
 
 
 def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, metrics: tuple[str, ...] = ()) -> Layout:
-    """The layout for actions and parts of observations, by their paths, with these shapes and dtypes; and for metrics."""
+    """The layout for actions and parts of observations, by path, with these shapes and dtypes; and for metrics."""
     rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
     parts = {f"{name}{k}": x for name in ("obs", "final") for k, x in enumerate(obs.values())} | {"action": action}
     fields = [(name, np.dtype(x.dtype), x.shape) for name, x in parts.items()]
@@ -49,23 +49,23 @@ NO_METRIC = "the info of a step has no metric"
 
 
 def measured(info: Mapping[str, Any], names: tuple[str, ...]) -> list[float]:
-    """The metrics in the `info` of a step; raises ValueError unless each is there, and is a scalar number."""
+    """The metrics in the `info` of a step; raises ValueError unless each is present and is a scalar number."""
     for name in names:
         if name not in info:
             has = f"; it has {', '.join(map(str, info))}" if info else ", as it is empty"
-            raise ValueError(f"{NO_METRIC} {name!r}{has}; every step has to report it")
+            raise ValueError(f"{NO_METRIC} {name!r}{has}; every step must report it")
         if np.ndim(x := info[name]) or np.asarray(x).dtype.kind not in "biuf":
             raise ValueError(f"the metric {name!r} in the info of a step is {x!r}; only scalar numbers and bools are metrics")
     return [float(info[name]) for name in names]
 
 
 class Order(NamedTuple):
-    """What the parent asks for."""
+    """A command of the parent."""
 
     what: str  # "make", "reset" or "step"
     envs: tuple[int, ...]  # their numbers
-    each: bool = False  # whether to answer for each environment
-    payload: Any = None  # of "make": the layout, and a pickled function that makes an environment
+    each: bool = False  # whether to answer for each environment separately
+    payload: Any = None  # for "make": the layout, and a pickled function that makes an environment
 
 
 class _Worker:
@@ -98,7 +98,7 @@ class _Worker:
             self.commands.send_bytes(pickle.dumps((envs, error)))
 
     def attempt(self, what: str, number: int) -> str | None:
-        """Resets or steps an environment; if that raises, drops it and returns the text of the error."""
+        """Resets or steps an environment; if that raises, drops it and returns the error as text."""
         try:
             self.begin(number) if what == "reset" else self.step(number)
             return None
@@ -109,9 +109,9 @@ class _Worker:
             return traceback.format_exc(limit=-8)
 
     def begin(self, number: int) -> None:
-        """Starts an episode; every episode has a seed of its own."""
+        """Starts an episode; every episode has its own seed."""
         if number not in self.envs:
-            with _silent():  # simulators write warnings about their own files
+            with _silent():  # simulators print warnings about their own files
                 self.envs[number] = pickle.loads(self.factory)()
         view = self.view
         seed = np.random.SeedSequence([int(view["seed"][number]), int(view["episode"][number])]).generate_state(1)[0]
@@ -145,7 +145,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drops what is written to the standard streams, also by code that is not Python. Exceptions are reported otherwise."""
+    """Discards writes to the standard streams, also by code that is not Python. Exceptions are reported otherwise."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
@@ -159,8 +159,8 @@ def _silent() -> Iterator[None]:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Ends this process when the other end of a pipe closes, also while a simulator holds Python's lock."""
-    with contextlib.suppress(AttributeError, OSError):  # signals of pipes are Linux's
+    """Ends this process when the other end of a pipe closes, even while a simulator holds the GIL."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux signals pipes
         signal.signal(signal.SIGIO, signal.SIG_DFL)
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -175,11 +175,11 @@ def _end_with_parent(lifeline: int) -> None:
 
 
 def main() -> None:
-    """Works until the parent ends or closes the connection."""
+    """Runs until the parent ends or closes the connection."""
     commands, memory, lifeline = map(int, sys.argv[1:])
     _end_with_parent(lifeline)
     _Worker(Connection(commands), mmap.mmap(memory, 0)).run()
-    os._exit(0)  # simulators with threads or windows may not end by themselves
+    os._exit(0)  # simulators with threads or windows may not exit by themselves
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from msrl_jax.fragments.support.tracebacks import entry
 @entry
 @dataclass(frozen=True)
 class Discrete:
-    """The integers `start .. start+n-1`. Policies and one-hot vectors count them from 0.
+    """The integers `start .. start+n-1`. Policies and one-hot vectors count from 0.
 
     Attributes:
       n: number of values, at least 1.
-      dtype: integer dtype of a value, which holds all of them; so does int32, in which policies count.
+      dtype: integer dtype of a value. It must hold all values, as must int32, in which policies count.
       start: the first value.
     """
 
@@ -80,7 +80,7 @@ class Discrete:
 class Box:
     """Arrays with a lower and an upper bound for every element.
 
-    A bound of floats that is the largest number of the dtype, or of float32, is none: it is stored as infinite.
+    A float bound equal to the largest number of the dtype, or of float32, means "unbounded" and is stored as infinite.
 
     Attributes:
       low: lower bounds, -inf for none; a number or an array, stored as a NumPy array `[*shape]`.
@@ -99,7 +99,7 @@ class Box:
         try:
             shape = tuple(operator.index(size) for size in self.shape)
         except TypeError:
-            raise ValueError(f"Box: shape={self.shape!r} is no shape; use a tuple of integers, such as (3,)") from None
+            raise ValueError(f"Box: shape={self.shape!r} is not a shape; use a tuple of integers, such as (3,)") from None
         bounds = []
         for name, bound in {"low": self.low, "high": self.high}.items():
             bound = _bound(np.asarray(bound), dtype, name)
@@ -155,7 +155,7 @@ class Box:
 
 @entry
 def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
-    """Makes the space of several integers, each in a range of its own: a `Box` from 0 to `nvec - 1`.
+    """Makes the space of several integers, each with its own range: a `Box` from 0 to `nvec - 1`.
 
     Args:
       nvec: the number of values of each integer, at least 1. `[*shape]`
@@ -165,33 +165,33 @@ def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
       The space. A `Box` of integers with other lower bounds is a space of the same kind.
 
     Raises:
-      ValueError: if an integer has no value, or if `dtype` is no integer dtype.
+      ValueError: if an integer has no values, or if `dtype` is not an integer dtype.
     """
     sizes = np.asarray(nvec)
     if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
-        raise ValueError(f"MultiDiscrete(nvec={nvec}): give whole numbers of at least 1, the number of values of each integer")
+        raise ValueError(f"MultiDiscrete(nvec={nvec}): pass integers of at least 1, the number of values of each component")
     return Box(0, sizes - 1, sizes.shape, _integer_dtype("MultiDiscrete", dtype, "; other lower bounds need a Box of integers"))
 
 
 def _dtype(space: str, given: Any) -> np.dtype[Any]:
-    """A dtype of bools or real numbers; raises ValueError for anything else, such as a value, whose own dtype NumPy takes."""
+    """A dtype of bools or real numbers; raises ValueError otherwise, also for a value, whose dtype NumPy would use."""
     if isinstance(given, str | type | np.dtype):
         with contextlib.suppress(TypeError):
             dtype = np.dtype(given)
             if any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
                 return dtype
-    raise ValueError(f"{space}: dtype={given!r} is no dtype of numbers; use one, such as float32 or int32")
+    raise ValueError(f"{space}: dtype={given!r} is not a numeric dtype; use one, such as float32 or int32")
 
 
 def _integer_dtype(space: str, given: Any, remedy: str) -> np.dtype[Any]:
-    """A dtype of integers; raises ValueError for anything else, and says what else may have been meant."""
+    """An integer dtype; raises ValueError otherwise, with a hint about what may have been meant."""
     if not isinstance(given, str | type | np.dtype) or not jnp.issubdtype(dtype := _dtype(space, given), jnp.integer):
-        raise ValueError(f"{space}: dtype={given!r} is no integer dtype; use int32{remedy}")
+        raise ValueError(f"{space}: dtype={given!r} is not an integer dtype; use int32{remedy}")
     return dtype
 
 
 def _bound(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """A bound in the dtype of its space; raises ValueError if it is nan, or no value of a dtype of integers or bools."""
+    """A bound in the dtype of its space; raises ValueError if it is nan, or not a value of an integer or bool dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isnan(given).any():
             raise ValueError(f"Box: {name} is nan; use a number, or an infinite one for no bound")
@@ -203,20 +203,20 @@ def _bound(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
 
 
 def _check_held(value: Any, dtype: DTypeLike, what: str) -> None:
-    """Raises ValueError unless a dtype of integers or bools holds a value, also where JAX has no 64-bit numbers."""
+    """Raises ValueError unless an integer or bool dtype can hold a value, also if JAX has no 64-bit numbers."""
     limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
     least, most = (0, 1) if limits is None else (limits.min, limits.max)
     if not least <= value <= most or value != int(value):
-        raise ValueError(f"{what} is not one of {dtype}, which has {least} to {most}; use a dtype that holds it")
+        raise ValueError(f"{what} does not fit {dtype}, which holds {least} to {most}; use a dtype that holds it")
 
 
 def _uniform_integers(
     key: jax.Array, shape: tuple[int, ...], low: np.ndarray, high: np.ndarray, dtype: DTypeLike
 ) -> jax.Array:
-    """Draws integers, or bools, between two bounds, both included."""
+    """Draws integers or bools between two inclusive bounds."""
     word = np.uint64 if jax.dtypes.canonicalize_dtype(dtype).itemsize == 8 else np.uint32
     first = jnp.asarray(low.astype(word))
-    span = high.astype(word) - low.astype(word)  # modulo the size of a word, as the sum below
+    span = high.astype(word) - low.astype(word)  # modulo the word size, as is the sum below
     last = np.iinfo(word).max
     drawn = jax.random.randint(key, shape, 0, np.minimum(span, last - 1) + word(1), word)
     if (span == last).any():
@@ -231,7 +231,7 @@ def _brief(bound: np.ndarray) -> str:
 
 
 class _Compound:
-    """What `Tuple` and `Dict` share."""
+    """Base class of `Tuple` and `Dict`."""
 
     spaces: Any
 
@@ -255,13 +255,13 @@ class _Compound:
 @entry
 @dataclass(frozen=True)
 class Tuple(_Compound):
-    """Tuples with one value of each space; named tuples if the spaces are in one."""
+    """Tuples with one value of each space; named tuples if `spaces` is a named tuple."""
 
     spaces: tuple["Space", ...]
 
     def __post_init__(self):
         if not isinstance(self.spaces, Iterable) or isinstance(self.spaces, Mapping):
-            raise TypeError(f"Tuple({self.spaces!r}): give one tuple of spaces, such as Tuple((Discrete(2), Discrete(3)))")
+            raise TypeError(f"Tuple({self.spaces!r}): pass one tuple of spaces, such as Tuple((Discrete(2), Discrete(3)))")
         if not isinstance(self.spaces, tuple):
             object.__setattr__(self, "spaces", tuple(self.spaces))
 
@@ -281,7 +281,7 @@ class Dict(_Compound):
 
     def __post_init__(self):
         if not isinstance(self.spaces, Mapping):
-            raise TypeError(f"Dict({self.spaces!r}): give one dict of spaces by name, such as Dict({{'a': Discrete(2)}})")
+            raise TypeError(f"Dict({self.spaces!r}): pass one dict of spaces by name, such as Dict({{'a': Discrete(2)}})")
         object.__setattr__(self, "spaces", dict(sorted(self.spaces.items())))
 
     def __hash__(self) -> int:
@@ -298,7 +298,7 @@ Space: TypeAlias = Discrete | Box | Tuple | Dict
 
 
 def unbounded(values: Any) -> Space:
-    """The space of arrays, or of dicts and tuples of them, of which shapes and dtypes are all that is known."""
+    """The space of arrays, or of dicts and tuples of arrays, of which only shapes and dtypes are known."""
     if isinstance(values, Mapping | tuple) and not values:
         raise TypeError(f"an empty {type(values).__name__}")
     if isinstance(values, Mapping):
@@ -334,7 +334,7 @@ def struct(space: Space) -> Any:
 
 
 def zeros(space: Space) -> Any:
-    """A batch of one value of a space, all zeros; the arrays that a network is initialized with. `[1, ...]`"""
+    """A batch with one all-zero value of a space, for initializing a network. `[1, ...]`"""
     return jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), struct(space))
 
 

@@ -1,4 +1,4 @@
-"""`stack_agents`: environments that speak in dicts by agent name, as arrays with a dimension for the agents.
+"""`stack_agents`: converts environments that use dicts by agent name to arrays with an agent dimension.
 
 In the shape descriptions, `A` is the number of agents, and `n` the largest number of discrete actions that an agent has.
 """
@@ -19,10 +19,10 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 
 class DictEnvironment(Protocol):
-    """An environment with several agents that speaks in dicts by agent name, with one entry for every agent at all times.
+    """A multi-agent environment that uses dicts by agent name, with an entry for every agent at all times.
 
     Two methods are optional. `action_mask(state)`: dict of the legal actions, `[n]` bool with the agent's own `n`.
-    `global_state(state) -> [S]` float32. So are metrics, as of an `Environment`.
+    `global_state(state) -> [S]` float32. Metrics are optional, as in `Environment`.
     """
 
     @property
@@ -50,19 +50,19 @@ class DictEnvironment(Protocol):
         """Advances an episode by one action of every agent.
 
         Returns:
-          The next state; dicts of the observations, the rewards, and `terminated`; `truncated`, one bool, or a dict of them:
-          the episode is cut short for all agents as soon as it is for one.
+          The next state; dicts of the observations, the rewards, and `terminated`; `truncated`, a bool or a dict of bools: the
+          episode is cut short for all agents as soon as it is for one.
         """
         ...
 
 
 @entry
 def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
-    """Makes a `MultiAgentEnvironment` of an environment that speaks in dicts by agent name.
+    """Makes a `MultiAgentEnvironment` from an environment that uses dicts by agent name.
 
-    All agents get one space. Vectors (Boxes with one dimension) are padded with zeros to the longest. Discrete spaces get the
-    size of the largest, and an `action_mask` forbids what an agent does not have. Of actions that are vectors, an agent's
-    environment sees the first components, as many as it has.
+    All agents get the same space. Vectors (Boxes with one dimension) are zero-padded to the longest. Discrete spaces get the
+    size of the largest, and an `action_mask` forbids the actions that an agent does not have. Vector actions are truncated to
+    the agent's own size.
 
     Args:
       env: the environment; its optional `action_mask`, `global_state` and metrics are kept.
@@ -71,8 +71,8 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
       The environment.
 
     Raises:
-      TypeError: if a member is missing or no space of this package, or if the environment is a text or a class.
-      ValueError: if the spaces of two agents cannot become one; the message names the agents.
+      TypeError: if a member is missing or not a space of this package, or if the environment is a string or a class.
+      ValueError: if the spaces of two agents cannot be merged; the message names the agents.
     """
     check_made(env)
     name = env_name(cast(Any, env))
@@ -99,18 +99,18 @@ def _common(name: str, what: str, table: dict[str, spaces.Space]) -> spaces.Spac
         if merged is None:
             first = next(a for a in table if _merged(table[a], other, is_action) is None)
             raise ValueError(
-                f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}; only "
-                "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype and start, can be padded to one "
-                "space; give these agents the same space in the environment"
+                f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}. Only "
+                "vectors (for actions, with equal bounds) and Discrete spaces, with the same dtype and start, can be padded; "
+                "use the same space for these agents in the environment"
             )
         common = merged
     return common
 
 
 def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space | None":
-    """A space for two agents: the larger of Discrete ones; for vectors, padded with zeros, the longer; None if there is none.
+    """Merges the spaces of two agents: the larger Discrete space, or the longer vector with padding; None if impossible.
 
-    It holds the observations of both, so bounds are widened. The bounds of the components of actions that both have are equal.
+    The bounds of observations are widened to hold both. The bounds of action components that both have must be equal.
     """
     if a == b or type(a) is not type(b) or a.dtype != b.dtype:
         return a if a == b else None
@@ -132,7 +132,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
 
 
 class StackedAgents(Named):
-    """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
+    """The result of `stack_agents`; it has `action_mask` and `global_state` only if there is something to return."""
 
     render = of_env("render")
 
@@ -168,7 +168,7 @@ class StackedAgents(Named):
         return state, self._stack_observations(obs, "step"), reward, terminated, jnp.asarray(truncated)
 
     def _action_mask(self, state: PyTree) -> jax.Array:
-        """The legal actions `[A, n]`: those that the environment allows and the agent has."""
+        """The legal actions `[A, n]`: those that the environment allows and that the agent has."""
         n, *own = (cast(spaces.Discrete, s).n for s in (self.action_space, *map(self.env.action_spaces.get, self.agents)))
         if not has_masks(self.env):
             return jnp.arange(n) < jnp.array(own)[:, None]
@@ -179,7 +179,7 @@ class StackedAgents(Named):
         return jnp.stack([jnp.pad(mask, (0, n - len(mask))) for mask in masks])
 
     def _own_action(self, i: int, actions: PyTree) -> PyTree:
-        """The action of agent `i` in its own space. One that has left may choose anything, so a number is cut to its range."""
+        """The action of agent `i` in its own space. An absent agent may choose anything, so integers are clipped."""
         own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(own, spaces.Discrete):
             return jnp.minimum(action, own.high).astype(own.dtype)
@@ -195,13 +195,13 @@ class StackedAgents(Named):
         return jax.tree.map(lambda *parts: jnp.stack(parts), *padded)
 
     def _by_agent(self, values: Any, what: str) -> list[Any]:
-        """The values in the order of the agents; raises TypeError unless there is one for each."""
+        """The values in the order of the agents; raises TypeError unless each agent has one."""
         if not isinstance(values, Mapping):
             raise TypeError(f"{what} of {self.name}: got a {type(values).__name__}; return a dict by agent name")
         if lacking := [agent for agent in self.agents if agent not in values]:
             raise TypeError(
-                f"{what} of {self.name}: agent {lacking[0]!r} is missing; return one entry for every agent at all times, "
-                "agents that have left included"
+                f"{what} of {self.name}: agent {lacking[0]!r} is missing; return an entry for every agent at all times, "
+                "including agents that have left"
             )
         return [values[agent] for agent in self.agents]
 

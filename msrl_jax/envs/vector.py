@@ -30,27 +30,27 @@ from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
 
-_SPARE = 0x73706172  # makes the key of a spare state from the key that a copy splits
+_SPARE = 0x73706172  # derives the key of a spare state from the key that a copy splits
 
 
 class Spares(NamedTuple):
     """The spare first states of copies whose environment is a `ResetPool`. `[E, ...]`"""
 
-    first: tuple[PyTree, PyTree]  # the state and the observation with which the next episode begins
-    used: jax.Array  # bool: whether an episode has begun with the spare
+    first: tuple[PyTree, PyTree]  # the state and the observation that the next episode starts with
+    used: jax.Array  # bool: whether an episode has started with the spare
     turn: jax.Array  # int32: steps since the first copy of a group got a spare, below `ratio`; the same for all copies
-    starts: jax.Array  # float32: number of episodes that began since `pop_episodes`, but the first
-    repeats: jax.Array  # float32: number of these that began with a used spare
+    starts: jax.Array  # float32: number of episodes started since `pop_episodes`, except the first
+    repeats: jax.Array  # float32: number of these that started with a used spare
 
 
 class VectorState(NamedTuple):
     """The state of a vectorized environment.
 
     Attributes:
-      key: one typed PRNG key per environment, for all its randomness. `[E]`
+      key: one typed PRNG key per environment, the source of all its randomness. `[E]`
       env_state: the states of the environments. `[E, ...]`
-      spares: what their next episodes begin with, if resets are pooled; else `()`.
-      source: what the parameters of their next episodes are drawn from, if these are data; else `()`. `[E, ...]`
+      spares: the first states of the next episodes if resets are pooled; otherwise `()`.
+      source: the source of the parameters of the next episodes if these are data; otherwise `()`. `[E, ...]`
     """
 
     key: jax.Array
@@ -63,11 +63,11 @@ class VectorState(NamedTuple):
 def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """Makes `num_envs` parallel copies of an environment, with automatic reset.
 
-    Environments do not depend on each other, and each has its own key. So trajectories do not depend on the split over
-    devices, and the split needs no communication.
+    Environments are independent and each has its own key, so trajectories do not depend on how the copies are split over
+    devices, and splitting needs no communication.
 
-    If the environment has a method `vectorize(num_envs)`, that method makes the copies. An environment of several agents
-    becomes `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
+    If the environment has a method `vectorize(num_envs)`, that method makes the copies. A multi-agent environment becomes
+    `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -77,8 +77,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
       The vector environment.
 
     Raises:
-      TypeError: if a result of `reset`, `step`, `action_mask` or `report` does not fit the protocol; the message names it.
-      ValueError: if `num_envs` is not at least 1, or a metric has no fit name or no known reduction.
+      TypeError: if a result of `reset`, `step`, `action_mask` or `report` violates the protocol; the message names it.
+      ValueError: if `num_envs` is less than 1, or a metric has an invalid name or an unknown reduction.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
@@ -99,7 +99,7 @@ class Vectorized(WithoutStatistics, Wrapper):
     Attributes:
       env: the environment.
       num_envs: number of copies, `E`.
-      ratio: steps between two resets of a copy. Above 1, adjacent copies share the resets, as `ResetPool` says.
+      ratio: number of steps between two resets of a copy. Above 1, adjacent copies share the resets, see `ResetPool`.
     """
 
     env: Environment
@@ -137,7 +137,7 @@ class Vectorized(WithoutStatistics, Wrapper):
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)
             env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
-            # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
+            # Reset in every step: under vmap, a branch is a select anyway, and branching on "any done" would couple the
             # environments.
             metrics = reported(self.env, env_state)
             fresh = self._reset(reset_key, source) if spare is None else spare
@@ -166,14 +166,13 @@ class Vectorized(WithoutStatistics, Wrapper):
 
 
 def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
-    """The states of the environments after a step, before any reset, of copies that `Vectorized` or `VectorizedAgents` makes.
-    `[E, ...]`"""
+    """The states of the copies in `Vectorized` or `VectorizedAgents` after a step, before any reset. `[E, ...]`"""
     keys = jax.vmap(lambda key: _keys(key)[1])(state.key)
     return strong(jax.vmap(env.env.step)(keys, state.env_state, action)[0])
 
 
 def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The next key of a copy, and the keys of its step and of its reset."""
+    """Splits the key of a copy into its next key, the key of its step and that of its reset."""
     key, step_key = jax.random.split(key)
     step_key, reset_key = jax.random.split(step_key)
     return key, step_key, reset_key
@@ -182,7 +181,7 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _renew(
     reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
 ) -> Spares:
-    """Gives new spares, `reset` of the `arguments`, to one copy of each group if due; its size divides `E` and `ratio`."""
+    """Renews the spare of one copy of each group by `reset(*arguments)`, if due; `group` divides `E` and `ratio`."""
 
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])

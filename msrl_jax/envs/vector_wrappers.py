@@ -1,4 +1,4 @@
-"""Wrappers of vector environments: episode statistics, and normalization by running statistics.
+"""Wrappers of vector environments: episode statistics, and normalization with running statistics.
 
 Put `EpisodeStatistics` inside the normalizers, so that it counts raw rewards:
 `NormalizeReward(NormalizeObservation(EpisodeStatistics(vectorize(env, 8))), discount=0.99)`.
@@ -27,7 +27,7 @@ REPLICATED = PartitionSpec()
 
 
 class VectorWrapper(Wrapper):
-    """What wrappers of vector environments share: what they do not define is that of the environment inside.
+    """Base class of wrappers of vector environments: by default, methods are those of the inner environment.
 
     The state of a wrapper is a named tuple with a field `env_state`.
     """
@@ -56,9 +56,9 @@ class EpisodeStatisticsState(NamedTuple):
     """State of `EpisodeStatistics`; all fields except the first and the last are float32 `[E]`."""
 
     env_state: PyTree
-    episode_return: jax.Array  # undiscounted, of the running episode
+    episode_return: jax.Array  # undiscounted, of the current episode
     episode_length: jax.Array  # in steps
-    return_sum: jax.Array  # of the episodes that were completed since `pop_episodes`
+    return_sum: jax.Array  # over the episodes completed since `pop_episodes`
     length_sum: jax.Array
     num_episodes: jax.Array
     metrics: EpisodeMetrics | tuple[()] = ()
@@ -68,7 +68,7 @@ class EpisodeStatisticsState(NamedTuple):
 class EpisodeStatistics(VectorWrapper):
     """Measures the mean return and length of completed episodes, and the metrics of the environment.
 
-    Every environment has its own sums, so a step needs no communication; `pop_episodes` adds them up. Lengths and counts are
+    Every environment has its own sums, so a step needs no communication; `pop_episodes` reduces them. Lengths and counts are
     exact up to 2**24 per environment between two calls.
 
     Attributes:
@@ -92,7 +92,7 @@ class EpisodeStatistics(VectorWrapper):
         """Advances all environments."""
         env_state, time_step = self.env.step(state.env_state, action)
         ended, present = time_step.ended, time_step.present
-        # An episode that is lost, truncated without an answer, is none.
+        # An episode that is lost, i.e. truncated without an answer, does not count.
         done = ended if present is None else ended & (present | time_step.terminated)
         reduced = episode_metrics.add(self, state.metrics, time_step.metrics, episode_metrics.answered(time_step))
         episode_return = state.episode_return + time_step.reward
@@ -126,7 +126,7 @@ class EpisodeStatistics(VectorWrapper):
 
 
 class NormalizingWrapper(VectorWrapper):
-    """What normalizers share: their states have `running` statistics, which are the same on all devices."""
+    """Base class of normalizers: their states have `running` statistics, which are the same on all devices."""
 
     def statistics(self, state: Any) -> tuple[RunningStatistics, PyTree]:
         """The statistics of this wrapper, and the statistics of the environment."""
@@ -148,10 +148,10 @@ class NormalizeObservationState(NamedTuple):
 @entry
 @dataclass(frozen=True)
 class NormalizeObservation(NormalizingWrapper):
-    """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
+    """Normalizes observations to mean 0 and variance 1 with running statistics over all environments and steps.
 
-    The statistics include an observation before it is normalized. They do not include `final_obs`, which is either equal to
-    `obs` or gets no action. Observations pass unchanged while there are no statistics.
+    An observation enters the statistics before it is normalized. `final_obs` does not enter them, since it either equals `obs`
+    or gets no action. While there are no statistics, observations are not changed.
 
     Attributes:
       env: the vector environment; its observations are arrays of numbers.
@@ -171,7 +171,7 @@ class NormalizeObservation(NormalizingWrapper):
 
     @property
     def observation_space(self) -> spaces.Space:
-        """The space of the environment in float32, within [-clip, clip]."""
+        """The space of `env` in float32, within [-clip, clip]."""
         return normalized_space(self.env.observation_space, self.clip)
 
     @property
@@ -180,7 +180,7 @@ class NormalizeObservation(NormalizingWrapper):
         return NormalizeObservationState(self.env.axes, REPLICATED)  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[NormalizeObservationState, PyTree]:
-        """Starts all environments, and starts the statistics with the first observations."""
+        """Starts all environments, and initializes the statistics with the first observations."""
         env_state, obs = self.env.reset(key)
         empty = running.empty(spaces.struct(self.env.observation_space))
         state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(unmasked(obs)))
@@ -206,7 +206,7 @@ class NormalizeObservation(NormalizingWrapper):
 
 
 class NormalizeRewardState(NamedTuple):
-    """State of `NormalizeReward`: that of the environment, `R_t` of the running episodes `[E]`, and the statistics of `R_t`."""
+    """State of `NormalizeReward`: that of the environment, `R_t` of the current episodes `[E]`, and the statistics of `R_t`."""
 
     env_state: PyTree
     discounted_return: jax.Array
@@ -218,10 +218,9 @@ class NormalizeRewardState(NamedTuple):
 class NormalizeReward(NormalizingWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.
 
-    The rule is that of OpenAI Baselines' VecNormalize (Engstrom et al., 2020, arXiv:2005.12729). The discounted sum of an
-    episode's past rewards is `R_t = discount * R_{t-1} + r_t`. The statistics include it at every step of every environment;
-    it starts again at 0 when an episode ends. The mean is not subtracted. Rewards pass unchanged while there are no
-    statistics.
+    As in VecNormalize of OpenAI Baselines (Engstrom et al., 2020, arXiv:2005.12729), the discounted sum of an episode's past
+    rewards is `R_t = discount * R_{t-1} + r_t`. Every step of every environment enters the statistics; `R_t` restarts at 0
+    when an episode ends. The mean is not subtracted. While there are no statistics, rewards are not changed.
 
     Attributes:
       env: the vector environment.
@@ -264,7 +263,7 @@ class NormalizeReward(NormalizingWrapper):
 
 
 def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
-    """The space of normalized observations, float32 in [-clip, clip]; raises ValueError if they are no arrays of numbers."""
+    """The space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
     if isinstance(space, spaces.Box):
         return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
     if isinstance(space, spaces.Tuple):

@@ -1,5 +1,5 @@
-"""Wrappers of one environment, of one agent or several; environments do not reset themselves, so the end of an episode is no
-special case.
+"""Wrappers of one environment, with one agent or several. Environments do not reset themselves, so wrappers need no special
+case for the end of an episode.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 
 class EnvironmentWrapper(Wrapper):
-    """What wrappers of one environment share: what they do not define is that of the environment inside, AttributeError if it
-    has none.
-    """
+    """Base class of environment wrappers: missing attributes are those of the inner environment, or raise AttributeError."""
 
     agents = of_env("agents")
     goal_reward = of_env("goal_reward")
@@ -43,7 +41,7 @@ class EnvironmentWrapper(Wrapper):
     report = property(lambda self: self._of_state("report"))
     render = property(lambda self: self._of_state("render"))
     to_move = property(lambda self: self._of_state("to_move"))
-    _inner = staticmethod(lambda state: state)  # the state inside; a wrapper with a state of its own says where that is
+    _inner = staticmethod(lambda state: state)  # returns the inner state; override it in wrappers that add a state
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
         of_env = getattr(self.env, method)
@@ -59,7 +57,7 @@ class EnvironmentWrapper(Wrapper):
 
 
 class ObservationWrapper(EnvironmentWrapper):
-    """What wrappers share that map each observation to another one, by `observe`; they wrap simulators on the host, too."""
+    """Base class of wrappers that map each observation with `observe`; they also wrap simulators on the host."""
 
     def observe(self, obs: PyTree) -> PyTree:
         """Maps observations `[..., *observation_shape]`."""
@@ -77,21 +75,21 @@ class ObservationWrapper(EnvironmentWrapper):
 
     @property
     def vectorize(self) -> Callable[[int], "ObservedVector"]:
-        """Makes copies of simulators on the host; AttributeError for other environments."""
+        """Makes copies of host simulators; AttributeError for other environments."""
         if not is_on_host(self.env):
-            raise AttributeError(f"{self.name} has no vectorize of its own")
+            raise AttributeError(f"{self.name} does not define vectorize")
         return lambda num_envs: ObservedVector(self.env.vectorize(num_envs), self)
 
     @property
     def film(self) -> Callable[..., Any]:
-        """Plays an episode of a simulator that draws itself; AttributeError if it does not."""
+        """Plays an episode of a simulator that renders itself; AttributeError otherwise."""
         film = self.env.film
         return lambda act, *options: film(lambda obs: act(self.observe(obs)), *options)
 
 
 @dataclass(frozen=True)
 class ObservedVector(WithoutStatistics, Wrapper):
-    """Copies of simulators on the host, in an `ObservationWrapper`.
+    """Copies of host simulators inside an `ObservationWrapper`.
 
     Attributes:
       env: the copies.
@@ -120,7 +118,7 @@ class ObservedVector(WithoutStatistics, Wrapper):
 
 @dataclass(frozen=True)
 class FlattenObservation(ObservationWrapper):
-    """Makes every observation one float32 vector `[D]`.
+    """Converts every observation to a float32 vector `[D]`.
 
     It ravels arrays, one-hot encodes integers of a `Discrete` space, and concatenates the parts of a `Tuple` or `Dict` space
     (a dict in the order of its sorted names).
@@ -142,7 +140,7 @@ class FlattenObservation(ObservationWrapper):
 
 
 class TimeLimitState(NamedTuple):
-    """State of `TimeLimit`: that of the environment, and the number of steps of the episode so far, int32."""
+    """State of `TimeLimit`: that of the environment, and the number of steps in the episode so far, int32."""
 
     env_state: PyTree
     steps: jax.Array
@@ -153,7 +151,7 @@ class TimeLimitState(NamedTuple):
 class TimeLimit(EnvironmentWrapper):
     """Truncates an episode at its `max_steps`-th step.
 
-    A step that terminates (for all agents) is not marked as truncated at the limit. A truncation by the environment passes
+    A step that terminates (for all agents) is not marked as truncated at the limit. The environment's own truncations pass
     through.
 
     Attributes:
@@ -221,7 +219,7 @@ class FrameStack(EnvironmentWrapper):
         return spaces.Box(low, high, low.shape, space.dtype)
 
     def _frame(self, obs: jax.Array) -> jax.Array:
-        """The observation, of each agent if there are several, with a channel axis."""
+        """The observation, per agent if there are several, with a channel axis."""
         return obs[..., None] if len(self.env.observation_space.shape) == 2 else obs
 
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
@@ -241,23 +239,23 @@ class FrameStack(EnvironmentWrapper):
 @entry
 @dataclass(frozen=True)
 class ResetPool(EnvironmentWrapper):
-    """An environment whose copies compute a new first state only every `ratio` steps, for resets that cost more than steps.
+    """Computes a new first state of each copy only every `ratio` steps, for resets that cost more than steps.
 
     A vectorized environment computes a reset in every step of every copy, because a program without branches has to. Here
-    every copy has a spare first state, which it takes when its episode ends, and in each step only one of `ratio` adjacent
-    copies gets a new spare, in turns; of fewer copies, one gets it every few steps. (Craftax's optimistic resets, Matthews et
-    al. 2024, arXiv 2402.16801, share fresh states among the copies instead, so copies whose episodes end in the same step may
-    get the same state.)
+    every copy has a spare first state, which it uses when its episode ends, and in each step only one of `ratio` adjacent
+    copies, in rotation, gets a new spare; with fewer copies, one gets a new spare every few steps. (Craftax's optimistic
+    resets, Matthews et al. 2024, arXiv 2402.16801, share new states among the copies instead, so copies whose episodes end in
+    the same step may get the same state.)
 
-    The first states of episodes have the distribution that `reset` gives them. But if an episode is shorter than `ratio` steps,
-    the next one of the same copy may begin in the same state again; the metric `repeated_starts` is the share of such episodes.
-    With `ratio=1` there are none, and the run is the one without a pool, bit for bit.
+    The first states of episodes have the same distribution as with `reset`. But if an episode is shorter than `ratio` steps,
+    the next episode of the same copy may start in the same state; the metric `repeated_starts` is the share of such episodes.
+    With `ratio=1` there are none, and the run is bit-identical to one without a pool.
 
     Attributes:
-      env: the environment, of one agent.
-      ratio: steps between two resets of a copy. Their greatest common divisor with the number of copies is how many adjacent
-        copies share the resets. If that is less than `ratio`, not every step computes resets: a branch decides, in which the
-        devices of a run agree. (A run of several members has no such branch, so each step computes resets there.)
+      env: the environment, with one agent.
+      ratio: number of steps between two resets of a copy. The greatest common divisor of `ratio` and the number of copies is
+        the number of adjacent copies that share resets. If it is less than `ratio`, only some steps compute resets, in a
+        branch on which all devices of a run agree. (With several population members, every step computes resets.)
     """
 
     env: Environment
@@ -266,4 +264,4 @@ class ResetPool(EnvironmentWrapper):
     def __post_init__(self):
         whole(f"ResetPool of {env_name(self.env)}: ratio", self.ratio)
         if has_agents(self.env):
-            raise TypeError(f"ResetPool takes environments of one agent, and {env_name(self.env)} has several; leave it out")
+            raise TypeError(f"ResetPool needs a single-agent environment, and {env_name(self.env)} has several; remove it")

@@ -12,13 +12,13 @@ passes in this order:
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
-    repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
+    workarounds   passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/apply_policy.py applies the policy to devices and sizes before them, and refuses bad input between them.
+passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
-(`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+(runtime/fused_loop.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
 Each name is imported at its first use.
 """

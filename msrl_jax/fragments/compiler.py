@@ -8,26 +8,16 @@ import jax
 
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
-from msrl_jax.fragments.passes.apply_policy import (
-    Fit,
-    check_codecs,
-    check_devices,
-    check_effects,
-    check_host_calls,
-    check_jit_is_on,
-    check_meshes,
-    check_no_mesh_is_set,
-    check_owners,
-    interleaved,
-)
 from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from msrl_jax.fragments.passes.packing import pack
 from msrl_jax.fragments.passes.partition import partition
+from msrl_jax.fragments.passes.placed_policy import PlacedPolicy, check_devices, round_robin_by_process
 from msrl_jax.fragments.passes.schedule import schedule
 from msrl_jax.fragments.passes.staleness import delay
+from msrl_jax.fragments.passes.validate import check_graph, check_meshes, check_settings
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.lower import suited
+from msrl_jax.fragments.runtime.lower import prepare_for_placement
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
@@ -65,25 +55,20 @@ def compile(
       ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
-    check_jit_is_on()
-    check_no_mesh_is_set()
+    check_settings()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    usable = interleaved(check_devices(jax.devices() if devices is None else devices))
-    fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
-    layout = fit.layout
+    usable = round_robin_by_process(check_devices(jax.devices() if devices is None else devices))
+    placed = PlacedPolicy(policy, usable, axis_leaves(state, specs), groups or {})
+    layout = placed.layout
     traced = trace(iteration, state)
-    closed = traced.jaxpr
-    check_effects(closed.effects)
     _, paths = state_avals(state)
-    graph = build(closed, layout, paths, specs)
-    check_host_calls(graph.host_calls, layout)
-    check_owners(graph)
+    graph = build(traced.jaxpr, layout, paths, specs)
+    check_graph(graph, traced.jaxpr.effects, layout)
     if layout.staleness:
         delay(graph, layout.staleness, layout)
     used = graph.placements
     default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
-    check_codecs(graph, layout)
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)
@@ -91,5 +76,5 @@ def compile(
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
-    fused = suited(closed, default) if fuses else None
-    return Program(fit, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)
+    fused = prepare_for_placement(traced.jaxpr, default) if fuses else None
+    return Program(placed, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -12,19 +12,29 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
-from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
-from msrl_jax.fragments.passes.apply_policy import Fit, check_jit_is_on, check_no_mesh_is_set
+from msrl_jax.fragments.graph.trace import StateChecker, Traced, check_not_donated
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
+from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
+from msrl_jax.fragments.passes.validate import check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
-from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
-from msrl_jax.fragments.runtime.execute import Around, Dispatch, Executor, measure_dispatch, named_in_traces, waiting
+from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, named_in_traces, waiting
+from msrl_jax.fragments.runtime.fused_loop import FusedLoop
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import array_bytes, check_program_fits, is_planned, lacking_memory, largest_array
-from msrl_jax.fragments.runtime.send_changed import Sent, label_of
-from msrl_jax.fragments.runtime.timing import Prediction, check_delay, measure_costs, predict, time_chunks
+from msrl_jax.fragments.runtime.send_changed import DeltaStats, label_of
+from msrl_jax.fragments.runtime.timing import (
+    Dispatch,
+    Prediction,
+    check_delay,
+    measure_costs,
+    measure_dispatch,
+    predict,
+    time_chunks,
+)
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.tracebacks import entry
@@ -61,7 +71,7 @@ class Program(Generic[State]):
 
     def __init__(
         self,
-        fit: Fit,
+        placed: PlacedPolicy,
         graph: Graph,
         schedule: Schedule,
         fused: ClosedJaxpr | None,
@@ -69,15 +79,15 @@ class Program(Generic[State]):
         traced: Traced,
         seconds: float,
     ):
-        self.layout, self.graph, self.schedule = fit.layout, graph, schedule
-        self._fit = fit
+        self.layout, self.graph, self.schedule = placed.layout, graph, schedule
+        self._placed_policy = placed
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree, self.traced = tree, traced
         self._executables = Executables(seconds=seconds)
-        self._expected = ExpectedState(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
+        self._expected = StateChecker(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
-        self._around: Around = lambda call, what: call
-        self._sent: dict[Move, Sent] = {}
+        self._around: CallWrapper = lambda call, what: call
+        self._sent: dict[Move, DeltaStats] = {}
         self._is_lowered = False
         self._fitting: set[jax.stages.Compiled] = set()
         self._once: Callable[..., Sequence[jax.Array]] | None = None
@@ -133,7 +143,7 @@ class Program(Generic[State]):
         return jax.tree.unflatten(self._tree, first[:count]), tuple(first[count:])
 
     @property
-    def unrepeatable(self) -> str:
+    def nondeterminism_reason(self) -> str:
         """Why the same iterations from the same state may give other results; empty if they cannot."""
         return "The loop calls the host" if self.traced.jaxpr.effects else ""
 
@@ -184,7 +194,7 @@ class Program(Generic[State]):
           The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
         """
         self._check_present()
-        return self._wrap(self._fill(state, copy=True))
+        return self._unflatten_state(self._place_leaves(state, copy=True))
 
     @entry
     def initialize(self, init: Callable[..., State], *args: Any) -> Any:
@@ -203,7 +213,7 @@ class Program(Generic[State]):
         self._expected.check_tree(jax.tree.structure(shapes))
         registers = [i for i in self.graph.delayed for _ in range(self.layout.staleness)]
         leaves = initialize(closed, jax.tree.leaves(args), self._shardings, registers, self._executables.evaluate)
-        return self._wrap(leaves)
+        return self._unflatten_state(leaves)
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.
@@ -228,7 +238,7 @@ class Program(Generic[State]):
         """
         self._check_setting()
         if self._fused is None:
-            leaves, row, measured = self._ready()(self._fill(state, copy=True))
+            leaves, row, measured = self._ready()(self._place_leaves(state, copy=True))
             scalars, tree = jax.tree.flatten([measured])
             self._check_measured(jax.tree.unflatten(tree, read(scalars)))
         else:
@@ -236,12 +246,12 @@ class Program(Generic[State]):
                 once = self._fused.compile(self._executables, None, donate=False)
                 self._check_fits(once, "of one iteration")
                 self._once = self._executables.call(once)
-            flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
+            flat = self._once(*[copies[0] for copies in self._place_leaves(state, copy=False)])
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
             jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
-        return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, row)
+        return self._unflatten_state(leaves), jax.tree.unflatten(self.traced.metrics, row)
 
     @entry
     def run(
@@ -269,15 +279,15 @@ class Program(Generic[State]):
             if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name}={shown(number)} must be an integer of at least 1")
         chunk = min(iterations, 100) if chunk is None else chunk
-        leaves = self._fill(state, copy=not donate)
+        leaves = self._place_leaves(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
             leaves, metrics = self._chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
-        return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
+        return self._unflatten_state(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
 
     @property
-    def sent(self) -> dict[str, Sent]:
+    def sent(self) -> dict[str, DeltaStats]:
         """What codecs that send changes have sent so far: for every transfer with one, its number, ends and first value."""
         found = {}
         for number, (i, sent) in enumerate(self._sent.items()):
@@ -331,8 +341,8 @@ class Program(Generic[State]):
             self.warm_up()
             compiled = self._executables.compiled
         return explain(
-            self._fit, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings, self.is_fused,
-            unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self._delayed_values(),
+            self._placed_policy, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings,
+            self.is_fused, unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self._delayed_values(),
         )  # fmt: skip
 
     def _delayed_values(self) -> dict[str, list[Value]]:
@@ -347,7 +357,7 @@ class Program(Generic[State]):
             return None
         self._check_setting()
         self._ready()
-        return measure_dispatch(self.schedule, self._executables, self._fill(state, copy=True))
+        return measure_dispatch(self.schedule, self._executables, self._place_leaves(state, copy=True))
 
     def predict(self, state: State | Delayed, *, delay: float = 0.0) -> Prediction:
         """Predicts the time of an iteration, from a few that measure its instructions one by one.
@@ -366,7 +376,7 @@ class Program(Generic[State]):
         self._check_setting()
         if started := [i.name for i, _ in walk(self.schedule.body) if isinstance(i, HostCall) and i.function.can_start]:
             raise ValueError(f"{started[0]} works while other instructions run, so it cannot be timed alone; measure a run")
-        leaves = self._fill(state, copy=True)
+        leaves = self._place_leaves(state, copy=True)
         if self._fused is None:
             self._ready()
             costs = measure_costs(self.schedule, self._executables, leaves)
@@ -395,7 +405,7 @@ class Program(Generic[State]):
         return self._with_calls(later)
 
     @contextlib.contextmanager
-    def _with_calls(self, around: Around) -> Iterator[None]:
+    def _with_calls(self, around: CallWrapper) -> Iterator[None]:
         """Replaces what dispatches; see `Executor`."""
         outer, before = self._around, None if self.is_fused else self._ready()
         if before is not None:
@@ -460,7 +470,7 @@ class Program(Generic[State]):
             )  # fmt: skip
             self._fitting.add(compiled)
 
-    def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
+    def _place_leaves(self, state: State | Delayed, *, copy: bool) -> Leaves:
         """The copies of every leaf where the program keeps them; in new memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
@@ -473,12 +483,12 @@ class Program(Generic[State]):
             )
         self._expected.check_leaves(flat)
         for x in state.registers if delayed else ():
-            check_not_given_away(x, "a register of stale parameters")
+            check_not_donated(x, "a register of stale parameters")
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return put(flat, self._shardings, copy)
 
-    def _wrap(self, leaves: Leaves) -> Any:
+    def _unflatten_state(self, leaves: Leaves) -> Any:
         flat = [copies[0] for copies in leaves]
         count = self._tree.num_leaves
         state = jax.tree.unflatten(self._tree, flat[:count])

@@ -1,15 +1,15 @@
-"""Gumbel AlphaZero (Danihelka et al., 2022, openreview.net/forum?id=bERaNdoegnO), for games of two players who move in turns.
+"""Gumbel AlphaZero (Danihelka et al., 2022, openreview.net/forum?id=bERaNdoegnO), for two-player games with alternating moves.
 
-A tree search with the game's own step improves the policy of a network in every position; the network learns the improved
-policies, and how the games ended (Silver et al., 2018, doi:10.1126/science.aar6404). The search is mctx's. An iteration
+A tree search with the real game improves the network's policy in every position; the network learns the improved policies and
+the outcomes of the games (Silver et al., 2018, doi:10.1126/science.aar6404). The search uses mctx. An iteration
 
-1. plays `T` moves of every game, chosen by searches with the acting parameters, but for a share of random ones,
-2. computes what every position was worth: the rewards up to the end of the game; or up to the end of the unroll or a
-   truncation, and the network's value there; or up to a random move, and the search's value before it,
-3. stores positions, improved policies and worths in a replay buffer, and learns from `K` batches of it.
+1. plays `T` moves of every game, chosen by searches with the acting parameters, except for a share of random moves,
+2. computes the target value of every position: the rewards up to the end of the game; or up to the end of the unroll or a
+   truncation, plus the network's value there; or up to a random move, plus the search's value before it,
+3. stores positions, improved policies and target values in a replay buffer, and learns from `K` batches of it.
 
-Values are those of the player to move, so they change sign where the turn does. The paper has no random moves. Without them, a
-policy that has become certain plays the same few games, and the network forgets what it knew about others.
+Values are those of the player to move, so they change sign with the player. The paper has no random moves. Without them, a
+deterministic policy plays the same few games, and the network forgets other positions.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `K` is `num_updates` and `A` the
 number of actions.
@@ -66,33 +66,33 @@ from msrl_jax.replay.buffers import storage_of
 
 
 class Example(NamedTuple):
-    """What the network learns about a position."""
+    """Training data of a position."""
 
     obs: MaskedObservation  # of the player to move, [..., *observation_shape]
-    policy: jax.Array  # probabilities that the search gives the actions, [..., A]
-    value: jax.Array  # what the position was worth to that player, [...]
+    policy: jax.Array  # probabilities of the actions after the search, [..., A]
+    value: jax.Array  # target value for that player, [...]
 
 
 class Move(NamedTuple):
-    """Who moved, and how."""
+    """Who moved, and whether at random."""
 
     player: jax.Array  # 0 or 1, [...] int32
     random: jax.Array  # whether at random, [...] bool
 
 
 class Outcome(NamedTuple):
-    """What a move led to."""
+    """The outcome of a move."""
 
     reward: jax.Array  # of the first player, [...]
     terminated: jax.Array  # whether the game is over, [...] bool
     truncated: jax.Array  # whether it was cut short, [...] bool
-    obs: MaskedObservation  # of who is to move then, before any reset, [..., *observation_shape]
-    player: jax.Array  # who that is, 0 or 1, [...] int32
+    obs: MaskedObservation  # of the player to move next, before any reset, [..., *observation_shape]
+    player: jax.Array  # the player to move next, 0 or 1, [...] int32
 
 
 Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, Move]]
 """`(params, keys [E], states [E, ...], obs [E, 2, ...]) -> (actions [E, 2], examples [E, ...], moves [E])`; the value of an
-example is that of the move that the search chose."""
+example is that of the move chosen by the search."""
 
 
 @option
@@ -100,19 +100,19 @@ class Positions:
     """A buffer of positions, from which batches are drawn."""
 
     capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
-    learning_starts: int | None = field(default=None, doc="positions before learning; None: what a batch needs. Usual: None.")
+    learning_starts: int | None = field(default=None, doc="positions before learning; None: one batch. Usual: None.")
     storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
 
 
 @config("alphazero", many_agents=True)
 class AlphaZero:
-    """Gumbel AlphaZero: a network learns from a search that it guides, in games of two players who see the whole state."""
+    """Gumbel AlphaZero: a network guides a search and learns from it, in two-player games with perfect information."""
 
     num_envs: int = field(default=128, doc="games played in parallel, `E`. Usual: 64 to 1024.")
     unroll_length: int = field(default=16, doc="moves of every game per iteration, `T`. Usual: 16 to 256.")
-    num_simulations: int = field(default=32, doc="positions that a search looks at. Usual: 16 to 200; 800 for chess.")
-    max_considered: int = field(default=16, doc="moves that a search considers at its root. Usual: 16.")
+    num_simulations: int = field(default=32, doc="positions evaluated per search. Usual: 16 to 200; 800 for chess.")
+    max_considered: int = field(default=16, doc="moves considered at the root of a search. Usual: 16.")
     gumbel_scale: Tunable = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
     random_share: Tunable = tunable(default=0.1, low=0, high=1, doc="share of moves at random. Usual: 0 (the paper) to 0.2.")
     discount: Tunable = tunable(default=1.0, low=0, high=1, doc="discount factor per move. Usual: 1, or 0.99 to 0.999.")
@@ -131,7 +131,7 @@ class AlphaZero:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError if something does not fit."""
+        """Builds the agent for one game; raises ImportError without mctx, TypeError or ValueError for unsupported games."""
         search, network = searcher(self, env)
         venv, num_envs = vectorize_turns("alphazero", env, self.num_envs), self.num_envs
         buffer, optimizer = positions(self, env), make_optimizer(self, epsilon=1e-8)
@@ -242,16 +242,16 @@ class AlphaZero:
             learning_starts=buffer.min_size,
             env=venv,  # type: ignore[arg-type]
             probabilities=lambda state, obs: network.policy(state.params, obs).probabilities(),
-            ranked=False,  # the sum of both returns is 0
+            ranked=False,  # the returns of both players sum to 0
         )
 
     def search(self, env: MultiAgentEnvironment) -> Search:
-        """The search of this config in one game; raises what `build` raises."""
+        """The search of this config in a game; raises the same errors as `build`."""
         return searcher(self, env)[0]
 
 
 def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
-    """Makes the search of a config in one game, and its network, a `PolicyAndValue`; raises what `build` raises."""
+    """Makes the search of a config in a game, and its network, a `PolicyAndValue`; raises the same errors as `build`."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
     check_turns("alphazero", env)
@@ -263,7 +263,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
 
     def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
-        """One step of the game from every state `[1, ...]`, in the form that mctx asks for."""
+        """One step of the game from every state `[1, ...]`, as mctx requires."""
 
         def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
             player = env.to_move(state)  # type: ignore[attr-defined]
@@ -302,12 +302,12 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
         return turn_actions(env, state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
 
-    # Every game has a key of its own, so that what a search finds does not depend on which games share a device.
+    # Every game has its own key, so that search results do not depend on which games share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
 
 
 def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
-    """Makes the buffer of examples; raises ValueError if sizes do not fit each other."""
+    """Makes the buffer of examples; raises ValueError if sizes are incompatible."""
     obs = player_observation(vectorize_agents(env, 1))
     policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))
     example = Example(obs, policy, value)  # type: ignore[arg-type]
@@ -325,25 +325,25 @@ def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
             storage=storage,
         )
     except ValueError as error:
-        text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
+        text = str(error).replace("min_size", "learning_starts")  # the name of the config field and the flag
         raise ValueError(f"{type(config).__name__}, whose positions are the buffer's steps: {text}") from None
 
 
 def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:
-    """What positions were worth to their players: the sum of the rewards that followed, as far as the search chose the moves.
+    """Computes target values of positions for their players: the following rewards, as long as the search chose the moves.
 
     Args:
-      estimate: what the search thought the positions worth, which counts before random moves. `[T, E]`
+      estimate: the search's values of the positions, used before random moves. `[T, E]`
       move: the moves.
-      outcome: what they led to.
-      next_value: values of the positions after the moves, to who is to move there; they count at the end of the unroll and
+      outcome: their outcomes.
+      next_value: values of the positions after the moves, for the player to move there; used at the end of the unroll and
         where a game was truncated. `[T, E]`
       discount: discount factor per move.
 
     Returns:
       The values. `[T, E]`
     """
-    # All is counted for the first player, to whom the second one's values are losses, whoever has the next turn.
+    # Compute everything for the first player; the second player's values are its losses, whoever moves next.
     sign, next_sign = (jnp.where(player == 0, 1.0, -1.0) for player in (move.player, outcome.player))
     reward = jnp.where(move.random, sign * estimate, outcome.reward)
     ends = outcome.terminated | move.random, outcome.truncated

@@ -1,4 +1,4 @@
-"""A model of an environment in a latent space of its own: MuZero's three networks (Schrittwieser et al., 2020).
+"""A model of an environment in a learned latent space: MuZero's three networks (Schrittwieser et al., 2020).
 
 arXiv 1911.08265. In the shape descriptions, `H` denotes the size of a latent state and `A` the number of actions.
 """
@@ -32,7 +32,7 @@ class _Model(nn.Module):
         self.policy_head = dense(self.num_actions, 0.01)
 
     def __call__(self, obs: jax.Array) -> Any:
-        """Uses all networks, which makes their parameters."""
+        """Calls all networks, to initialize their parameters."""
         latent = self.represent(obs)
         return self.predict(latent), self.step(latent, jnp.zeros(latent.shape[:-1], jnp.int32))
 
@@ -52,7 +52,7 @@ class _Model(nn.Module):
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    """Latent states `[..., H]` scaled to [0, 1], as actions are (arXiv 1911.08265, appendix G)."""
+    """Latent states `[..., H]` scaled to [0, 1], like actions (arXiv 1911.08265, appendix G)."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     return (x - low) / (high - low + 1e-5)
 
@@ -69,9 +69,9 @@ class LatentModel(NamedTuple):
 
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
-    """Makes the networks: a torso for observations, and one of its dense layers each for the model and for what it predicts."""
+    """Makes the networks: a torso for observations, and one hidden dense layer of it each for the model and the predictions."""
     if isinstance(torso.network, Whole):
-        raise ValueError("network=Whole(...) has no place for a model of the environment; give a module of features")
+        raise ValueError("network=Whole(...) does not support a model of the environment; use a module that returns features")
     module = _Model(torso, latent_size, action_space.n)
     methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))
     return LatentModel(module.init, *(cast(Any, method) for method in methods))

@@ -1,4 +1,4 @@
-"""Matches between two players: trained agents, agents that search before they move, and players that look a few moves ahead.
+"""Matches between two players: trained agents, agents that search before they move, and minimax players.
 
 In the shape descriptions, `G` is the number of games of a match and `A` the number of actions.
 """
@@ -16,7 +16,7 @@ from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.games.turn_based import draws, turn_actions
@@ -26,13 +26,13 @@ from msrl_jax.run.result import Result
 
 @dataclasses.dataclass(frozen=True)
 class Player:
-    """Somebody who plays both seats of many games at once; a match takes the actions of the one that it has.
+    """A player that plays both seats of many games in parallel; a match uses the actions of its own seat.
 
     Attributes:
-      choose: `(params, keys [G], states [G, ...], obs [G, 2, ...]) -> actions [G, 2]`, which `jax.jit` can compile. States are
-        those of the game, and observations have masks if the game names its legal actions.
-      params: arrays that it needs.
-      game: name of the only game whose states it can read; None if it plays any.
+      choose: `(params, keys [G], states [G, ...], obs [G, 2, ...]) -> actions [G, 2]`, compatible with `jax.jit`. States are
+        those of the game, and observations have masks if the game declares legal actions.
+      params: arrays that `choose` needs.
+      game: name of the only game whose states it can read; None if it can play any game.
     """
 
     choose: Callable[[Any, jax.Array, Any, Any], jax.Array]
@@ -46,10 +46,9 @@ class Match:
 
     Attributes:
       returns: its return in every game. shape=[G], dtype=float32
-      began: whether it was to move first; in games where both move at once, whether it had the first seat. shape=[G],
-        dtype=bool
-      lengths: steps of every game. shape=[G], dtype=int32
-      finished: whether the game ended within `max_steps`; otherwise its return is that of its first steps. shape=[G],
+      began: whether it moved first; in games with simultaneous moves, whether it had the first seat. shape=[G], dtype=bool
+      lengths: number of steps of every game. shape=[G], dtype=int32
+      finished: whether the game ended within `max_steps`; otherwise, the return is that of its first steps. shape=[G],
         dtype=bool
     """
 
@@ -89,7 +88,7 @@ class Match:
 
 
 class _Games(NamedTuple):
-    """The games of a match; `running` marks those that have not ended, `outside` those with an action out of range."""
+    """The state of a match; `running` marks games that have not ended, `outside` those with an action out of range."""
 
     step: jax.Array
     env_state: Any
@@ -111,29 +110,28 @@ def match(
     random_moves: int = 0,
     max_steps: int = MAX_STEPS,
 ) -> Match:
-    """Plays games of two players against each other, in half of which each has the first seat.
+    """Plays games between two players; each has the first seat in half of them.
 
     Args:
       env: the game, or its name.
-      one: the player whose results are counted: a run's result, which plays its most probable actions, or a `Player`.
-      two: the other one.
-      games: number of games, `G`; all are played at once.
-      seed: seed of the games' randomness, and of the players'.
-      random_moves: steps at the start of every game in which both play legal actions at random. Two players without randomness
-        play one game again and again without them.
-      max_steps: maximum length of a game, in steps.
+      one: the player whose results are returned: a run's result, which plays its most probable actions, or a `Player`.
+      two: the other player.
+      games: number of games, `G`; all are played in parallel.
+      seed: seed of the randomness of games and players.
+      random_moves: number of steps at the start of every game with random legal actions. Without them, two deterministic
+        players repeat the same game.
+      max_steps: maximum number of steps of a game.
 
     Returns:
       The results.
 
     Raises:
-      TypeError: if a player is neither.
-      ValueError: if the game has not two agents, a number is out of range, or an agent is of another game, or remembers earlier
-        observations.
+      TypeError: if a player is neither a result nor a `Player`.
+      ValueError: if the game does not have two agents, a number is out of range, or an agent is for another game or recurrent.
     """
     game: Any = envs.make(env) if isinstance(env, str) else env
     if len(getattr(game, "agents", ())) != 2:
-        raise ValueError(f"a match is between two players, but environment {env_name(game)!r} has not two agents")
+        raise ValueError(f"a match needs two players, but environment {env_name(game)!r} does not have two agents")
     games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
     max_steps = whole("max_steps", max_steps, most=2**31 - 1)
     players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
@@ -141,7 +139,7 @@ def match(
         raise ValueError(f"a player of {others[0]!r} cannot play {env_name(game)!r}; make it for this game")
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
-        raise ValueError(f"random_moves={random_moves} takes discrete actions, got {game.action_space}; use random_moves=0")
+        raise ValueError(f"random_moves={random_moves} needs discrete actions, not {game.action_space}; use random_moves=0")
 
     def play(params: Any, key: jax.Array) -> dict[str, jax.Array]:
         is_first_seat = jnp.arange(games) < (games + 1) // 2
@@ -158,7 +156,7 @@ def match(
             if random_moves:
                 drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
                 action = jnp.where(g.step < random_moves, drawn, action)
-            if hasattr(game.action_space, "n"):  # an index out of range would be taken for the nearest one
+            if hasattr(game.action_space, "n"):  # JAX would clamp an index that is out of range
                 outside |= g.running & ((action < game.action_space.low) | (action > game.action_space.high)).any(-1)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
@@ -172,26 +170,27 @@ def match(
         found = {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
         return found | {"outside": end.outside}
 
-    program = Fitting(jax.jit(play), f"a match of {games:,} games at once", "Play fewer games; several matches play as many")
+    what, remedy = f"a match of {games:,} games in parallel", "Play fewer games, in several matches"
+    program = MemoryCheckedJit(jax.jit(play), what, remedy)
     played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
     if outside := int(played.pop("outside").sum()):
-        raise ValueError(f"a player gave an action that is not in {game.action_space} in {outside} of {games} games; mend it")
+        raise ValueError(f"a player chose an action outside {game.action_space} in {outside} of {games} games; fix the player")
     check_played(game, played["returns"])
     return Match(**played)
 
 
 def _of_result(result: Result, game: Any) -> Player:
-    """The player of a run: its best member's most probable actions."""
+    """The player of a run: the most probable actions of its best member."""
     if not isinstance(result, Result):
-        raise TypeError(f"a player is {shown(result)}; give a run's result, or a Player, such as minimax(env, 3)")
+        raise TypeError(f"a player is {shown(result)}; pass a run's result, or a Player, such as minimax(env, 3)")
     behavior, own = result.behavior, result.behavior.env
     if getattr(own, "agents", None) != game.agents or str(own.observation_space) != str(game.observation_space):
         raise ValueError(
             f"an agent of {result.experiment.name!r} was trained in {env_name(own)!r}, with observations "
-            f"{own.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; give agents of this game"
+            f"{own.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; use agents of this game"
         )
     if behavior.agent.is_recurrent:
-        raise ValueError(f"an agent of {result.experiment.name!r} remembers earlier observations, and matches have no memory")
+        raise ValueError(f"an agent of {result.experiment.name!r} is recurrent, and matches support no recurrent state")
     state = result._of_member(None)
 
     def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
@@ -202,23 +201,23 @@ def _of_result(result: Result, game: Any) -> Player:
 
 @entry
 def with_search(result: Result, num_simulations: int | None = None, *, member: int | None = None) -> Player | Result:
-    """A trained agent of `alphazero` or `muzero` that searches before every move, without the noise of training.
+    """Makes a trained agent of `alphazero` or `muzero` search before every move, without the exploration noise of training.
 
     Args:
-      result: of the run.
-      num_simulations: positions, or steps of the model, that a search looks at; as in training if None.
-      member: number of the member. Of `alphazero`, it has to be named if there are several; of `muzero`, None keeps all.
+      result: the result of the run.
+      num_simulations: number of positions, or of model steps, per search; as in training if None.
+      member: number of the population member. Required for `alphazero` with several members; for `muzero`, None keeps all.
 
     Returns:
-      Of `alphazero`, which searches with states of its game, a player for matches. Of `muzero`, a result whose agent searches
+      For `alphazero`, which searches with states of its game, a player for matches. For `muzero`, a result whose agent searches
       wherever it acts: in `act`, evaluations, videos and exported policies; its history and last evaluation are the run's.
 
     Raises:
-      TypeError: if it is no result.
-      ValueError: if the algorithm does not search, the number of simulations is out of range, or there is no such member.
+      TypeError: if `result` is not a result.
+      ValueError: if the algorithm does not search, `num_simulations` is out of range, or there is no such member.
     """
     if not isinstance(result, Result):
-        raise TypeError(f"with_search takes a run's result, got {shown(result)}")
+        raise TypeError(f"with_search needs a run's result, not {shown(result)}")
     config = result.config
     chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
     if hasattr(config, "act_simulations"):
@@ -229,7 +228,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
         return dataclasses.replace(run, experiment=experiment, description=description, folder=None)
     if not hasattr(config, "search"):
         name = result.experiment.name
-        raise ValueError(f"an agent of {name!r} does not search; give its result itself to a match, or evaluate it")
+        raise ValueError(f"an agent of {name!r} does not search; pass its result directly to a match, or evaluate it")
     config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
     at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
     search = words.with_numbers_of(words.objects(config), at_the_end).search(result.behavior.env)
@@ -237,14 +236,14 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return search(params, keys, states, obs)[0]
 
-    # From whatever devices the run was on.
+    # The run may have used any devices.
     params = jax.device_put(jax.device_get(result.member_state(member).params), jax.local_devices()[0])
     return Player(choose, params, env_name(result.behavior.env))
 
 
 @entry
 def at_random(env: str | MultiAgentEnvironment) -> Player:
-    """A player who draws among the legal actions.
+    """Makes a player that draws legal actions uniformly.
 
     Args:
       env: a game with discrete actions, or its name.
@@ -257,7 +256,7 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     """
     game: Any = envs.make(env) if isinstance(env, str) else env
     if not hasattr(game.action_space, "n"):
-        raise ValueError(f"at_random takes discrete actions, but those of {env_name(game)!r} are {game.action_space}")
+        raise ValueError(f"at_random needs discrete actions, but those of {env_name(game)!r} are {game.action_space}")
 
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         mask = mask_of(obs)
@@ -270,30 +269,30 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
 
 @entry
 def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
-    """A player who looks at all positions after `depth` moves, which are worth 0 unless the game is over, and wins the sooner.
+    """Makes a player that searches all positions within `depth` moves; they are worth 0 unless the game is over.
 
-    Of several best moves it takes one at random. The time for a move is that of `A ** depth` steps of the game.
+    It prefers early wins, and chooses among equally good moves at random. A move costs `A ** depth` steps of the game.
 
     Args:
       env: a game with the methods `to_move` and `action_mask`, or its name.
-      depth: number of moves, from 1 on.
+      depth: number of moves, at least 1.
 
     Returns:
       The player.
 
     Raises:
-      ValueError: if the depth is out of range, the game has not these methods, or its steps draw random numbers.
+      ValueError: if the depth is out of range, the game lacks these methods, or its steps draw random numbers.
     """
     game: Any = envs.make(env) if isinstance(env, str) else env
     depth = whole("depth", depth)
     if getattr(game, "to_move", None) is None or getattr(game, "action_mask", None) is None:
-        raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} has not both")
+        raise ValueError(f"minimax needs a game with to_move(state) and action_mask(state); {env_name(game)!r} lacks them")
     if draws(game):
-        raise ValueError(f"minimax looks ahead in games without chance, but {env_name(game)}.step draws random numbers")
+        raise ValueError(f"minimax needs a deterministic game, but {env_name(game)}.step draws random numbers")
     actions = jnp.arange(game.action_space.n)
 
     def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
-        """What the actions of the player to move are worth to it, -inf if illegal. `[A]`"""
+        """The values of the actions for the player to move, -inf if illegal. `[A]`"""
         player = game.to_move(state)
 
         def after(action: jax.Array) -> jax.Array:

@@ -1,16 +1,16 @@
 """Gumbel MuZero (Schrittwieser et al., 2020, arXiv 1911.08265; Danihelka et al., 2022, openreview.net/forum?id=bERaNdoegnO).
 
-A tree search in a learned model improves the policy of a network at every step, with no simulator. An iteration
+A tree search in a learned model, without a simulator, improves the policy of a network at every step. An iteration
 
 1. takes `T` steps of every environment, with actions chosen by searches with the acting parameters,
 2. stores the steps and the improved policies in a replay buffer,
 3. learns from `K` batches of windows of it: the model is unrolled from the first observation of a window along its actions, and
-   learns to predict rewards, values and improved policies, not observations.
+   learns to predict rewards, values and improved policies, but not observations.
 
-In games of two players who move in turns, whoever is to move is the agent. What follows a move is worth to that player what it
-costs the other one, so the discount factor is negative.
+In two-player games with alternating moves, the agent is the player to move. The next player's value is the negative of the
+mover's, so the discount factor is negative.
 
-The search is mctx's. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `M` is
+The search uses mctx. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `B` is `batch_size`, `M` is
 `model_steps`, `S` the length of a window, `M + n_step`, and `A` the number of actions.
 """
 
@@ -70,20 +70,20 @@ from msrl_jax.replay import Transition
 
 
 class Choice(NamedTuple):
-    """What was done, and what the search would have done."""
+    """The action that was taken, and the policy of the search."""
 
     action: jax.Array  # [...] int32
-    policy: jax.Array  # probabilities that the search gives the actions, [..., A]
+    policy: jax.Array  # probabilities of the actions after the search, [..., A]
 
 
 class Unrolled(NamedTuple):
-    """What a model is to predict along windows."""
+    """Targets of the model along windows."""
 
     policy: jax.Array  # probabilities of actions, [M + 1, B, A]
     value: jax.Array  # [M + 1, B]
     reward: jax.Array  # of each step of the model, [M, B]
-    lives: jax.Array  # whether the window's first episode goes on, so that there is a policy, [M + 1, B] bool
-    counts: jax.Array  # whether it goes on or has terminated, so that there are a value and a reward, [M + 1, B] bool
+    lives: jax.Array  # whether the window's first episode continues, so that there is a policy, [M + 1, B] bool
+    counts: jax.Array  # whether it continues or has terminated, so that value and reward are known, [M + 1, B] bool
 
 
 Search = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
@@ -92,13 +92,13 @@ Search = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 @config("muzero", many_agents=None)
 class MuZero:
-    """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions, and for games."""
+    """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions and games."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 1024.")
     unroll_length: int = field(default=8, doc="steps of every environment per iteration, `T`. Usual: 1 to 200.")
     num_simulations: int = field(default=16, doc="model steps of a search. Usual: 8 to 50; 2 and more suffice to learn.")
-    max_considered: int = field(default=16, doc="actions that a search considers at its root. Usual: 16.")
-    act_simulations: int = field(default=0, low=0, doc="the same outside of training; 0: the network alone acts. Usual: 0.")
+    max_considered: int = field(default=16, doc="actions considered at the root of a search. Usual: 16.")
+    act_simulations: int = field(default=0, low=0, doc="simulations outside training; 0: no search. Usual: 0.")
     gumbel_scale: Tunable = tunable(default=1.0, low=0, doc="scale of the noise that explores; 0 has none. Usual: 1.")
     value_scale: Tunable = tunable(default=0.02, low=0, doc="how far values move policies. Usual: 0.02 to 0.1; 1 for Go.")
     random_share: Tunable = tunable(default=0.0, low=0, high=1, doc="share of actions at random. Usual: 0 (the paper) to 0.1.")
@@ -113,9 +113,9 @@ class MuZero:
     max_grad_norm: TunableOrNone = tunable(default=5.0, above=0, doc="gradients are clipped to this global norm. Usual: 5.")
     value_coef: Tunable = tunable(default=1.0, low=0, doc="weight of the value loss. Usual: 0.25 to 1.")
     reward_coef: Tunable = tunable(default=1.0, low=0, doc="weight of the reward loss. Usual: 1; more for small rewards.")
-    rescale_epsilon: Tunable = tunable(default=1e-3, above=0, doc="`sign(x) (sqrt(|x| + 1) - 1) + epsilon x` is learned of x.")
+    rescale_epsilon: Tunable = tunable(default=1e-3, above=0, doc="targets x become `sign(x) (sqrt(|x| + 1) - 1) + epsilon x`.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
-    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 1000.")
     latent_size: int = field(default=64, doc="size of the model's state, `H`. Usual: 32 to 512.")
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of dense layers of each of the networks. Usual: (64,).")
@@ -124,7 +124,7 @@ class MuZero:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for an environment or a game; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for an environment or game; raises TypeError or ValueError if a space or a size is unsupported."""
         action_space, num_envs = check_discrete("MuZero", env.action_space), self.num_envs
         to_env_action = action_transform(action_space)
         if is_game := envs.has_agents(env):
@@ -179,9 +179,9 @@ class MuZero:
             return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
-            """What a search without noise finds, which is the same with every key."""
+            """The result of a search without noise, which does not depend on its key."""
             search = searcher(self, model, self.act_simulations, 0.0, discount)
-            search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # who waits has one action
+            search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
             keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
             return search(state.params, keys, obs)
 
@@ -278,12 +278,12 @@ class MuZero:
             learning_starts=buffer.min_size,
             env=venv,
             probabilities=probabilities,
-            ranked=not is_game,  # the sum of both returns is 0
+            ranked=not is_game,  # the returns of both players sum to 0
         )
 
 
 def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Buffer:
-    """Makes the buffer of windows that begin at every step: `model_steps` of a model, and the `n_step` rewards after these."""
+    """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
         obs, action, config, config.batch_size, config.replay.shards, may_be_absent=may_be_absent,
         length=config.model_steps + config.replay.n_step, length_is="model_steps + n_step are",
@@ -291,11 +291,11 @@ def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = F
 
 
 def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> Search:
-    """Makes the search of a config in a model, of so many steps of it and noise; raises ImportError without mctx."""
+    """Makes the search of a config in a model, with these settings; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
     def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
-        """One step of the model from states `[1, H]`, in the form that mctx asks for."""
+        """One step of the model from states `[1, H]`, as mctx requires."""
         latent, reward = model.step(params, latent, action)
         logits, value = model.predict(params, latent)
         reward, value = (unrescale(x, config.rescale_epsilon) for x in (reward, value))
@@ -321,17 +321,17 @@ def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_sc
         )
         return found.action[0], found.action_weights[0]
 
-    # Every environment has a key of its own, so that what a search finds does not depend on which ones share a device.
+    # Every environment has its own key, so that search results do not depend on which environments share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0))
 
 
 def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a model predicts from observations `[B, ...]` and actions `[M, B]`: logits, values and rewards, as in `Unrolled`."""
+    """The model's logits, values and rewards for observations `[B, ...]` and actions `[M, B]`, as in `Unrolled`."""
     first = model.represent(params, obs)
 
     def step(latent: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         latent, reward = model.step(params, latent, action)
-        # Half of it at each step keeps the model's gradient as large however often it is unrolled (the paper's appendix G).
+        # Halving the gradient at each step keeps its size independent of the number of steps (the paper's appendix G).
         return latent / 2 + jax.lax.stop_gradient(latent) / 2, (latent, reward)
 
     _, (latents, reward) = jax.lax.scan(step, first, actions)
@@ -342,16 +342,16 @@ def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> t
 def unrolled_target(
     window: Transition, next_value: jax.Array, *, discount: float, num_steps: int, model_steps: int
 ) -> Unrolled:
-    """What a model is to predict along windows of steps, whose actions are policies.
+    """Computes the model's targets along windows of steps whose actions are policies.
 
-    After an episode's end in a terminal state, rewards and values are 0 whatever is done; after a truncation, nothing is known.
+    After a terminal state, rewards and values are 0 for all actions; after a truncation, they are unknown.
 
     Args:
       window: the steps. `[S, B, ...]`
       next_value: values of the true successors. `[S, B]`
       discount: discount factor per step; negative if the players alternate.
-      num_steps: rewards that a value sums up before it bootstraps.
-      model_steps: steps of the model, `M`, at most `S - num_steps`.
+      num_steps: number of rewards to sum before bootstrapping.
+      model_steps: number of model steps, `M`, at most `S - num_steps`.
 
     Returns:
       The targets.
@@ -369,19 +369,19 @@ def unrolled_target(
 def unrolled_loss(
     logits: jax.Array, value: jax.Array, reward: jax.Array, target: Unrolled, value_coef: float, reward_coef: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The losses `[B]` of what a model predicts, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
+    """The losses `[B]` of the model's predictions, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
 
     Args:
       logits: logits of actions. `[M + 1, B, A]`
       value: values, in units of the targets. `[M + 1, B]`
       reward: rewards, in units of the targets. `[M, B]`
-      target: what they should be.
+      target: the targets.
       value_coef: weight of the value loss.
       reward_coef: weight of the reward loss.
 
     Returns:
-      The losses of the policy (cross-entropy), the value and the reward (half the squared errors), and their means. What is
-      predicted without the model has the weight 1, and what is predicted after each of its steps `1 / M`.
+      The losses of the policy (cross-entropy), the value and the reward (half the squared errors), and their means. Predictions
+      without the model have weight 1, those after each model step `1 / M`.
     """
     policy_loss = jnp.where(target.lives, cross_entropy(target.policy, logits), 0.0)
     value_loss = jnp.where(target.counts, optax.l2_loss(value, target.value), 0.0)

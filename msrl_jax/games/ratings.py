@@ -1,4 +1,4 @@
-"""Ratings of players of one game, from matches of all with all.
+"""Ratings of players of one game, from round-robin matches.
 
 In the shape descriptions, `P` is the number of players.
 """
@@ -17,21 +17,21 @@ from msrl_jax.games.matches import Player, match
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS
 from msrl_jax.run.result import Result
 
-ELO = 400 / math.log(10)  # of a difference of 1 between the logarithms of two strengths
+ELO = 400 / math.log(10)  # Elo points per unit of log strength
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratings:
-    """Players of a game, and what they reached against each other; printed, the best comes first.
+    """Players of a game, with the results against each other; printed, the best comes first.
 
     Attributes:
       players: their names. `P` of them
-      points: what each player (rows) got against each other one (columns): 1 for a win, 1/2 for a draw. shape=[P, P],
+      points: points of each player (rows) against each other one (columns): 1 for a win, 1/2 for a draw. shape=[P, P],
         dtype=float64
-      games: how many games they played. shape=[P, P], dtype=int64
+      games: number of games between them. shape=[P, P], dtype=int64
       elo: their Elo ratings. shape=[P], dtype=float64
-      error: standard errors of the differences to the anchored player. shape=[P], dtype=float64
-      cut: number of games that `max_steps` cut off, whose points are those of the returns so far
+      error: standard errors of the differences from the anchored player. shape=[P], dtype=float64
+      cut: number of games cut off at `max_steps`, whose points are those of the returns so far
     """
 
     players: tuple[str, ...]
@@ -43,7 +43,7 @@ class Ratings:
 
     @property
     def interval(self) -> np.ndarray:
-        """Lower and upper ends of intervals of 95%, 1.96 standard errors from the ratings. shape=[P, 2]"""
+        """Lower and upper ends of 95% intervals, 1.96 standard errors from the ratings. shape=[P, 2]"""
         return self.elo[:, None] + 1.96 * self.error[:, None] * np.array([-1, 1])
 
     def __repr__(self) -> str:
@@ -70,34 +70,34 @@ def round_robin(
     random_moves: int = 0,
     max_steps: int = MAX_STEPS,
 ) -> Ratings:
-    """Rates players by matches of each with each other, in half of whose games each has the first seat.
+    """Rates players by a round robin; each player has the first seat in half of the games of a match.
 
     Args:
       env: the game, or its name.
-      players: the players, by names of one's choice: results, which play their most probable actions, or `Player`s.
-      games: number of games of every match.
+      players: the players by name: results, which play their most probable actions, or `Player`s.
+      games: number of games per match.
       seed: seed of the matches.
-      anchor: name of the player whose rating is given; the first one if None.
-      rating: its rating.
+      anchor: name of the player whose rating is fixed; the first one if None.
+      rating: the rating of that player.
       virtual_draws: as in `bradley_terry`.
-      random_moves: steps at the start of every game in which both play legal actions at random.
-      max_steps: maximum length of a game, in steps.
+      random_moves: number of steps at the start of every game with random legal actions.
+      max_steps: maximum number of steps of a game.
 
     Returns:
       The ratings.
 
     Raises:
-      TypeError: if players have no names, or one is no player.
-      ValueError: if there are fewer than two players, no player is called `anchor`, or as in `match` and `bradley_terry`.
+      TypeError: if players have no names, or a value is not a player.
+      ValueError: if there are fewer than two players, no player is named `anchor`, or as in `match` and `bradley_terry`.
     """
     if not isinstance(players, Mapping):
-        raise TypeError(f"players is a {type(players).__name__}; give a dict of players by name")
+        raise TypeError(f"players is a {type(players).__name__}; pass a dict of players by name")
     names = tuple(players)
     _check(names, anchor, rating, virtual_draws)
     game = make(env) if isinstance(env, str) else env
     points, cut = np.zeros((len(names), len(names))), 0
     pairs = list(itertools.combinations(range(len(names)), 2))
-    seeds = np.random.default_rng(check_seed(seed)).integers(2**31, size=len(pairs))  # no two matches begin alike
+    seeds = np.random.default_rng(check_seed(seed)).integers(2**31, size=len(pairs))  # a different seed for each match
     for (i, j), of_match in zip(pairs, seeds, strict=True):
         one, two = players[names[i]], players[names[j]]
         m = match(game, one, two, games, int(of_match), random_moves=random_moves, max_steps=max_steps)  # type: ignore[arg-type]
@@ -116,34 +116,33 @@ def bradley_terry(
     rating: float = 0.0,
     virtual_draws: float = 1.0,
 ) -> Ratings:
-    """Elo ratings by maximum likelihood (Bradley and Terry, 1952, doi:10.2307/2334029), a draw being half a win.
+    """Elo ratings by maximum likelihood (Bradley and Terry, 1952, doi:10.2307/2334029), where a draw is half a win.
 
-    A player scores against another one the share `1 / (1 + 10 ** (-d / 400))` of points, where `d` is the difference of their
-    ratings. Standard errors are those of the Fisher information, which takes every point for a game won or lost; draws vary
-    less, so intervals are rather too wide. It takes games for independent, which those of two players without randomness
-    are not.
+    The expected share of points of a player is `1 / (1 + 10 ** (-d / 400))`, where `d` is the difference of the ratings.
+    Standard errors come from the Fisher information, which counts every point as a game won or lost; draws vary less, so
+    intervals tend to be too wide. Games are assumed independent; those of two deterministic players are not.
 
     Args:
       players: names of the players.
-      points: what each player (rows) got against each other one (columns); the points of both are the games. `[P, P]`
-      anchor: name of the player whose rating is given; the first one if None.
-      rating: its rating.
-      virtual_draws: draws that are added to the games of every two players who met. They keep the rating of a player finite
-        who won, or lost, all games; 0 gives the maximum likelihood of the games alone.
+      points: points of each player (rows) against each other one (columns); the sum of both is the number of games. `[P, P]`
+      anchor: name of the player whose rating is fixed; the first one if None.
+      rating: the rating of that player.
+      virtual_draws: number of draws added for every two players who met. They keep the rating of a player that won, or lost,
+        all games finite; 0 gives the maximum likelihood of the games alone.
 
     Returns:
       The ratings.
 
     Raises:
-      ValueError: if there are fewer than two players, no player is called `anchor`, points are no numbers from 0 on, or
-        ratings are infinite: some players have no points against all others, be it that they never met.
+      ValueError: if there are fewer than two players, no player is named `anchor`, points are not numbers of at least 0, or
+        ratings are infinite: some players have no points against all others, possibly because they never met.
     """
     names = tuple(players)
     fixed = _check(names, anchor, rating, virtual_draws)
     points = np.array(points, np.float64)
     if points.shape != (len(names),) * 2 or not (np.isfinite(points) & (points >= 0)).all() or points.diagonal().any():
         raise ValueError(
-            f"points have shape {points.shape}; give finite numbers of at least 0, one for each two of {len(names)} players, "
+            f"points have shape {points.shape}; pass finite numbers of at least 0, one for each two of {len(names)} players, "
             "and 0 for a player against itself"
         )
     games = points + points.T
@@ -157,7 +156,7 @@ def bradley_terry(
         information = np.diag(weight.sum(1)) - weight
         step = np.linalg.solve(information[np.ix_(free, free)], slope[free])
         largest = np.abs(step).max()
-        # Newton's steps always climb if no difference changes by more than 1, within which curvatures change by less than e.
+        # Newton steps increase the likelihood if no difference changes by more than 1; curvatures then change by less than e.
         strength[free] += step / max(1.0, 2 * largest)
         if largest < 1e-9:
             break
@@ -167,9 +166,9 @@ def bradley_terry(
 
 
 def _check(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
-    """The number of the anchored player; raises ValueError if an argument does not fit."""
+    """The number of the anchored player; raises ValueError if an argument is invalid."""
     if len(names) < 2 or len(set(names)) < len(names):
-        raise ValueError(f"players={list(names)}: give at least two players, with different names")
+        raise ValueError(f"players={list(names)}: pass at least two players, with different names")
     if anchor is not None and anchor not in names:
         raise ValueError(f"anchor={anchor!r}: use the name of a player: {', '.join(names)}")
     if not math.isfinite(rating):
@@ -188,6 +187,6 @@ def _check_finite(names: tuple[str, ...], scored: np.ndarray) -> None:
         if not linked[i].all():
             others = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
             raise ValueError(
-                f"{name!r} has no points against {others}, nor against who has, so ratings are infinite; use virtual_draws=1, "
-                "and let all meet"
+                f"{name!r} has no points against {others}, directly or indirectly, so ratings are infinite; use "
+                "virtual_draws=1, and let all players meet"
             )

@@ -1,17 +1,17 @@
-"""Self-play for games of two players whose rewards sum to zero: PPO against its own past.
+"""Self-play for two-player zero-sum games: PPO against its own past.
 
-In every environment, one seat is the learner's, and the other is an opponent's: the current parameters, or frozen ones from a
-pool. Half of the environments have the learner in the first seat, half in the second. The pool keeps copies of past parameters;
-a new one replaces the oldest. Opponents are drawn in every iteration, the current parameters with the probability
-`latest_share`. A share of 1 is plain self-play, and 0.8 is OpenAI Five's (Berner et al., 2019, arXiv 1912.06680).
+In every environment, one seat is the learner's, and the other an opponent's: the current parameters, or frozen ones from a
+pool. The learner has the first seat in half of the environments, the second in the others. The pool keeps copies of past
+parameters; a new one replaces the oldest. Opponents are drawn in every iteration, the current parameters with probability
+`latest_share`: 1 is plain self-play, and 0.8 is OpenAI Five's value (Berner et al., 2019, arXiv 1912.06680).
 
-Without an entropy bonus, policies chase each other in circles, and only their average comes near an equilibrium. With one, the
-current policy itself does: the larger the weight of the bonus, the faster, and the farther from the equilibrium it ends (Sokota
-et al., 2022, arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). So the bonus is large, and advantages keep the
-unit of the return, in which its weight counts.
+Without an entropy bonus, policies chase each other in circles, and only their average approaches an equilibrium. With one, the
+current policy itself does: the larger the bonus, the faster, and the farther from the equilibrium it ends (Sokota et al., 2022,
+arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). The bonus is therefore large, and advantages keep the unit
+of the return, so that its weight is meaningful.
 
-With `opponents="payoff"` the pool is a population as in PSRO (Lanctot et al., 2017, arXiv 1711.00832): the returns of the
-current parameters against each opponent fill a payoff matrix over pairs, whose equilibrium weighs the opponents.
+With `opponents="payoff"`, the pool is a population as in PSRO (Lanctot et al., 2017, arXiv 1711.00832): the returns of the
+current parameters against each opponent fill a payoff matrix, whose equilibrium gives the weights of the opponents.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `K` is `pool_size` and `G` is `num_opponents`.
 """
@@ -47,13 +47,13 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 
 _ROUNDS = 2048
-"""Rounds of the replicator dynamics."""
+"""Number of rounds of the replicator dynamics."""
 _EXPLORATION = 0.1
 """Share of the pool's opponents that are drawn uniformly, so that all pairs meet."""
 
 
 class Standings(NamedTuple):
-    """What is known of the games between past policies, and of the current one against them."""
+    """Results of games between past policies, and of the current policy against them."""
 
     payoff: jax.Array  # the mean return of one policy against another, [K, K]
     weights: jax.Array  # the equilibrium of that game, [K]
@@ -65,25 +65,25 @@ class Pool(NamedTuple):
     """The opponents."""
 
     params: Any  # past parameters, [K, ...]
-    filled: jax.Array  # how many there are, int32 []
-    slot: jax.Array  # where the next ones go, int32 []
+    filled: jax.Array  # number of entries in use, int32 []
+    slot: jax.Array  # slot of the next entry, int32 []
     wait: jax.Array  # iterations until then, int32 []
-    drawn: jax.Array  # who plays in this iteration: a slot, or -1 for the current parameters, int32 [G]
-    key: jax.Array  # draws them
-    actor_keys: jax.Array  # one per environment, which samples the actions of the opponent, [E]
+    drawn: jax.Array  # opponents of this iteration: a slot, or -1 for the current parameters, int32 [G]
+    key: jax.Array  # for drawing opponents
+    actor_keys: jax.Array  # one per environment, for sampling the opponent's actions, [E]
     standings: Standings | tuple[()]  # () if opponents are drawn uniformly
 
 
 class Players(NamedTuple):
-    """What self-play keeps besides the parameters."""
+    """The state of self-play other than the parameters."""
 
-    learner: Any  # what the learner's team keeps
+    learner: Any  # the state of the learner's team
     pool: Pool
 
 
 @config("self_play", many_agents=True)
 class SelfPlay:
-    """PPO against its own past in games of two players, by one feed-forward network that sees what its seat sees."""
+    """PPO against its own past in two-player games, with one feed-forward network that sees its seat's observations."""
 
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
@@ -110,7 +110,7 @@ class SelfPlay:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
+    normalize_values: bool = field(default=False, doc="whether to normalize value targets. Usual: False.")
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
     pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
     latest_share: Tunable = tunable(
@@ -118,10 +118,10 @@ class SelfPlay:
     )
     opponents: Literal["uniform", "payoff"] = field(
         default="uniform",
-        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
+        doc='how to draw opponents from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
         '"uniform", or "payoff" for games in which policies beat each other in circles.',
     )
-    num_opponents: int = field(default=8, doc="opponents per iteration, `G`, with `num_envs / G` environments. Usual: 4 to 32.")
+    num_opponents: int = field(default=8, doc="opponents per iteration, `G`, each in `num_envs / G`. Usual: 4 to 32.")
 
     def check(self) -> None:
         """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
@@ -135,19 +135,19 @@ class SelfPlay:
             )
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one game of two players; raises TypeError or ValueError if the game or a space does not fit."""
+        """Builds the agent for a two-player game; raises TypeError or ValueError if the game or a space is unsupported."""
         if len(env.agents) != 2:
             raise ValueError(
-                f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; "
+                f"self_play needs two players, but environment {env_name(env)!r} has {len(env.agents)} agents; "
                 "use ippo or mappo"
             )
         venv = vectorize_agents(env, self.num_envs)
         agent = teams_agent(venv, {"agents": two_players(venv, self)}, unroll_length=self.unroll_length)
-        return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
+        return dataclasses.replace(agent, ranked=False)  # the returns of both players sum to 0
 
 
 def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
-    """Makes a team of both players: opponent `e % G` plays in environment `e`, on the second seat if `e // G` is even."""
+    """Makes a team of both players: opponent `e % G` plays in environment `e`, in the second seat if `e // G` is even."""
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(IPPO) if hasattr(config, f.name)}
     learner = with_traced(IPPO(), common).build_team(venv, 1)
     groups = config.num_envs // config.num_opponents
@@ -155,7 +155,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
     def at(first: np.ndarray, x: Any) -> Any:
-        """The first seat's part of `[E, 2, ...]` where `first`, else the second's. `[E, 1, ...]`."""
+        """The first seat's part of `[E, 2, ...]` where `first`, otherwise the second's. `[E, 1, ...]`."""
 
         def one(x: jax.Array) -> jax.Array:
             return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x[:, :1], x[:, 1:])
@@ -167,11 +167,11 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return at(is_first_seat, x)
 
     def grouped(x: Any) -> Any:
-        """Splits environments by opponents: `[E, ...] -> [E / G, G, ...]`."""
+        """Groups environments by opponents: `[E, ...] -> [E / G, G, ...]`."""
         return jax.tree.map(lambda x: x.reshape(groups, config.num_opponents, *x.shape[1:]), x)
 
     def one_row_each(x: Any) -> Any:
-        """Seats as rows of the one network: `[E, 2, ...] -> [2 * E, 1, ...]`."""
+        """Seats as rows of a single network: `[E, 2, ...] -> [2 * E, 1, ...]`."""
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Players]:
@@ -237,7 +237,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         both = jnp.concatenate([mine, theirs.reshape(mine.shape)], axis=1)
         return jnp.concatenate([own(both), at(~is_first_seat, both)], axis=1), extras, carry
 
-    # Rewards per end of an episode are the mean return in the long run, also if opponents change within episodes.
+    # Rewards per episode end converge to the mean return, even if opponents change within episodes.
     @fragment(role="env")
     def score(reward, ended, drawn):
         old = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
@@ -296,13 +296,13 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
 
 
 def no_games(size: int) -> Standings:
-    """Standings of no policy."""
+    """Standings without any policy."""
     zero = jnp.zeros(size, jnp.float32)
     return Standings(jnp.zeros((size, size), jnp.float32), zero, zero, zero)
 
 
 def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings:
-    """Adds the current policy to the game in the place `slot` of `filled` ones, by its results; the next one has none."""
+    """Adds the current policy, with its results, to the game in `slot` of `filled` entries; the next policy has no results."""
     size = standings.games.shape[0]
     row = jnp.where(standings.games > 0, standings.total / jnp.maximum(standings.games, 1), 0.0)
     payoff = standings.payoff.at[slot].set(row).at[:, slot].set(-row).at[slot, slot].set(0.0)
@@ -311,17 +311,17 @@ def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings
 
 
 def draw(standings: Standings, key: jax.Array, filled: jax.Array, count: int) -> jax.Array:
-    """Draws the places of `count` opponents by their weights, a tenth of them uniformly. `[count]` int32"""
+    """Draws the slots of `count` opponents by their weights, a tenth of them uniformly. `[count]` int32"""
     there = jnp.arange(standings.games.shape[0]) < filled
     probability = (1 - _EXPLORATION) * standings.weights + _EXPLORATION * there / filled
     return jax.random.categorical(key, jnp.log(probability), shape=(count,)).astype(jnp.int32)
 
 
 def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
-    """An approximate equilibrium of a symmetric game whose payoffs sum to zero: probabilities `[K]`, 0 for who is not `there`.
+    """An approximate equilibrium of a symmetric zero-sum game: probabilities `[K]`, 0 where `there` is False.
 
-    The mean over the rounds of discrete replicator dynamics, which are multiplicative weights (Freund and Schapire, 1999): the
-    best reply to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff. `payoff` is the row's, `[K, K]`.
+    It is the mean over the rounds of discrete replicator dynamics, i.e. multiplicative weights (Freund and Schapire, 1999): the
+    best response to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff. `payoff` is the row player's, `[K, K]`.
     """
     both = there[:, None] & there
     scaled = jnp.where(both, payoff / jnp.maximum(jnp.max(jnp.abs(payoff), initial=0.0, where=both), 1e-8), 0.0)

@@ -1,12 +1,12 @@
-"""Small games of two players, whose rewards sum to zero, with exact exploitability.
+"""Small two-player zero-sum games with exact exploitability.
 
-A policy of a game is a table of probabilities `[2, I, n]`: for each player, for each of its `I` information states (what it
-knows when it acts), the `n` probabilities of its actions. `information_states` returns the observations in these states, so
-that a trained agent gives the table.
+A policy of a game is a table of probabilities `[2, I, n]`: for each player and each of its `I` information states (what it
+knows when it acts), the probabilities of its `n` actions. `information_states` returns the observations of these states, so
+that a trained agent can fill the table.
 
 `exploitability` is half of what both players together would gain by a best response to the other's policy: (max u_0(b, p_1) +
-max u_1(p_0, b)) / 2, which is 0 in a Nash equilibrium, and nowhere else. This is OpenSpiel's convention; its NashConv is twice
-as much (Lanctot et al. 2019, arXiv 1908.09453).
+max u_1(p_0, b)) / 2, which is 0 exactly in a Nash equilibrium. This is OpenSpiel's convention; its NashConv is twice as large
+(Lanctot et al. 2019, arXiv 1908.09453).
 """
 
 import itertools
@@ -24,17 +24,17 @@ _PLAYERS = ("player_0", "player_1")
 
 
 class RockPaperScissors(Named):
-    """Both players choose at once: 0 rock, 1 paper, 2 scissors. The winner gets 1, the loser -1. An episode has one step."""
+    """Both players choose simultaneously: 0 rock, 1 paper, 2 scissors. The winner gets 1, the loser -1, after one step."""
 
     name = "RockPaperScissors"
     agents = _PLAYERS
     observation_space = spaces.Box(0, 1, (1,))
     action_space = spaces.Discrete(3)
     payoffs = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
-    """Payoffs of the first player: a row for each of its actions, a column for each of the second's. `[3, 3]`"""
+    """Payoffs of the first player: rows are its actions, columns the second player's. `[3, 3]`"""
 
     def reset(self, key: jax.Array) -> tuple[tuple[()], jax.Array]:
-        """Starts an episode: there is nothing to know, and the observations `[2, 1]` are 0."""
+        """Starts an episode; the observations `[2, 1]` are always 0."""
         return (), jnp.zeros((2, 1), jnp.float32)
 
     def step(self, key: jax.Array, state: tuple[()], action: jax.Array) -> Stepped:
@@ -47,9 +47,9 @@ class RockPaperScissors(Named):
         return jnp.zeros((2, 1, 1), jnp.float32)
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """How much both players could gain on average by best responses to a policy `[2, I=1, 3]`; at most 1, in float64.
+        """The players' mean gain by best responses to a policy `[2, I=1, 3]`; at most 1, float64.
 
-        Raises ValueError unless these are probabilities.
+        Raises ValueError unless the policy has probabilities.
         """
         one, two = _checked(policy, np.ones((2, 1, 3), bool))[:, 0]
         return float(((self.payoffs @ two).max() + (-one @ self.payoffs).max()) / 2)
@@ -66,11 +66,11 @@ class KuhnState(NamedTuple):
 class KuhnPoker(Named):
     """Poker with three cards and one bet (Kuhn 1950).
 
-    Both players pay 1 and get a card. They move in turns; the first player begins. An action is 0 wait, 1 pass or 2 bet: the
-    player to move passes or bets, and the other one has to wait. After a bet, to bet is to call (the higher card wins 2), and
-    to pass is to fold (the one who bet wins 1). After two passes, the higher card wins 1.
+    Both players pay 1 and get a card. They move alternately, starting with the first player. An action is 0 wait, 1 pass or 2
+    bet: the player to move passes or bets, and the other must wait. After a bet, betting is a call (the higher card wins 2),
+    and passing is a fold (the player who bet wins 1). After two passes, the higher card wins 1.
 
-    An observation has 11 numbers: which player it is (2), its card (3), and pass or bet for each of the three moves (6).
+    An observation has 11 numbers: the player (2), its card (3), and pass or bet for each of the three moves (6).
     """
 
     name = "KuhnPoker"
@@ -85,7 +85,7 @@ class KuhnPoker(Named):
         return state, self._observe(state)
 
     def step(self, key: jax.Array, state: KuhnState, action: jax.Array) -> Stepped:
-        """Plays the action of the player to move, of the actions `[2]`."""
+        """Plays the action of the player to move, one of the actions `[2]`."""
         cards, moves, count = state
         bets = action[count % 2] == 2
         moves = moves.at[count].set(jnp.where(bets, 2, 1))
@@ -107,7 +107,7 @@ class KuhnPoker(Named):
         """The observations `[2, I=6, 11]` float32 in the information states, and the legal actions `[2, I, 3]` bool.
 
         The first player's states are those at the start, then those after its pass and a bet; the second player's are those
-        after a pass, then those after a bet. There is one for each card: jack, queen, king.
+        after a pass, then those after a bet. Each has one state per card: jack, queen, king.
         """
         histories = (((0, 0, 0), (1, 2, 0)), ((1, 0, 0), (2, 0, 0)))
         states = [
@@ -119,14 +119,13 @@ class KuhnPoker(Named):
         return MaskedObservation(*(jnp.stack([jnp.stack(own) for own in x]) for x in (obs, masks)))
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """How much both players could gain on average by best responses to a policy `[2, I=6, 3]`; 11/24 for random play.
+        """The players' mean gain by best responses to a policy `[2, I=6, 3]`; 11/24 for random play, float64.
 
-        It is computed in float64. Raises ValueError unless these are probabilities of legal actions in the states of
-        `information_states`.
+        Raises ValueError unless the policy has probabilities of legal actions in the states of `information_states`.
         """
         legal = np.broadcast_to([False, True, True], (2, 6, 3))
         one, two = (p[:, 2].reshape(2, 3) for p in _checked(policy, legal))
-        pure = np.array(list(itertools.product([0.0, 1.0], repeat=6))).reshape(-1, 2, 3)  # a best response is among these
+        pure = np.array(list(itertools.product([0.0, 1.0], repeat=6))).reshape(-1, 2, 3)  # contains a best response
         return float((_kuhn_value(pure, two[None]).max() - _kuhn_value(one[None], pure).min()) / 2)
 
     def _observe(self, state: KuhnState) -> jax.Array:
@@ -136,7 +135,7 @@ class KuhnPoker(Named):
 
 
 def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """What the first player expects, from the probabilities of bets `[N, 2, 3]` in the states of `information_states`."""
+    """The first player's expected payoff, given probabilities of bets `[N, 2, 3]` in the states of `information_states`."""
     values = []
     for a, b in itertools.permutations(range(3), 2):
         high = 1 if a > b else -1
@@ -152,13 +151,13 @@ def _checked(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
     """The policy in float64; raises ValueError unless it has probabilities of legal actions."""
     policy = np.asarray(policy, np.float64)
     if policy.shape != legal.shape:
-        raise ValueError(f"the policy has shape {policy.shape}; give probabilities of shape {legal.shape}")
+        raise ValueError(f"the policy has shape {policy.shape}; pass probabilities of shape {legal.shape}")
     rows = ~np.isclose(policy.sum(-1), 1, atol=1e-5) | (policy < 0).any(-1) | ((policy > 1e-5) & ~legal).any(-1)
     if rows.any():
         player, state = (int(i) for i in np.argwhere(rows)[0])
         raise ValueError(
-            f"the policy of player {player} in its information state {state} is {policy[player, state]}; give probabilities of "
-            f"the legal actions {np.flatnonzero(legal[player, state]).tolist()}, which sum to 1"
+            f"the policy of player {player} in its information state {state} is {policy[player, state]}; pass probabilities of "
+            f"the legal actions {np.flatnonzero(legal[player, state]).tolist()} that sum to 1"
         )
     policy = np.where(legal, policy, 0)
     return policy / policy.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What algorithms that search with mctx share: the library, the memory for its trees, and the loss of a policy."""
+"""Helpers of algorithms that search with mctx: importing it, checking the memory of its trees, and the policy loss."""
 
 import importlib
 import math
@@ -11,7 +11,7 @@ from msrl_jax.fragments.runtime.memory import device_memory, own_devices
 
 
 def import_mctx(name: str) -> Any:
-    """The module mctx; raises ImportError, with the name of the algorithm, if it is not installed."""
+    """Imports mctx; raises ImportError, with the name of the algorithm, if it is not installed."""
     try:
         return importlib.import_module("mctx")
     except ImportError as error:
@@ -21,11 +21,11 @@ def import_mctx(name: str) -> Any:
 
 
 def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: str = "num_simulations") -> None:
-    """Raises ValueError if all search trees are larger than the memory of the devices that they are split over.
+    """Raises ValueError if all search trees together exceed the memory of the devices that they are split over.
 
-    A node of a tree keeps a state of so many bytes; `simulations` is the field that has their number.
+    A node of a tree contains a state of `state_bytes`; `simulations` is the name of the config field with their number.
     """
-    # mctx keeps five numbers of a node and six of each of its actions, besides the state.
+    # mctx keeps five numbers per node and six per action of a node, in addition to the state.
     node = 4 * (5 + 6 * num_actions) + state_bytes
     number = getattr(config, simulations)
     nbytes = config.num_envs * (number + 1) * node
@@ -43,6 +43,6 @@ def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: st
 
 
 def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
-    """The cross-entropy of policies with logits `[..., A]`, -inf of illegal actions, to target probabilities. `[...]`"""
+    """The cross-entropy of target probabilities and policies with logits `[..., A]`, -inf for illegal actions. `[...]`"""
     log_prob = jnp.where(target > 0, jax.nn.log_softmax(logits), 0.0)
     return -(target * log_prob).sum(-1)

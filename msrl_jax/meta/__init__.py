@@ -1,6 +1,6 @@
-"""Meta-reinforcement learning, an optional room: environments whose episodes are several episodes of one task, and small tasks.
+"""Meta-RL, an optional package: environments whose episodes consist of several episodes of one task, and small tasks.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

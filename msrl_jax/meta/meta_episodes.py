@@ -1,8 +1,8 @@
-"""Meta-learning as wrappers: an episode is several episodes of one task, and observations tell what happened in them.
+"""Meta-learning as wrappers: an episode consists of several episodes of one task, and observations include the history.
 
-A task is what parameters as data are in an episode: `train("recurrent_ppo", RL2(env, ...), env_params=distribution)` draws one
-at the start of each meta-episode. In the shape descriptions, `S` is the number of states, `A` of actions, and `K`
-of metrics of the environment.
+A task is given by the environment parameters of an episode: `train("recurrent_ppo", RL2(env, ...), env_params=distribution)`
+draws one at the start of each meta-episode. In the shape descriptions, `S` is the number of states, `A` of actions, and `K` of
+metrics of the environment.
 """
 
 from collections.abc import Mapping
@@ -27,15 +27,15 @@ class RL2State(NamedTuple):
     """State of `RL2`.
 
     Attributes:
-      env_state: of the environment.
-      obs: its observation, for the next action.
-      final_obs: what the last step led to, before another episode began.
-      reward: of the last step. `[]` float32
-      terminated: whether the last step led to a terminal state. `[]` bool
-      steps: of the meta-episode so far. `[]` int32
-      episode_steps: of the episode so far. `[]` int32
+      env_state: state of the environment.
+      obs: its observation for the next action.
+      final_obs: the observation after the last step, before another episode started.
+      reward: reward of the last step. `[]` float32
+      terminated: whether the last step reached a terminal state. `[]` bool
+      steps: number of steps in the meta-episode so far. `[]` int32
+      episode_steps: number of steps in the episode so far. `[]` int32
       returns: sums of rewards in the four quarters of the meta-episode so far. `[4]` float32
-      reported: the environment's metrics of what the last step led to. `[K]` float32
+      reported: the environment's metrics after the last step. `[K]` float32
     """
 
     env_state: PyTree
@@ -53,16 +53,16 @@ class RL2State(NamedTuple):
 class RL2(EnvironmentWrapper):
     """Joins episodes of one task to a meta-episode of `horizon` steps (Duan et al., 2016, arXiv 1611.02779).
 
-    An observation is the environment's, the last action, the last reward, whether an episode has just begun, and the time that
-    has passed as a share of the horizon: one float32 vector. An agent with a memory, such as `recurrent_ppo`, can then learn
-    how to learn. A meta-episode terminates at its horizon. Its metrics `return_quarter_1` to `return_quarter_4` are the
-    rewards in each quarter of it.
+    An observation is one float32 vector: the environment's observation, the last action, the last reward, whether an episode
+    has just started, and the elapsed share of the horizon. A recurrent agent, such as `recurrent_ppo`, can then learn to learn.
+    A meta-episode terminates at its horizon. The metrics `return_quarter_1` to `return_quarter_4` are the sums of rewards in
+    each quarter.
 
     Attributes:
-      env: the environment of one agent.
-      horizon: steps of a meta-episode.
-      episode_length: the largest number of steps of an episode; divides the horizon. Episodes that end before are followed by
-        more of them.
+      env: the environment, with one agent.
+      horizon: number of steps of a meta-episode.
+      episode_length: maximum number of steps of an episode; a divisor of the horizon. If episodes end earlier, a meta-episode
+        contains more of them.
     """
 
     env: Environment
@@ -76,27 +76,27 @@ class RL2(EnvironmentWrapper):
         if self.horizon % self.episode_length:
             lower = self.horizon // self.episode_length * self.episode_length
             raise ValueError(
-                f"RL2 of {env_name(self.env)}: horizon={self.horizon} is no multiple of episode_length={self.episode_length}; "
-                f"use one, such as {lower or self.episode_length}"
+                f"RL2 of {env_name(self.env)}: horizon={self.horizon} is not a multiple of "
+                f"episode_length={self.episode_length}; use one, such as {lower or self.episode_length}"
             )
         if has_agents(self.env):
-            raise TypeError(f"RL2 takes environments of one agent, and {env_name(self.env)} has several")
+            raise TypeError(f"RL2 needs a single-agent environment, and {env_name(self.env)} has several")
         if is_on_host(self.env):
-            raise TypeError(f"RL2 joins episodes on a device, and {env_name(self.env)} is simulated on the host; give another")
+            raise TypeError(f"RL2 joins episodes on a device, and {env_name(self.env)} is simulated on the host; use another")
 
     @property
     def observation_space(self) -> spaces.Box:
         """A `Box` of shape `[D]`."""
         parts = (spaces.flat_space(self.env.observation_space), spaces.flat_space(self.env.action_space))
         low, high = (np.concatenate([getattr(part, side) for part in parts]) for side in ("low", "high"))
-        low = np.minimum(low, [0] * len(low))  # actions are zeros at the start
+        low = np.minimum(low, [0] * len(low))  # the first action is zeros
         high = np.maximum(high, [0] * len(high))
         low, high = np.concatenate([low, [-np.inf, 0, 0]]), np.concatenate([high, [np.inf, 1, 1]])
         return spaces.Box(low, high, low.shape)
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """Those of the environment, and the returns of the quarters."""
+        """The metrics of the environment, and the returns of the quarters."""
         return {**metrics_of(self.env), **dict.fromkeys(_QUARTERS, "last")}
 
     @property
@@ -125,11 +125,11 @@ class RL2(EnvironmentWrapper):
         return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape, jnp.float32))
 
     def step(self, key: jax.Array, state: RL2State, action: PyTree) -> Stepped:
-        """Advances the meta-episode; an episode that ends is followed by the next one of the same task."""
+        """Advances the meta-episode; when an episode ends, the next one of the same task starts."""
         step_key, reset_key = jax.random.split(key)
         env_state, obs, reward, terminated, truncated = self.env.step(step_key, state.env_state, action)
         steps, episode_steps = state.steps + 1, state.episode_steps + 1
-        found = self._reported(env_state)  # before another episode begins
+        found = self._reported(env_state)  # before another episode starts
         ended = terminated | truncated | (episode_steps >= self.episode_length)
         going, begun = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
         env_state, current, episode_steps = jax.tree.map(lambda new, old: jnp.where(ended, new, old), begun, going)
@@ -147,11 +147,11 @@ def value_iteration(transitions: jax.Array, rewards: jax.Array, discount: float,
     """Optimal action values over `sweeps` steps.
 
     Args:
-      transitions: probabilities of the next state; what a row lacks of 1 is the probability that the episode terminates.
+      transitions: probabilities of the next state; if a row sums to less than 1, the rest is the probability of termination.
         `[S, A, S]`
       rewards: mean rewards. `[S, A]`
       discount: discount factor per step.
-      sweeps: number of steps that are looked ahead, at least 1.
+      sweeps: number of steps to look ahead, at least 1.
 
     Returns:
       The values. `[S, A]`
@@ -160,13 +160,13 @@ def value_iteration(transitions: jax.Array, rewards: jax.Array, discount: float,
 
 
 class RL3State(NamedTuple):
-    """State of `RL3`: that of `RL2`, and what happened in the meta-episode.
+    """State of `RL3`: that of `RL2`, and the counts of the meta-episode.
 
     Attributes:
-      env_state: of `RL2`.
+      env_state: state of `RL2`.
       moves: how often an action led from one state to another. `[S, A, S]` float32
       visits: how often an action was taken in a state. `[S, A]` float32
-      rewards: sums of its rewards. `[S, A]` float32
+      rewards: sums of the rewards of these. `[S, A]` float32
     """
 
     env_state: RL2State
@@ -177,15 +177,15 @@ class RL3State(NamedTuple):
 
 @dataclass(frozen=True)
 class RL3(EnvironmentWrapper):
-    """Adds the values of a model to the observations of `RL2` (Bhatia et al., 2023, arXiv 2306.15909).
+    """Adds values of an estimated model to the observations of `RL2` (Bhatia et al., 2023, arXiv 2306.15909).
 
-    The model is estimated from the meta-episode so far. Observations get its advantages and its value in the current state,
-    per step of an episode, and how often each action was taken there, in tens.
+    The model is estimated from the meta-episode so far. Observations include its advantages and its value in the current state,
+    per step of an episode, and how often each action was taken there, in units of ten.
 
     Attributes:
       env: an `RL2` of an environment with `Discrete` observations, the states, and `Discrete` actions.
-      discount: discount factor of the value iteration, which looks an episode ahead.
-      smoothing: what is added to the counts of each next state; an action that was never taken leads everywhere alike.
+      discount: discount factor of the value iteration, which looks one episode ahead.
+      smoothing: added to the counts of each next state; an action that was never taken leads to all states equally often.
     """
 
     env: RL2
@@ -195,12 +195,12 @@ class RL3(EnvironmentWrapper):
 
     def __post_init__(self):
         if not isinstance(self.env, RL2):
-            raise TypeError(f"RL3 takes an RL2, and was given {env_name(self.env)}; write RL3(RL2(env, ...))")
+            raise TypeError(f"RL3 needs an RL2, but got {env_name(self.env)}; write RL3(RL2(env, ...))")
         inner = self.env.env
         if not all(isinstance(x, spaces.Discrete) and x.start == 0 for x in (inner.observation_space, inner.action_space)):
             raise TypeError(
-                f"RL3 counts states and actions, and {env_name(inner)} has observations in {inner.observation_space} and "
-                f"actions in {inner.action_space}; give an environment where both are Discrete from 0, or take RL2 alone"
+                f"RL3 counts states and actions, but {env_name(inner)} has observations in {inner.observation_space} and "
+                f"actions in {inner.action_space}; use an environment where both are Discrete from 0, or RL2 alone"
             )
         if not 0 <= self.discount <= 1 or not 0 < self.smoothing < np.inf:
             raise ValueError(
@@ -234,7 +234,7 @@ class RL3(EnvironmentWrapper):
         return jnp.concatenate([obs, q - q.max(), q.max(keepdims=True), state.visits[current] / 10])
 
     def reset(self, key: jax.Array) -> tuple[RL3State, jax.Array]:
-        """Starts a meta-episode, of which nothing is known."""
+        """Starts a meta-episode with no counts."""
         env_state, obs = self.env.reset(key)
         shape = self._sizes
         zeros = [jnp.zeros(each, jnp.float32) for each in ((*shape, shape[0]), shape, shape)]
@@ -242,7 +242,7 @@ class RL3(EnvironmentWrapper):
         return state, self._observation(state, obs)
 
     def step(self, key: jax.Array, state: RL3State, action: jax.Array) -> Stepped:
-        """Advances the meta-episode, and counts what happened."""
+        """Advances the meta-episode, and updates the counts."""
         before = state.env_state.obs
         env_state, obs, *outcome = self.env.step(key, state.env_state, action)
         goes_on = jnp.where(env_state.terminated, 0.0, 1.0)

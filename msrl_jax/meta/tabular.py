@@ -1,4 +1,4 @@
-"""Small tasks given by tables, which are parameters as data: bandits and MDPs, and distributions of them.
+"""Small tasks given by tables that are parameters as data: bandits and MDPs, and distributions of them.
 
 In the shape descriptions, `S` is the number of states, and `A` of actions.
 """
@@ -22,12 +22,12 @@ from msrl_jax.fragments.support.tracebacks import entry
 @entry
 @dataclass(frozen=True, eq=False)
 class TabularMDP:
-    """An MDP of tables. An episode begins in state 0 and does not end by itself.
+    """A tabular MDP. An episode starts in state 0 and does not end by itself.
 
     Attributes:
       transitions: probabilities of the next state; a parameter as data. `[S, A, S]` float32
       rewards: mean rewards; a parameter as data. `[S, A]` float32
-      noise: standard deviation of rewards around their means; they are normal.
+      noise: standard deviation of the normally distributed rewards.
     """
 
     transitions: Any
@@ -41,13 +41,13 @@ class TabularMDP:
         transitions, rewards = tables.values()
         if rewards.ndim != 2 or transitions.shape != (*rewards.shape, len(rewards)):
             raise ValueError(
-                f"TabularMDP: transitions {list(transitions.shape)} and rewards {list(rewards.shape)} do not fit; give "
+                f"TabularMDP: transitions {list(transitions.shape)} and rewards {list(rewards.shape)} do not match; use "
                 "transitions [S, A, S] and rewards [S, A]"
             )
         if (transitions < 0).any() or not np.allclose(transitions.sum(-1), 1, atol=1e-4):
-            raise ValueError("TabularMDP: transitions[s, a] are no probabilities; let each row sum to 1")
+            raise ValueError("TabularMDP: transitions[s, a] are not probabilities; each row must sum to 1")
         if not np.isfinite(rewards).all() or not 0 <= self.noise < np.inf:
-            raise ValueError(f"TabularMDP: give finite rewards, and a finite noise of at least 0, not {shown(self.noise)}")
+            raise ValueError(f"TabularMDP: use finite rewards, and a finite noise of at least 0, not {shown(self.noise)}")
         found = tables | {"observation_space": spaces.Discrete(len(rewards))}
         for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
             object.__setattr__(self, name, value)
@@ -58,7 +58,7 @@ class TabularMDP:
         return {"transitions": self.transitions, "rewards": self.rewards}
 
     def with_params(self, params: Mapping[str, Any]) -> "TabularMDP":
-        """The same with other tables, which may be traced."""
+        """The MDP with other, possibly traced, tables."""
         return _with(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +79,7 @@ class BernoulliBandit:
     """A bandit whose arms pay 1 or 0. An episode does not end by itself.
 
     Attributes:
-      success: probability with which each arm pays; a parameter as data. `[A]` float32
+      success: the probability that each arm pays; a parameter as data. `[A]` float32
     """
 
     success: Any
@@ -89,7 +89,7 @@ class BernoulliBandit:
     def __post_init__(self):
         success = np.asarray(self.success, np.float32)
         if success.ndim != 1 or not ((success >= 0) & (success <= 1)).all():
-            raise ValueError(f"BernoulliBandit: success={shown(self.success)} must be probabilities, one for each arm")
+            raise ValueError(f"BernoulliBandit: success={shown(self.success)} must be probabilities, one per arm")
         object.__setattr__(self, "success", success)
         object.__setattr__(self, "action_space", spaces.Discrete(len(success)))
 
@@ -99,11 +99,11 @@ class BernoulliBandit:
         return {"success": self.success}
 
     def with_params(self, params: Mapping[str, Any]) -> "BernoulliBandit":
-        """The same with other probabilities, which may be traced."""
+        """The bandit with other, possibly traced, probabilities."""
         return _with(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Starts an episode: there is nothing to see, and the observation is 0."""
+        """Starts an episode; the observation is always 0."""
         return jnp.int32(0), jnp.int32(0)
 
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
@@ -123,13 +123,13 @@ def _with(env: Any, params: Mapping[str, Any]) -> Any:
 def random_mdps(
     num_states: int, num_actions: int, *, concentration: float = 1.0, uniform_rewards: bool = False
 ) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    """A distribution of the tables of `TabularMDP`, for `env_params` (Duan et al., 2016, arXiv 1611.02779).
+    """Makes a distribution of the tables of `TabularMDP`, for `env_params` (Duan et al., 2016, arXiv 1611.02779).
 
     Args:
       num_states: `S`.
       num_actions: `A`.
-      concentration: of the symmetric Dirichlet distribution of each row of the transitions; nearly deterministic below 1.
-      uniform_rewards: whether mean rewards are uniform and not normal; mean and standard deviation are 1 either way.
+      concentration: parameter of the symmetric Dirichlet distribution of transition rows; below 1, nearly deterministic.
+      uniform_rewards: whether mean rewards are uniform instead of normal; mean and standard deviation are 1 either way.
 
     Returns:
       A function of a key that returns `transitions` `[S, A, S]` and `rewards` `[S, A]`, float32.
@@ -155,7 +155,7 @@ def random_mdps(
 
 
 def random_bandits(num_arms: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    """The uniform distribution of the arms of `BernoulliBandit`, for `env_params`; raises ValueError unless there is an arm.
+    """Makes the uniform distribution of the arms of `BernoulliBandit`, for `env_params`.
 
     Returns:
       A function of a key that returns `success` `[A]` float32.

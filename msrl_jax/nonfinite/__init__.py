@@ -1,6 +1,6 @@
-"""The search for nan and infinities, an optional room: where the first one of a run came from, and that step once more.
+"""The search for non-finite values, an optional package: finds the origin of the first one in a run, and repeats that step.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

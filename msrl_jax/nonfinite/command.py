@@ -12,7 +12,7 @@ from msrl_jax.cli.handlers import DIVERGED, print_json
 
 @command
 class Replay(Command):
-    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from."""
+    """Repeat the first step of a run with a non-finite value, outside jax.jit, and report its origin."""
 
     file: tyro.conf.Positional[Path] = option(doc="the file non_finite.npz in the folder of the run.")
 

@@ -1,7 +1,7 @@
-"""The first step of a run with a nan or infinity: in words, and as an npz archive without pickled objects.
+"""The first step of a run with a non-finite value: as text, and as an npz archive without pickled objects.
 
-The archive has the operands of the fragment that computed it and a description of the run, from which the fragment is built
-again.
+The archive contains the operands of the fragment that computed it, and a description of the run, from which the fragment is
+rebuilt.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ _REWARDS, _OBSERVATIONS = {"reward", "episode_return"}, {"obs", "final_obs"}
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The first step of a run with a nan or infinity.
+    """The first step of a run with a non-finite value.
 
     Attributes:
       iteration: the iteration, counted from 1.
-      member: number of the member; None for a run of one seed.
-      environment: number of the environment; None if an environment is not to blame.
+      member: number of the population member; None for a run with one seed.
+      environment: number of the environment; None if the cause is not in an environment.
       origin: the computation.
-      agent: name of the agent, of an environment with several; None if it is not known.
+      agent: name of the agent, in an environment with several; None if unknown.
     """
 
     iteration: int
@@ -65,7 +65,7 @@ class Failure:
         which = "the environment" if self.environment is None else f"environment {self.environment}"
         which += "" if self.agent is None else f", for agent {self.agent!r},"
         if o.fragment is None:
-            who, what = "code outside of the fragments made", o.value
+            who, what = "code outside the fragments made", o.value
         elif o.role == "env":
             known = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
             fields = _fields(o.path)
@@ -80,7 +80,7 @@ class Failure:
         also = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
         source = f" at {o.source}" if o.source else ""
         constant = "" if o.constant is None else f" and the constant {o.constant}"
-        alone = "" if o.eager else ". Its operations are finite if they run one by one, without being compiled together"
+        alone = "" if o.eager else ". Its operations are finite when they run one by one, without being compiled together"
         return (
             f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands{constant}. "
             f"The operation is {o.primitive}{source}{alone}"
@@ -93,7 +93,7 @@ def _fields(path: str) -> set[str]:
 
 
 def _agent(env: Any, path: str, number: int) -> str | None:
-    """The name of an agent by its number in an array `[E, A, ...]` of its team; None if a path leads to no such array."""
+    """The name of an agent, given its index in an array `[E, A, ...]` of its team; None if the path is not such an array."""
     if not _fields(path) & (_REWARDS | _OBSERVATIONS):
         return None
     members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))
@@ -116,7 +116,7 @@ def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return {"key": str(jax.random.key_impl(x))}, np.asarray(jax.random.key_data(x))
     array = np.asarray(x)
-    # NumPy's files do not know the dtypes of machine learning, such as bfloat16.
+    # NumPy files do not support machine learning dtypes, such as bfloat16.
     return {"dtype": str(array.dtype)}, array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
@@ -131,18 +131,18 @@ def replay_step(
     path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
     trust: bool = False, **objects: Any,
 ) -> Failure | None:
-    """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
+    """Repeats the first step of a run with a non-finite value, outside `jax.jit`, operation by operation.
 
     Args:
       path: the file `non_finite.npz` in the folder of the run, or `DivergedError.replay`.
-      env: the environment, if the run was given an environment object.
-      env_params: what its parameters are drawn from, if that is a function.
-      data: the data, if the run learned from data.
-      trust: whether the code that the file names may run, as in `Result.load`.
-      **objects: fields of the config that were objects without a name: `network=`, `optimizer=`.
+      env: the environment, if it was passed to the run as an object.
+      env_params: the source of its parameters, if it is a function.
+      data: the data set, if the run learned from data.
+      trust: whether to run code that the file names, as in `Result.load`.
+      **objects: config fields that were objects without a name: `network=`, `optimizer=`.
 
     Returns:
-      The failure as it happens now; None if all results are finite here.
+      The failure found now; None if all results are finite here.
 
     Raises:
       ValueError: if the file cannot be read, or if it does not fit the environment, the data or this version.
@@ -152,7 +152,7 @@ def replay_step(
     run, origin = about["run"], about["origin"]
     source = None if run["data"] is None else run["data"]["path"] if data is None else data
     if run["data"] is not None and source is None:
-        raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
+        raise ValueError(f"{path} is of a run that learned from data; pass the data again: replay_step(path, data=...)")
     again = {"env": env, "env_params": env_params, "data": source} | objects
     experiment = Experiment.from_json(run, **again, where=f"the run of {path}", trust=trust)
     if about["record"] is not None:
@@ -161,7 +161,7 @@ def replay_step(
     eqn, eqns = find_fragment(closed, origin["fragment"], origin["number"])
     if eqn is None or [(aval(v).shape, aval(v).dtype) for v in eqn.invars] != [(x.shape, x.dtype) for x in operands]:
         raise ValueError(
-            f"{path} does not fit: fragment {origin['fragment']!r} takes other operands here; was the file written by another "
+            f"{path} does not match: fragment {origin['fragment']!r} has other operands here; was the file written by another "
             "version, or for another environment?"
         )
     found = evaluate_again(eqn, operands, eqns)
@@ -179,11 +179,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
             about = parse_json(str(file[_ABOUT]))
             arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
     except FileNotFoundError:
-        raise ValueError(f"there is no file {path}; name the {FILE} in the folder of a run") from None
+        raise ValueError(f"there is no file {path}; use the {FILE} in the folder of a run") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no file of a step that was not finite; name the {FILE} in the folder of a run") from error
-    except Exception as error:  # zipfile and zlib raise types of their own
+        raise ValueError(f"{path} does not describe a non-finite step; use the {FILE} in the folder of a run") from error
+    except Exception as error:  # zipfile and zlib raise their own types
         raise ValueError(f"{path} is damaged: {error}") from error
     return about, [_to_jax(kind, x) for kind, x in zip(about["operands"], arrays, strict=True)]

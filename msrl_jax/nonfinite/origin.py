@@ -1,8 +1,8 @@
-"""Finds where the first nan or infinity of an iteration comes from, by evaluating its equations one after another.
+"""Finds the origin of the first non-finite value of an iteration, by evaluating its equations one by one.
 
-From a bad result the search goes back through operands that are not finite, to the computations that made such a result of
-finite operands and constants; the first of them is the cause. So infinities that have no effect, such as those of a mask, are
-left aside. The cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
+The search goes back from a non-finite result through non-finite operands to the computations that produced a non-finite value
+from finite operands and constants; the first of them is the cause. Infinities without effect, such as those of a mask, are
+therefore ignored. The cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
 """
 
 import itertools
@@ -40,21 +40,21 @@ from msrl_jax.fragments.graph.marker import is_fragment
 class Origin:
     """The first computation of an iteration with a non-finite result from finite operands and constants."""
 
-    fragment: str | None  # name of the innermost fragment that holds it; None if it is outside of all fragments
+    fragment: str | None  # name of the innermost fragment that contains it; None if it is outside all fragments
     role: str | None  # the role of that fragment
-    number: int  # counts the fragments of the same name in the iteration, from 0
-    within: tuple[str, ...]  # names of the fragments around that fragment, from the outermost
+    number: int  # index among the fragments with the same name in the iteration
+    within: tuple[str, ...]  # names of the enclosing fragments, outermost first
     path: str  # pytree path of the fragment's non-finite result, such as `[1].reward`
     index: tuple[int, ...]  # the first non-finite element of that result
     value: str  # that element, "nan", "inf" or "-inf"
     others: tuple[str, ...]  # paths of its other non-finite results
-    # step (from 0) and length of every loop around the fragment and in it, from the outermost
+    # step (from 0) and length of every loop around the fragment and in it, outermost first
     steps: tuple[tuple[int, int], ...]
     primitive: str  # JAX's name of the operation
-    source: str | None  # `FILE:LINE (function)` of the operation, outside of libraries; None if unknown
-    eager: bool  # whether the fragment's result is non-finite too if its operations run one by one
-    constant: str | None  # the constant among the operands of the operation that is not finite, such as "nan"; None if all are
-    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite but for constants
+    source: str | None  # `FILE:LINE (function)` of the operation, outside libraries; None if unknown
+    eager: bool  # whether the fragment's result is also non-finite if its operations run one by one
+    constant: str | None  # the non-finite constant among the operands of the operation, such as "nan"; None if there is none
+    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite except constants
 
 
 class _Cause(NamedTuple):
@@ -66,17 +66,17 @@ class _Cause(NamedTuple):
 
 
 def is_finite(x: Any) -> bool:
-    """Whether a value holds neither nan nor infinities; integers, booleans and keys do not."""
+    """Whether a value has no non-finite elements; integers, booleans and keys never have any."""
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
 
 
 def find_origin(
     eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], constants: Mapping[Var, Any] | None = None
 ) -> Origin | int | None:
-    """Evaluates the equations of an iteration, without effects, and finds where non-finite elements of its results come from.
+    """Evaluates the equations of an iteration, without effects, and finds the origin of non-finite elements of its results.
 
-    `env` and `constants` have the values, on one device, of variables that no equation makes. Returns the origin; or the number
-    of an entry of `env` that is not finite, if no equation is to blame; or None if all results are finite.
+    `env` and `constants` have the values, on one device, of variables that are not computed by any equation. Returns the
+    origin; or the index of a non-finite entry of `env`, if no equation is the cause; or None if all results are finite.
     """
     search = _Search()
     cause = search.cause(eqns, search.values(eqns, {**env, **(constants or {})}), results, None, env)
@@ -84,7 +84,7 @@ def find_origin(
 
 
 def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
-    """Evaluates a fragment again, operation by operation; the first non-finite result in it, or None if all are finite."""
+    """Evaluates a fragment again, operation by operation; returns its first non-finite result, or None if all are finite."""
     search = _Search()
     if all(map(is_finite, search.function(eqn)(*operands))):
         return None
@@ -92,13 +92,13 @@ def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[Ja
 
 
 def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
-    """The equation of a fragment of a traced iteration by its name and its number among those, or None; and all equations."""
+    """The equation of a fragment in a traced iteration, given its name and index, or None; and all equations."""
     eqns = drop_unused(closed.jaxpr).eqns
     return next(itertools.islice(_fragments(eqns, name), number, None), None), eqns
 
 
 def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]:
-    """All fragments of a name in equations in order of appearance, nested ones included."""
+    """All fragments with a name, in order of appearance, including nested ones."""
     for eqn in eqns:
         if is_fragment(eqn) and eqn.params["name"] == name:
             yield eqn
@@ -111,13 +111,13 @@ def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
 
 
 class _Search:
-    """Evaluates equations, each as a whole, and goes from a cause into its parts."""
+    """Evaluates equations, each as a whole, and searches for a cause in its parts."""
 
     def __init__(self) -> None:
         self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
 
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
-        """An equation as a function: compiled if it holds code, such as a fragment or a loop."""
+        """An equation as a function, compiled if it contains code, such as a fragment or a loop."""
         if id(eqn) not in self._functions:
             outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
             run = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
@@ -135,9 +135,9 @@ class _Search:
         self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None,
         before: Container[Var] = (),
     ) -> _Cause | Var | None:  # fmt: skip
-        """The first cause of results that are not finite; or a variable of `before` that is not finite; or None.
+        """The first cause of non-finite results; or a non-finite variable of `before`; or None.
 
-        What no equation makes and is not in `before` is a constant, if it is not finite.
+        A non-finite variable that is neither computed by an equation nor in `before` is a constant.
         """
         made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         ahead, seen = [a for a in results if isinstance(a, Var)], set[Var]()
@@ -161,7 +161,7 @@ class _Search:
         return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
 
     def part(self, whole: _Cause) -> tuple[_Cause | None, bool]:
-        """The cause inside of a cause, if there is one, and whether the result is non-finite if the parts run one by one."""
+        """The cause inside a cause, if any, and whether the result is non-finite if the parts run one by one."""
         eqn, ins = whole.eqn, whole.operands
         if eqn.primitive is scan_p:
             return self._step(eqn, ins)
@@ -175,7 +175,7 @@ class _Search:
         return found, not all(map(is_finite, outs))
 
     def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
-        """The cause in the body of a computation, and its results."""
+        """The cause in the body of a computation, if any, and the body's results."""
         jaxpr = body.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
         env = self.values(jaxpr.eqns, env)
@@ -183,7 +183,7 @@ class _Search:
         return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
 
     def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> tuple[_Cause | None, bool]:
-        """The cause in the first step of a scan whose carry or row is not finite, as `part` gives it."""
+        """The cause in the first scan step with a non-finite carry or output, as returned by `part`."""
         scan = scan_parts(eqn)
         split = scan.num_consts + scan.num_carry
         consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
@@ -198,7 +198,7 @@ class _Search:
         return None, is_bad
 
     def origin(self, cause: _Cause, eqns: Sequence[JaxprEqn]) -> Origin:
-        """Follows a cause into its parts as far as it has any."""
+        """Follows a cause into its parts as far as possible."""
         chain, inner, is_bad = [cause], *self.part(cause)
         while inner is not None:
             chain.append(inner)
@@ -212,7 +212,7 @@ class _Search:
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
         element = complex(bad[index])
         name = eqn.params["name"] if marked else None
-        lines = (source_line(e.eqn) for e in reversed(chain[marked[-1] + 1 if marked else 0 :]))  # JAX's own parts have none
+        lines = (source_line(e.eqn) for e in reversed(chain[marked[-1] + 1 if marked else 0 :]))  # JAX-internal parts have none
         return Origin(
             fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
             number=next((i for i, e in enumerate(_fragments(eqns, name)) if e is eqn), 0),
@@ -225,7 +225,7 @@ class _Search:
 
 
 def _constant(cause: _Cause) -> str | None:
-    """The first operand or constant of a computation that is not finite; None if all are."""
+    """The first non-finite operand or constant of a computation; None if all are finite."""
     inner = [a.val for jaxpr in sub_jaxprs(cause.eqn) for a in jaxpr.outvars if isinstance(a, Literal)]
     for x in map(np.asarray, (x for x in (*cause.operands, *inner) if not is_finite(jnp.asarray(x)))):
         bad = str(x[~np.isfinite(x)].flat[0])
@@ -234,7 +234,7 @@ def _constant(cause: _Cause) -> str | None:
 
 
 def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
-    """The paths of a fragment's results, and their order: those with the shortest paths first, then as they are computed."""
+    """The paths of a fragment's results, and their order: shortest path first, then order of computation."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
     paths = jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
     made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}

@@ -1,4 +1,4 @@
-"""The search for the first step of a run with a nan or infinity, which the guard of the run has noticed."""
+"""The search for the first non-finite step of a run, after the guard of the run has detected one."""
 
 import dataclasses
 import tempfile
@@ -17,11 +17,11 @@ from msrl_jax.run.loop.guard import Finding, Guard
 from msrl_jax.run.loop.loop import Run
 from msrl_jax.run.loop.watch import Watch, non_finite
 
-LOCATE_SECONDS = 300.0  # a run goes again for at most about this long to find its first nan
+LOCATE_SECONDS = 300.0  # approximate maximum time to repeat iterations to find the first non-finite value
 
 
 def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
-    """Finds where the first nan or infinity of a run came from, and writes the file for `replay_step`."""
+    """Finds the origin of the first non-finite value of a run, and writes the file for `replay_step`."""
     found = _failure(run, guard)
     if isinstance(found, str):
         return dataclasses.replace(finding, note=found)
@@ -37,32 +37,32 @@ def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
 
 
 def _failure(run: Run, guard: Guard) -> Failure | str:
-    """What is to blame, or why that is not known."""
+    """The cause, or the reason why it is unknown."""
     if not guard.can_read:
-        return "The state is on several processes, so the cause was not looked for."
-    if why := run.program.unrepeatable:
-        return f"{why}, so the iteration was not run again to find the cause."
+        return "The state is distributed over several processes, so the cause was not searched for."
+    if why := run.program.nondeterminism_reason:
+        return f"{why}, so the iteration was not repeated to find the cause."
     state, begin, _ = guard.earlier(run)
     iterations = run.finding.iteration - begin
     if begin < run.changed_at:
-        when = f"after iteration {run.changed_at}, which is later than the last kept state"
-        return f"A callback changed parameters of the environments {when}."
+        when = f"after iteration {run.changed_at}, which is later than the last saved state"
+        return f"A callback changed environment parameters {when}."
     if iterations < 1:
         return "There is no finite state from before that iteration."
     if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
         return (
-            f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "
-            "the cause was not looked for."
+            f"The last saved state is {iterations} iterations earlier, which would take about {seconds:.0f} s to repeat, so "
+            "the cause was not searched for."
         )
     try:
         found = search(guard.watch, run, state, iterations)
-    except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
+    except (RuntimeError, MemoryError) as error:  # device errors, such as out of memory
         return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
     if found is None:
-        return "The iterations were finite when they ran again."
+        return "The iterations were finite when they were repeated."
     before, origin = found
     if origin is None:
-        return "Outside of the compiled programs, that iteration is finite."
+        return "Outside the compiled programs, that iteration is finite."
     if isinstance(origin, int):
         where = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
         return f"Before that iteration, {where} was not finite."
@@ -70,25 +70,25 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
 
 
 def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
-    """Finds the first iteration of a run that is not finite, and where its nan or infinity comes from.
+    """Finds the first non-finite iteration of a run, and the origin of its non-finite value.
 
-    A run is deterministic, so it goes again from a finite state, `iterations` before one that is not: they are halved until
-    one is left, which is then evaluated outside of the compiled programs, equation by equation. Gives the number of finite
-    iterations before that one; and the origin, or the position of a leaf of the state, or of a register behind them, that
-    is not finite itself, or None if the iteration is finite there. None in place of both if all are finite this time.
+    A run is deterministic, so it is repeated from a finite state, `iterations` before a non-finite one, and bisected until one
+    iteration is left, which is then evaluated outside the compiled programs, equation by equation. Returns the number of
+    finite iterations before that one; and the origin, or the position of a non-finite leaf of the state (or of a register,
+    counted after the leaves), or None if the iteration is finite there. Returns None if all iterations are finite this time.
     """
     leaves = jax.tree.leaves(run.program.unwrap(state))
     while (good := _last_good(watch, run, state, iterations)) is not None:
         origin = _origin(watch, run.program, good[0])
         if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
             return good[1], origin
-        # A part of the state that is not watched, such as the environment's own, is to blame: look for its first nan.
+        # A part of the state that is not watched, such as the environment's own, is the cause: find its first nan.
         watch.everything.append(origin)
     return None
 
 
 def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
-    """A finite state after which one iteration gives something that is not finite, and the iterations up to it."""
+    """A finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
@@ -103,7 +103,7 @@ def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any
 
 
 def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
-    """The origin in the iteration after a state: of the equations as the policy connects them, delays included."""
+    """The origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
     graph = build(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
@@ -112,7 +112,7 @@ def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
     region, device = graph.region, program.devices[0]
     registers = state.registers if isinstance(state, Delayed) else ()
     values = jax.device_put([*jax.tree.leaves(program.unwrap(state)), *registers], device)
-    # One after another: JAX sorts the keys of a dict, and variables have no order.
+    # Not a pytree operation: JAX sorts the keys of a dict, and variables have no order.
     env = dict(zip(region.carry, values, strict=True))
     constants = {v: jax.device_put(x, device) for v, x in graph.constants.items()}
     wanted = [*(region.next_carry[i] for i in watch.everything), *region.results]

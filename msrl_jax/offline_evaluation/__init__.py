@@ -1,6 +1,6 @@
-"""Offline evaluation, an optional room: what a trained agent would earn, from data alone.
+"""Offline policy evaluation, an optional package: the return of a trained agent, estimated from data alone.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

@@ -10,10 +10,10 @@ from msrl_jax.cli.handlers import about_agent, print_json
 
 @command
 class Estimate(OfAgent):
-    """Estimate the discounted return of a trained agent from a data set, by fitted Q evaluation; no episode is played."""
+    """Estimate the discounted return of a trained agent from a data set, by fitted Q evaluation, without running episodes."""
 
     data: Path = option(doc="the data set.")
-    checkpoint: Checkpoint = option("newest", "newest, best, or the iterations after which it was written.")
+    checkpoint: Checkpoint = option("newest", "newest, best, or the iteration after which it was written.")
     discount: float = option(0.99, "discount factor per step.")
 
 

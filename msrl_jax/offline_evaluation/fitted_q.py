@@ -1,9 +1,9 @@
-"""Fitted Q evaluation: what a policy would earn, from data alone (Le et al., 2019, arXiv 1903.08738).
+"""Fitted Q evaluation: estimates the return of a policy from data alone (Le et al., 2019, arXiv 1903.08738).
 
-A critic is fitted to the rewards of the data and to its own values of what the policy would do next; its values of the first
-observations of the episodes are the estimate. Several critics are fitted at once, each to episodes drawn anew from the data,
-and their spread gives the interval (Hao et al., 2021, arXiv 2102.03607). In the shape descriptions, `K` denotes the fits, `N`
-the rows of the data, `S` its episodes, `U` the updates of an iteration and `B` the batch size.
+A critic is fitted to the rewards of the data plus its own values of the policy's next actions; its values of the episodes'
+first observations are the estimate. Several critics are fitted in parallel, each to a bootstrap sample of the episodes, and
+their spread gives the confidence interval (Hao et al., 2021, arXiv 2102.03607). In the shape descriptions, `K` is the number of
+fits, `N` of rows of the data, `S` of episodes, `U` of updates per iteration, and `B` the batch size.
 """
 
 import dataclasses
@@ -37,17 +37,17 @@ from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.result import Result
 
-_UPDATES = 100  # of an iteration, at most
-_ROWS = 4096  # observations for which the policy chooses actions at once
+_UPDATES = 100  # maximum number of updates per iteration
+_ROWS = 4096  # number of observations per call of the policy
 
 
 @dataclasses.dataclass(frozen=True)
 class FittedQ:
-    """How critics are fitted."""
+    """Hyperparameters of the critics."""
 
     discount: float = field(default=0.99, low=0, below=1, doc="discount factor per step.")
     num_updates: int = field(default=5_000, low=10, doc="updates of each critic.")
-    fits: int = field(default=8, low=2, doc="critics, each of episodes drawn anew, `K`.")
+    fits: int = field(default=8, low=2, doc="critics, each of a bootstrap sample of episodes, `K`.")
     batch_size: int = field(default=256, doc="rows of an update, `B`.")
     learning_rate: float = field(default=1e-3, above=0, high=1, doc="step size of Adam.")
     tau: float = field(default=0.1, above=0, high=1, doc="share that the targets move per update.")
@@ -61,14 +61,14 @@ class FittedQ:
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyEstimate:
-    """What a policy would earn, estimated from data.
+    """The return of a policy, estimated from data.
 
     Attributes:
       value: the estimated discounted return of an episode.
-      interval: where it is with a probability of 95%, if the data cover what the policy does, and the fits are done.
+      interval: the 95% confidence interval, if the data cover the policy's actions and the fits have converged.
       values: the estimates of all fits. shape=[K], dtype=float64
       discount: the discount factor per step.
-      change: how much `value` has changed over the last tenth of the updates; fits that are done change little.
+      change: the change of `value` over the last tenth of the updates; small after convergence.
     """
 
     value: float
@@ -84,7 +84,7 @@ class OffPolicyEstimate:
 
 
 class Rows(NamedTuple):
-    """The data, with what the policy would do."""
+    """The data, with the policy's actions."""
 
     obs: Any
     action: Any
@@ -101,8 +101,8 @@ class Fits(NamedTuple):
     target_params: Any
     opt_state: Any
     keys: jax.Array  # [K]
-    order: Any  # the rows of the episodes that each fit has drawn, one after another; the rest is not used. int32 [K, L]
-    counts: Any  # how many these are. int32 [K]
+    order: Any  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
+    counts: Any  # the number of rows without padding. int32 [K]
     rows: Rows  # [N, ...]
 
 
@@ -117,14 +117,14 @@ def estimate_return(
     policy: str | DistributionPolicy = "GPUOnly",
     devices: Sequence[Device] | None = None,
 ) -> OffPolicyEstimate:
-    """Estimates from data the discounted return that an agent earns with its most probable actions; no episode is played.
+    """Estimates from data the discounted return of an agent that takes its most probable actions; no episode is run.
 
     Args:
       result: the run of the agent.
       data: a data set, or its path.
-      settings: how critics are fitted; the defaults of `FittedQ` if None.
+      settings: hyperparameters of the fits; the defaults of `FittedQ` if None.
       seed: seed of the estimate.
-      member: number of the member; the best one if None.
+      member: number of the population member; the best one if None.
       policy: distribution policy of the fits.
       devices: the devices for that policy; all if None.
 
@@ -132,12 +132,12 @@ def estimate_return(
       The estimate, with an interval.
 
     Raises:
-      ValueError: if the run has no such member, the data do not fit, or the agent remembers earlier observations.
+      ValueError: if the run has no such member, the data do not match, or the agent is recurrent.
     """
     if result.behavior.agent.is_recurrent:
         raise ValueError(
-            f"an agent of {result.experiment.name!r} remembers earlier observations, so single steps of data do not tell what "
-            "it would do; result.evaluate(episodes) plays"
+            f"an agent of {result.experiment.name!r} is recurrent, so its actions cannot be computed from single steps of "
+            "data; use result.evaluate(episodes)"
         )
     act = lambda obs: result.act(obs, member=member)  # noqa: E731
     return fitted_q(result.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
@@ -153,37 +153,37 @@ def fitted_q(
     policy: str | DistributionPolicy = "GPUOnly",
     devices: Sequence[Device] | None = None,
 ) -> OffPolicyEstimate:
-    """Estimates from data what a policy would earn.
+    """Estimates the return of a policy from data.
 
     Args:
-      env: the environment, which gives the spaces, and is not stepped.
-      act: the policy: raw observations `[B, ...]` to actions of the environment `[B, ...]`.
-      source: the data, or their path.
-      settings: how critics are fitted.
-      seed: seed of draws and initial parameters.
-      policy: distribution policy of the fits, which it divides over devices where it divides environments.
+      env: the environment; only its spaces are used.
+      act: the policy: maps raw observations `[B, ...]` to actions of the environment `[B, ...]`.
+      source: the data set, or its path.
+      settings: hyperparameters of the fits.
+      seed: seed of the bootstrap samples and of initial parameters.
+      policy: distribution policy of the fits, which are split as environments would be.
       devices: the devices for the policy; all if None.
 
     Returns:
-      The estimate. It means little where the data have nothing like the actions of the policy, and no interval shows that.
+      The estimate. It is unreliable if the data contain nothing similar to the policy's actions; no interval shows that.
 
     Raises:
       TypeError: if actions are neither discrete nor vectors of bounded floats.
-      ValueError: if the data do not fit the environment, are of several agents, or are one episode; if values overflow.
+      ValueError: if the data do not match the environment, have several agents, or are a single episode; if values overflow.
 
     Warns:
-      UserWarning: if the estimate still changes by more than a twentieth over the last tenth of the updates.
+      UserWarning: if the estimate still changes by more than 5% over the last tenth of the updates.
     """
     settings = FittedQ() if settings is None else settings
     if not isinstance(settings, FittedQ):
-        raise TypeError(f"settings={shown(settings)}: give a FittedQ(...), of msrl_jax.offline_evaluation")
+        raise TypeError(f"settings={shown(settings)}: pass a msrl_jax.offline_evaluation.FittedQ(...)")
     if has_agents(env):
-        raise ValueError("data of several agents cannot be evaluated; result.evaluate(episodes) plays")
+        raise ValueError("data of several agents cannot be evaluated; use result.evaluate(episodes)")
     space = check_discrete_or_bounded("estimate_return", env.action_space)
     dataset = load_for(env, source)
     episodes = dataset.episodes
     if len(episodes.start) < 2:
-        raise ValueError("the data are one episode, and an interval needs several to draw from; gather more")
+        raise ValueError("the data are a single episode, but an interval needs several; collect more")
     obs, next_obs = (_with_masks(dataset, name) for name in MASKS)
     chosen = policy_actions(env.action_space, _acted(act, next_obs))
     firsts = jax.tree.map(lambda x: x[episodes.start], obs)
@@ -262,14 +262,14 @@ def fitted_q(
     if abs(found.change) > 0.05 * max(abs(found.value), found.interval[1] - found.value):
         warnings.warn(
             f"the estimate {found.value:.4g} still changed by {found.change:.2g} over the last tenth of "
-            f"{settings.num_updates:,} updates; give FittedQ a larger num_updates or tau",
+            f"{settings.num_updates:,} updates; use FittedQ with a larger num_updates or tau",
             stacklevel=3,
         )
     return found
 
 
 def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
-    """The discounted sums of the rewards from each row to the end of its episode, `[N]` float64."""
+    """The discounted sums of rewards from each row to the end of its episode, `[N]` float64."""
     sums, after = np.zeros(len(dataset)), 0.0
     ended, reward = dataset.ended, dataset.reward.astype(np.float64)
     for i in range(len(dataset) - 1, -1, -1):
@@ -279,7 +279,7 @@ def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
 
 
 def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of the drawn episodes of each fit, one after another, filled up to one length; and how many they are."""
+    """The rows of each fit's episodes, concatenated and padded to equal lengths; and their number without padding."""
     each = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
     rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
     counts = np.array([len(x) for x in rows], np.int32)
@@ -287,7 +287,7 @@ def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95% interval of Student's t around the mean, whose standard error is the deviation of the bootstrapped values."""
+    """The 95% interval of Student's t around the mean, with the standard deviation of the bootstrapped values as error."""
     from scipy import stats
 
     half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1))
@@ -295,12 +295,12 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def _acted(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
-    """The policy's actions for many observations, of which as many go to the device at once as one program takes."""
+    """The policy's actions for many observations, computed in batches of one size."""
     count = len(jax.tree.leaves(obs)[0])
     size = min(count, _ROWS)
     parts = []
     for begin in range(0, count, size):
-        at = np.minimum(np.arange(begin, begin + size), count - 1)  # the last part is filled up
+        at = np.minimum(np.arange(begin, begin + size), count - 1)  # pad the last batch
         parts.append(np.asarray(act(actor_part(jax.tree.map(lambda x, at=at: x[at], obs)))))
     return np.concatenate(parts)[:count]
 

@@ -1,4 +1,4 @@
-"""Helpers of the distribution policies: they divide devices, spell policies and declare codecs."""
+"""Helpers of distribution policies: dividing devices, writing policies as text, and declaring codecs."""
 
 import dataclasses
 import math
@@ -18,17 +18,17 @@ from msrl_jax.fragments.placement import Placement as Placement
 from msrl_jax.fragments.support.checks import shown
 
 CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
-"""The codecs of one direction: a codec or its name, for all values that it takes; a mapping text -> codec, for values with the
-text in their names (as plans show them; the first that fits is used); or None."""
+"""The codecs of one direction: a codec or its name, for all values that it supports; a mapping text -> codec, for values whose
+names (as shown in plans) contain the text, where the first match is used; or None."""
 
 
-def described(policy: object) -> str:
-    """A policy as in Python, such as `SingleLearnerCoarse(learners=2)`: its name, and parameters other than their defaults."""
+def policy_repr(policy: object) -> str:
+    """A policy in Python syntax, such as `SingleLearnerCoarse(learners=2)`: its name and its non-default parameters."""
     return f"{type(policy).__name__}({', '.join(_given(policy))})"
 
 
 def spec(policy: object) -> str:
-    """A policy as on the command line, such as `SingleLearnerCoarse:learners=2`; one of a user's module is `MODULE:CLASS`."""
+    """A policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one."""
     kind = type(policy)
     is_own = kind.__module__.partition(".")[0] not in ("msrl_jax", "__main__")
     is_own = is_own and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
@@ -41,25 +41,25 @@ def _given(policy: object) -> list[str]:
 
 
 ACTING = ("env", "worker")
-"""The logical axes that are split over the devices of environments, actors and learners."""
+"""The logical axes that are split over devices of environments, actors and learners."""
 
 BUFFERING = (*ACTING, "shard")
-"""The logical axes that are split over the devices of replay buffers."""
+"""The logical axes that are split over devices of replay buffers."""
 
 
-def splitting(axes: Sequence[str]) -> tuple[str, ...]:
-    """The logical axes that a placement splits: `axes`, and agents and members where they divide."""
+def axes_to_split(axes: Sequence[str]) -> tuple[str, ...]:
+    """The logical axes that a placement splits: `axes`, and agents and members if divisible."""
     return (*axes, *(axis for axis in ("agent", "member") if axis not in axes))
 
 
-def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
+def max_dividing_devices(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
     """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members."""
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
     members = sizes.get("member", 1)
     return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
 
 
-def take(
+def divide_devices(
     devices: Sequence[Device],
     wanted: Mapping[str, int | None],
     sizes: Mapping[str, int],
@@ -81,7 +81,7 @@ def take(
     Raises:
       ValueError: if a number is below 1 or there are not enough devices.
     """
-    name = described(policy)
+    name = policy_repr(policy)
     for part, count in wanted.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise ValueError(f"{name}: {part}={shown(count)} must be an integer of at least 1")
@@ -93,11 +93,11 @@ def take(
         parts = ", ".join(f"{part}={'1 or more' if count is None else count}" for part, count in wanted.items())
         raise ValueError(
             f"{name} needs {needed} devices ({parts}), but there are {len(devices)}. "
-            "Ask for fewer, or make more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
+            "Use fewer, or create more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
             "(`--cpu-devices n` on the command line)"
         )
     left = len(devices) - explicit
-    counts = {part: fitting(left, sizes, axes) if count is None else count for part, count in wanted.items()}
+    counts = {part: max_dividing_devices(left, sizes, axes) if count is None else count for part, count in wanted.items()}
     taken: dict[str, list[Device]] = {}
     start = 0
     for part, count in counts.items():
@@ -111,7 +111,7 @@ def _by_name(choice: CodecChoice) -> Mapping[str, str | Codec]:
 
 
 def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice = None) -> tuple[Edge, ...]:
-    """The edges with codecs between two placements, by name: `up` from `lower` to `upper`, `down` back.
+    """The edges with codecs between two placements, given by name: `up` from `lower` to `upper`, `down` back.
 
     Raises ValueError on an unknown codec.
     """
@@ -120,23 +120,23 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
 
 
 def check_codecs(policy: object, *fields: str) -> None:
-    """Raises TypeError if a field of a policy holds something else than a `CodecChoice`."""
+    """Raises TypeError if a field of a policy is not a `CodecChoice`."""
     for name in fields:
         choice = getattr(policy, name)
         if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _by_name(choice).items()):
             raise TypeError(
-                f"{type(policy).__name__}: {name}={shown(choice)} is no codec; use the name of one (such as 'bfloat16'; "
+                f"{type(policy).__name__}: {name}={shown(choice)} is not a codec; use the name of one (such as 'bfloat16'; "
                 "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"
             )
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a platform, which every process has, such as "cpu"; the given devices if no platform is named."""
+    """The devices of a platform, such as "cpu", in this process; the given devices if `platform` is None."""
     if platform is None:
         return list(devices)
     if jax.process_count() > 1:
         raise ValueError(
-            f"env_platform={platform!r} is for a single process, but there are {jax.process_count()}; leave it out"
+            f"env_platform={platform!r} needs a single process, but there are {jax.process_count()}; remove it"
         )
     try:
         return jax.local_devices(backend=platform)

@@ -1,4 +1,4 @@
-"""The distribution policies, and how to get one by its name."""
+"""The distribution policies, and how to get one by name."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from msrl_jax.policies.base import (
     DistributionPolicy,
     Layout,
     Placement,
+    axes_to_split,
     check_codecs,
-    described,
+    divide_devices,
     edges,
     on_platform,
-    splitting,
-    take,
+    policy_repr,
 )
 
 
@@ -35,37 +35,37 @@ class GPUOnly:
 
     Attributes:
       num_devices: number of devices; None for the largest number that divides the number of environments, or of
-        members.
+        population members.
     """
 
     num_devices: int | None = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         all_devices = Placement.over("all", used)
-        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))
+        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=policy_repr(self))
 
 
 @dataclass(frozen=True)
 class MultiLearner:
-    """An acting program and a learning program on every device; only gradients cross, as an all-reduce.
+    """An acting program and a learning program on every device; only gradients are exchanged, as an all-reduce.
 
     The architecture of DD-PPO and of RLlib's multi-GPU learners. MSRL's DP-MultiLearner.
 
     Attributes:
       num_devices: number of devices; None for the largest number that divides the number of environments, or of
-        members.
+        population members.
     """
 
     num_devices: int | None = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         actors, learners = Placement.over("actors", used), Placement.over("learners", used)
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
-        return Layout(roles, policy=described(self))
+        return Layout(roles, policy=policy_repr(self))
 
 
 @entry
@@ -73,17 +73,17 @@ class MultiLearner:
 class SingleLearnerCoarse:
     """Actors with their environments on one sub-mesh, the learner on another.
 
-    Once per iteration actors send trajectories and receive parameters: the architecture of Acme and Sebulba, and of IMPALA if
+    Once per iteration, actors send trajectories and receive parameters: the architecture of Acme and Sebulba, and of IMPALA if
     `staleness` is above 0. With `buffers`, replay buffers have separate devices, as in Ape-X. MSRL's DP-SingleLearnerCoarse.
 
     Attributes:
       actors: number of devices that act; None for the largest remaining number that divides the number of environments.
       learners: number of devices that learn (data-parallel if more than one).
-      staleness: how many iterations the actors' parameters lag behind, as do the priorities of buffers on other devices than
-        the learner's; if above 0, acting and sampling overlap learning.
+      staleness: number of iterations by which the actors' parameters lag behind, as do the priorities of buffers on devices
+        other than the learner's; if above 0, acting and sampling overlap learning.
       buffers: number of separate devices for replay buffers; "actors" for the acting devices, which then send only samples;
         None for the learner's devices.
-      env_platform: platform of the acting devices, such as "cpu"; None for the platform of the others.
+      env_platform: platform of the acting devices, such as "cpu"; None for the same platform as the others.
       trajectory_codec: codec for trajectories, such as "bfloat16" or {"state.obs": "frame_stack(4)"}; None for no codec.
       parameter_codec: codec for parameters.
     """
@@ -111,13 +111,13 @@ class SingleLearnerCoarse:
         buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
         axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}
         parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self, axes["actors"])
-        placed = {name: Placement.over(name, part, split=splitting(axes[name])) for name, part in parts.items()}
+        placed = {name: Placement.over(name, part, split=axes_to_split(axes[name])) for name, part in parts.items()}
         actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
         upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
         up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
         codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
-        return Layout(roles, self.staleness, codecs, policy=described(self))
+        return Layout(roles, self.staleness, codecs, policy=policy_repr(self))
 
 
 @entry
@@ -125,14 +125,14 @@ class SingleLearnerCoarse:
 class SingleLearnerFine:
     """Environments on one sub-mesh; inference and learning on another.
 
-    At every step the learner receives observations and sends actions, so parameters never move: SEED RL's architecture. MSRL's
+    At every step, the learner receives observations and sends actions, so parameters never move: SEED RL's architecture. MSRL's
     DP-SingleLearnerFine.
 
     Attributes:
       envs: number of devices that step environments; None for the largest remaining number that divides the number of
         environments.
       learners: number of devices for inference and learning.
-      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
+      env_platform: platform of the environments' devices, such as "cpu"; None for the same platform as the others.
       observation_codec: codec for observations, such as {"obs": "uint8"} for images; None for no codec.
     """
 
@@ -147,10 +147,10 @@ class SingleLearnerFine:
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
         parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
-        envs = Placement.over("envs", parts["envs"], split=splitting(ACTING))
+        envs = Placement.over("envs", parts["envs"], split=axes_to_split(ACTING))
         learners = Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
-        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
+        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=policy_repr(self))
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ class Environments:
     """Environments on their own devices; the agents' networks on another sub-mesh, split along the "agent" axis.
 
     For many agents or expensive environments, as in MALib. MSRL's DP-Environments. The agents' devices split arrays without an
-    "agent" dimension along "env", so a single agent trains data-parallel.
+    "agent" dimension along "env", so a single agent is trained data-parallel.
 
     Attributes:
       envs: number of devices that step environments; None for the largest number, up to half of the devices, that divides
         the number of environments.
       agents: number of devices that hold agents; None for the largest remaining number that divides the number of agents
         (of environments if there is no "agent" axis).
-      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
+      env_platform: platform of the environments' devices, such as "cpu"; None for the same platform as the others.
     """
 
     envs: int | None = None
@@ -177,18 +177,18 @@ class Environments:
         wanted = {"agents": self.agents}
         axes = ("agent",) if "agent" in sizes else BUFFERING
         if self.env_platform is not None:
-            envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices, wanted, sizes, self, axes)["agents"]
+            envs = divide_devices(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
+            agents = divide_devices(devices, wanted, sizes, self, axes)["agents"]
         elif len(devices) == 1:
-            envs, agents = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
+            envs, agents = divide_devices(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
         else:
             half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
-            envs = take(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
-        env_mesh = Placement.over("envs", envs, split=splitting(ACTING))
+            envs = divide_devices(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
+            agents = divide_devices(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
+        env_mesh = Placement.over("envs", envs, split=axes_to_split(ACTING))
         agent_mesh = Placement.over("agents", agents, split=("agent", *BUFFERING, "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
-        return Layout(roles, policy=described(self))
+        return Layout(roles, policy=policy_repr(self))
 
 
 @entry
@@ -196,12 +196,12 @@ class Environments:
 class Central:
     """Workers act and compute gradients; a server keeps the parameters and applies the gradients.
 
-    With every minibatch the server receives gradients and sends parameters, as a parameter server. MSRL's DP-Central.
+    For every minibatch, the server receives gradients and sends parameters: a parameter server. MSRL's DP-Central.
 
     Attributes:
       workers: number of devices that act and compute gradients; None for the largest remaining number that divides the
         number of environments.
-      shards: number of devices of the server; each keeps one part of every large tensor.
+      shards: number of devices of the server; each holds one part of every large tensor.
       gradient_codec: codec for gradients, such as "bfloat16"; None for no codec.
       parameter_codec: codec for parameters.
     """
@@ -216,12 +216,12 @@ class Central:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on separate devices."""
-        parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
+        parts = divide_devices(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)
         roles = {"env": workers, "actor": workers, "learner": workers, "server": server}
         codecs = edges("workers", "server", up=self.gradient_codec, down=self.parameter_codec)
-        return Layout(roles, codecs=codecs, policy=described(self))
+        return Layout(roles, codecs=codecs, policy=policy_repr(self))
 
 
 def _parts(
@@ -236,9 +236,9 @@ def _parts(
 ) -> dict[str, list[Device]]:
     """The devices of each part; those of the first part may be on another platform."""
     if platform is None:
-        return take(devices, {first: num_first, **others}, sizes, policy, axes)
-    elsewhere = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
-    return elsewhere | take(devices, others, sizes, policy)
+        return divide_devices(devices, {first: num_first, **others}, sizes, policy, axes)
+    elsewhere = divide_devices(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
+    return elsewhere | divide_devices(devices, others, sizes, policy)
 
 
 _ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
@@ -260,12 +260,12 @@ def register(policy: type) -> type:
       ValueError: if another policy has that name, or it is "auto".
     """
     if policy.__name__.lower() == "auto":
-        raise ValueError("a policy cannot be named 'auto', which has train choose one; choose another name")
+        raise ValueError("a policy cannot be named 'auto', which makes train choose one; use another name")
     return checks.add("policy", POLICIES, policy.__name__, policy)
 
 
 def is_own(policy: str) -> bool:
-    """Whether a text names a policy of a module, which `get` imports."""
+    """Whether a string names a custom policy in a module, which `get` imports."""
     first, colon, _ = parse_spec(policy, prefixes=True)[0].partition(":")
     return bool(colon) and first.lower() not in map(str.lower, POLICIES)
 
@@ -284,8 +284,8 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     """Looks up a distribution policy.
 
     Args:
-      policy: a name in `POLICIES` (case is ignored); `MODULE:CLASS` of one of your own, whose module is also looked for in the
-        working directory; either with `:key=value,...` behind it; or a policy, which is returned unchanged.
+      policy: a name in `POLICIES` (case is ignored), or `MODULE:CLASS` of a custom policy, whose module is also looked up in
+        the working directory, optionally followed by `:key=value,...`; or a policy, which is returned unchanged.
       **parameters: the policy's parameters, such as `learners=2`.
 
     Returns:
@@ -299,13 +299,13 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if not isinstance(policy, DistributionPolicy) or isinstance(policy, type):
             call = f"make one, {getattr(policy, '__name__', '')}()"
             remedy = call if isinstance(policy, type) else "it needs a method layout(devices, sizes)"
-            raise TypeError(f"{shown(policy)} is no distribution policy: {remedy}")
+            raise TypeError(f"{shown(policy)} is not a distribution policy: {remedy}")
         if parameters:
-            raise TypeError(f"{shown(policy)} is a policy already; set {sorted(parameters)} where it is made")
+            raise TypeError(f"{shown(policy)} is already a policy; set {sorted(parameters)} when you create it")
         return policy
     if policy.lower().partition(":")[0] == "auto":
         raise ValueError(
-            f"policy {policy!r}: 'auto' is for train, and for explain without --devices, and has no parameters; here, name one "
+            f"policy {policy!r}: 'auto' is for train, and for explain without --devices, and has no parameters; here, use one "
             f"of {', '.join(names())}"
         )
     name, given = parse_spec(policy, prefixes=True)

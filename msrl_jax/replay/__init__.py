@@ -1,4 +1,4 @@
-"""Replay buffers: store experience, and draw batches of it for learning."""
+"""Replay buffers: store experience, and sample batches of it for learning."""
 
 from msrl_jax.replay.base import SHARD_AXIS as SHARD_AXIS
 from msrl_jax.replay.base import Indices as Indices

@@ -1,12 +1,12 @@
 """The interface of replay buffers: a state, and pure functions of it.
 
-In the shape descriptions of this package, `E` is the number of environments, `T` the steps per environment of one insertion,
-`B` the batch size and `S` the length of a sampled window. A buffer consists of `G` independent shards: each holds `E / G`
-adjacent environments, and draws `B / G` windows of every batch. On up to `G` devices, insertion moves nothing between devices,
-and samples do not depend on the number of devices.
+In the shape descriptions of this package, `E` is the number of environments, `T` the number of steps per environment of one
+insertion, `B` the batch size and `S` the length of a sampled window. A buffer consists of `G` independent shards: each holds
+`E / G` adjacent environments and draws `B / G` windows of every batch. On up to `G` devices, insertion moves no data between
+devices, and samples do not depend on the number of devices.
 
-A step of `A` agents has the joint observation and the joint action, and `[A]` rewards and ends of episodes. An agent that has
-left its episode stays terminated until the episode ends.
+A step of `A` agents has a joint observation, a joint action, and `[A]` rewards and episode ends. An agent that has left its
+episode stays terminated until the episode ends.
 """
 
 import dataclasses
@@ -27,13 +27,14 @@ SHARD_AXIS = "shard"  # the logical axis of the shards `G`
 
 
 class ReplayState(NamedTuple):
-    """The state of a buffer. Donate it: insertion then writes in place.
+    """The state of a buffer. Donate it, so that insertion writes in place.
 
     Attributes:
       items: the stored leaves of the items, packed by their codecs. shape=(G, L, E/G, ...), a ring of `L` steps
-      added: steps inserted per environment, modulo a large multiple of `L`. shape=(), dtype=int32
-      filled: steps held per environment, at most `L`. shape=(), dtype=int32
-      lost: number of inserted items that a codec could not hold; it stops at the largest int32. shape=(G,), dtype=int32
+      added: number of steps inserted per environment, modulo a large multiple of `L`. shape=(), dtype=int32
+      filled: number of steps held per environment, at most `L`. shape=(), dtype=int32
+      lost: number of inserted items that a codec could not store exactly; it saturates at the largest int32. shape=(G,),
+        dtype=int32
       priorities: the state of prioritized sampling, `()` for other buffers.
     """
 
@@ -48,7 +49,7 @@ class Indices(NamedTuple):
     """The positions of the windows of a batch.
 
     Attributes:
-      step: the first step, counted like `ReplayState.added`; it distinguishes a window from a later one in the same place.
+      step: the first step, counted like `ReplayState.added`; it distinguishes a window from a later one in the same slot.
         shape=(B,), dtype=int32
       env: the environment. shape=(B,), dtype=int32
     """
@@ -61,11 +62,11 @@ class Sample(NamedTuple):
     """A batch.
 
     Attributes:
-      experience: the items. shape=(B, ...), or (S, B, ...) of windows with `S > 1`; the fields of `NStep` for n-step
+      experience: the items. shape=(B, ...), or (S, B, ...) for windows with `S > 1`; the fields of `NStep` for n-step
         transitions.
       indices: the positions of the items.
-      probability: the probability of drawing each of them. shape=(B,)
-      weight: weights of the losses that correct for these probabilities; 1 if all windows are equally probable. shape=(B,)
+      probability: the probability of drawing each item. shape=(B,)
+      weight: loss weights that correct for these probabilities; 1 if all windows are equally probable. shape=(B,)
     """
 
     experience: Any
@@ -78,16 +79,16 @@ class Transition(NamedTuple):
     """One step in a buffer of n-step transitions; its items may have more fields.
 
     Attributes:
-      obs: the observation acted on.
+      obs: the observation before the action.
       action: the action.
-      reward: the reward, or those of several agents. shape=() or (A,)
+      reward: the reward, or the rewards of several agents. shape=() or (A,)
       terminated: whether the episode ended in a terminal state. shape=() or (A,), bool
       truncated: whether the episode was cut short. shape=() or (A,), bool
-      next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
+      next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it differs from the next `obs`.
       carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
-      present: whether the step counts; None if all do. A window with another step has the weight 0. shape=(), bool
-      episode: twice the number of the episode in its environment, plus 1 at its last step; a buffer that relabels goals adds
-        it, others have `()`. shape=(), int32
+      present: whether the step is valid; None if all are. A window with an invalid step has weight 0. shape=(), bool
+      episode: twice the number of the episode in its environment, plus 1 at its last step; set by a buffer that relabels goals,
+        `()` otherwise. shape=(), int32
     """
 
     obs: Any
@@ -102,15 +103,15 @@ class Transition(NamedTuple):
 
 
 class NStep(NamedTuple):
-    """A step with the rewards of up to n steps: the target of its value is `reward + discount * value(next_obs)`.
+    """A step with the rewards of up to n steps: its value target is `reward + discount * value(next_obs)`.
 
     Attributes:
-      obs: the observation acted on. shape=(B, ...)
+      obs: the observation before the action. shape=(B, ...)
       action: the action. shape=(B, ...)
       reward: the discounted sum of the rewards, up to the end of the episode. shape=(B,) or (B, A)
       discount: the weight of the successor's value: a power of the discount factor, or 0 after a terminal state. shape=(B,) or
         (B, A)
-      next_obs: the true successor of the last step whose reward is in the sum, of any agent's sum. shape=(B, ...)
+      next_obs: the true successor of the last step whose reward is in the sum, or in any agent's sum. shape=(B, ...)
     """
 
     obs: Any
@@ -127,26 +128,26 @@ class Replay:
     Attributes:
       init: `() -> state`, an empty buffer.
       insert: `(state, items [T, E, ...]) -> state`: overwrites the oldest steps.
-      sample: `(state, key, data=(), fraction=0.0) -> Sample`, with replacement; the fraction of the run that is done is for
-        schedules. Valid once `ready(state)`. An empty buffer raises ValueError;
-        under `jit`, where its state is not known, it returns zeros.
-      update: `(state, indices, td_error [..., B]) -> state`: sets priorities from TD errors of either sign, of one sampled
-        batch or of several (the last one counts). Ignores windows that have been overwritten, and errors that are not finite.
+      sample: `(state, key, data=(), fraction=0.0) -> Sample`, with replacement; `fraction` is the completed fraction of the
+        run, for schedules. Valid once `ready(state)`. An empty buffer raises ValueError; under `jit`, where its state is not
+        known, it returns zeros.
+      update: `(state, indices, td_error [..., B]) -> state`: sets priorities from TD errors of either sign, for one sampled
+        batch or several (the last one wins). Ignores windows that have been overwritten, and errors that are not finite.
         Buffers without priorities return the state. Do not call it inside `lax.cond`, which would copy the priorities; pass
-        errors of nan instead, which change nothing.
+        nan errors instead, which change nothing.
       size: `state -> int32 scalar`: number of windows that can be sampled.
       ready: `state -> bool scalar`: whether `min_size` steps are held.
       report: `state -> metrics`, float32 scalars: `replay_size`, and `replay_lost` if a codec can lose items.
       axes: a prefix tree of the state with the logical axis names of its dimensions.
-      capacity: steps of all environments that it holds.
-      min_size: steps of all environments that it must hold to be ready.
-      batch_size: windows in a batch, `B`.
-      nbytes: bytes of the state.
+      capacity: number of steps of all environments that it holds.
+      min_size: number of steps of all environments that it must hold to be ready.
+      batch_size: number of windows per batch, `B`.
+      nbytes: number of bytes of the state.
       shards: `G`.
       data: host arrays that `sample` also reads and no function changes, such as a dataset; `()` for most buffers. They are
-        an argument of `sample`, so that programs do not hold them as constants.
-      data_axes: a prefix tree of the data, as `axes` is of the state.
-      may_be_absent: whether steps may not be `present`; windows with such steps have the weight 0.
+        an argument of `sample`, so that programs do not contain them as constants.
+      data_axes: a prefix tree of `data` with logical axis names, like `axes`.
+      may_be_absent: whether steps may be invalid (not `present`); windows with such steps have weight 0.
     """
 
     init: Callable[[], ReplayState]
@@ -168,12 +169,12 @@ class Replay:
 
 
 def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:
-    """Adds to a count, which stops at the largest int32 instead of wrapping; neither is negative. `[...]` int32"""
+    """Adds to a nonnegative count, saturating at the largest int32 instead of wrapping. `[...]` int32"""
     return count + jnp.minimum(new, jnp.iinfo(jnp.int32).max - count)
 
 
 def check_numbers(**arguments: float) -> None:
-    """Raises ValueError unless every argument is a number of a trace, or a finite number that is not negative."""
+    """Raises ValueError unless every argument is traced, or a finite, nonnegative number."""
     for name, value in arguments.items():
         is_number = isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
         if not isinstance(value, Tracer) and not is_number:
@@ -181,7 +182,7 @@ def check_numbers(**arguments: float) -> None:
 
 
 def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: int) -> int:
-    """The bytes of a state; raises ValueError if the memory of the `parts` devices that it can be split over is smaller."""
+    """The bytes of a state; raises ValueError if they exceed the memory of the `parts` devices that it can be split over."""
     nbytes = tree_bytes(jax.eval_shape(init))
     local = own_devices()
     devices = local[: math.gcd(parts, len(local))]

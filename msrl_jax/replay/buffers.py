@@ -1,4 +1,4 @@
-"""Replay buffers of environment steps: uniform and prioritized, of single steps, n-step transitions or sequences."""
+"""Replay buffers of environment steps: uniform or prioritized, of single steps, n-step transitions or sequences."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from msrl_jax.replay.ring import Ring, Storage, make_ring
 
 
 class Priorities(NamedTuple):
-    """The state of prioritized sampling, by shard."""
+    """The state of prioritized sampling, per shard."""
 
     tree: sum_tree.Tree  # over the windows. `[G, nodes]` of each level
     largest: jax.Array  # the largest priority so far, which new windows get. `[G]`
@@ -51,29 +51,29 @@ def uniform(
     storage: Storage | None = None,
     relabelling: Relabelling | None = None,
 ) -> Replay:
-    """Makes a buffer from which every window is drawn with the same probability (Lin, 1992; Mnih et al., 2015).
+    """Makes a buffer that samples windows uniformly (Lin, 1992; Mnih et al., 2015).
 
     Args:
       example: one step of one environment: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
-      capacity: steps of all environments to hold at most; rounded down to whole insertions, see `Replay.capacity`.
-      num_envs: environments, `E`.
-      unroll_length: steps per environment of one insertion, `T`.
-      batch_size: windows per batch, `B`.
-      length: steps of a window, `S`. Windows never span the gap between the newest and the oldest step.
-      stride: windows start at every `stride`-th step; half of `length` for sequences that overlap by half.
+      capacity: maximum number of steps of all environments; rounded down to whole insertions, see `Replay.capacity`.
+      num_envs: number of environments, `E`.
+      unroll_length: number of steps per environment of one insertion, `T`.
+      batch_size: number of windows per batch, `B`.
+      length: number of steps per window, `S`. Windows never span the gap between the newest and the oldest step.
+      stride: windows start at every `stride`-th step; use half of `length` for sequences that overlap by half.
       discount: if given, a window is folded into the n-step transition of its first step, with n = `length`; the example
-        then has the fields of `Transition`, and the batch is an `NStep`. Only two observations of a window are read.
-      min_size: steps of all environments that the buffer must hold to be `ready`; by default as many as a batch needs.
-      shards: `G`, the largest number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
+        must then have the fields of `Transition`, and the batch is an `NStep`. Only two observations of a window are read.
+      min_size: number of steps of all environments that the buffer must hold to be `ready`; by default, enough for a batch.
+      shards: `G`, the maximum number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
         depend on it. By default the greatest common divisor of the two and 8.
       storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`.
-      relabelling: how sampled n-step transitions get goals that were achieved later; None leaves them as they were.
+      relabelling: how to relabel sampled n-step transitions with goals that were achieved later; None does not relabel.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: if sizes do not fit each other or the devices' memory, or a codec cannot pack its leaves.
+      ValueError: if sizes are incompatible or exceed the devices' memory, or if a codec cannot pack its leaves.
     """
     ring = make_ring(
         with_episodes(example, relabelling, discount), capacity=capacity, num_envs=num_envs, unroll_length=unroll_length,
@@ -115,15 +115,15 @@ def prioritized(
 ) -> Replay:
     """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
 
-    arXiv 1511.05952, the proportional variant: each shard draws one window from each of `B / G` equal parts of its sum of
-    priorities. New windows get the shard's largest priority so far. `Sample.weight` corrects for the draws.
+    This is the proportional variant of arXiv 1511.05952: each shard draws one window from each of `B / G` equal parts of its
+    sum of priorities. New windows get the shard's largest priority so far. `Sample.weight` corrects for the probabilities.
 
     Args:
       example: as in `uniform`, like all arguments except the last three.
-      alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
-      epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
-      beta: exponent of `importance_weights` in `Sample.weight`; it rises to 1 with the fraction of the run that `sample` is
-        given. None makes all weights 1. Usual: 0.4 to 0.6.
+      alpha: 0 samples uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
+      epsilon: added to errors, so that every window can be drawn. Usual: 1e-6 to 1e-2.
+      beta: exponent of `importance_weights` in `Sample.weight`; it rises to 1 with the `fraction` passed to `sample`. None
+        makes all weights 1. Usual: 0.4 to 0.6.
 
     Returns:
       The buffer.
@@ -146,8 +146,8 @@ def prioritized(
         return Priorities(levels, jnp.ones(ring.shards, jnp.float32))
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
-        # Adds the windows that an insertion completes, and removes those that it overwrites. Both start in the last T + S - 1
-        # steps: the newest S - 1 steps are in the places of overwritten windows.
+        # Add the windows that an insertion completes, and remove those that it overwrites. Both start in the last T + S - 1
+        # steps: the newest S - 1 steps are in the slots of overwritten windows.
         priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
         age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride), dtype=jnp.int32) * ring.stride
@@ -165,7 +165,7 @@ def prioritized(
         def of_shard(tree: sum_tree.Tree, key: jax.Array) -> tuple[Indices, jax.Array]:
             leaf, value = sum_tree.draw(tree, key, per_shard)
             row, env = leaf // ring.envs, leaf % ring.envs
-            # The step that is held in that place.
+            # The step that this slot holds.
             step = (begin + (row * ring.stride - begin) % ring.steps) % ring.modulus
             total = sum_tree.total(tree)
             return Indices(step, env), jnp.where(total > 0, value / (ring.shards * total), 1.0)
@@ -181,8 +181,8 @@ def prioritized(
         shapes = {x.shape for x in (*indices, td_error)}
         if len(shapes) > 1 or td_error.shape[-1:] != (ring.batch_size,):
             raise ValueError(
-                f"update takes indices and TD errors of whole batches, [..., {ring.batch_size}], but got "
-                f"{sorted(shapes)}; leave the order of a sampled batch as it is"
+                f"update needs indices and TD errors of whole batches, [..., {ring.batch_size}], but got "
+                f"{sorted(shapes)}; do not reorder a sampled batch"
             )
         if td_error.ndim > 1:
             steps = (Indices(*indices), td_error)
@@ -202,14 +202,14 @@ def prioritized(
 
 
 def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
-    """Weights of losses that correct for these probabilities, relative to the largest weight in the batch.
+    """Loss weights that correct for sampling probabilities, relative to the largest weight in the batch.
 
     Schaul et al., 2016, arXiv 1511.05952, section 3.4: `(N * P(i)) ** -beta / max_j w_j`, in which `N` cancels. The largest
     weight is that of the whole batch, over all shards.
 
     Args:
-      probability: probabilities of the draws. `[B]`
-      beta: 0 corrects nothing, 1 fully; usually annealed from 0.4 to 1.
+      probability: sampling probabilities. `[B]`
+      beta: 0 for no correction, 1 for full correction; usually annealed from 0.4 to 1.
 
     Returns:
       The weights, at most 1. `[B]`
@@ -247,14 +247,14 @@ def _replay(
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
     axes: Any = None,
 ) -> Replay:
-    """Makes a buffer from its ring and its way of drawing windows; the defaults are those of a uniform buffer.
+    """Makes a buffer from its ring and its sampling functions; the defaults are those of a uniform buffer.
 
-    `draw` gives the windows of each shard and their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the first
-    priorities, and `inserted` those after an insertion, of which `axes` is a prefix tree.
+    `draw` returns the windows of each shard with their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the
+    initial priorities, and `inserted` those after an insertion; `axes` is a prefix tree of the priorities.
     """
 
     def init() -> ReplayState:
-        added, filled = jnp.int32(0), jnp.int32(0)  # two arrays, so that both can be donated
+        added, filled = jnp.int32(0), jnp.int32(0)  # separate arrays, so that both can be donated
         return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), priorities())
 
     def insert(state: ReplayState, items: Any) -> ReplayState:
@@ -266,7 +266,7 @@ def _replay(
         return ReplayState(held, added, filled, add_saturating(state.lost, lost), inserted(state, added, filled))
 
     def offsets(at: Indices) -> jax.Array:
-        """The steps of windows after their first ones. `[S, b]`"""
+        """The offsets of the steps of windows. `[S, b]`"""
         return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(at.step)))
 
     def read(held: list[Any], at: Indices, *drawing: Any) -> Any:
@@ -279,7 +279,7 @@ def _replay(
         if relabelling is not None:
             goal, (reward, *ends) = relabel(ring, relabelling, discount, held, at, offset, (reward, *ends), *drawing)
         reward, last, weight = fold(reward, *ends, discount=discount)
-        if last.ndim > 1:  # of several agents; those whose sums end before others' have terminated, and need no successor
+        if last.ndim > 1:  # several agents; one whose sum ends earlier has terminated and needs no successor
             last = last.max(-1)
         obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
         next_obs = ring.take(held, at, last, lambda item: item.next_obs)
@@ -288,7 +288,7 @@ def _replay(
         return NStep(obs, action, reward, weight, next_obs)
 
     def present(held: list[Any], at: Indices) -> jax.Array:
-        """Whether all steps of a window count, those after the end of an episode included."""
+        """Whether all steps of a window are valid, including those after the end of an episode."""
         return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
 
     windowed = discount is None and ring.length > 1

@@ -1,4 +1,4 @@
-"""A queue of whole batches, such as trajectories on their way from actors to a learner."""
+"""A queue of whole batches, such as trajectories sent from actors to a learner."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from msrl_jax.replay.base import add_saturating, bytes_on_devices
 
 
 class FifoState(NamedTuple):
-    """The state of a queue. Donate it: insertion then writes in place.
+    """The state of a queue. Donate it, so that insertion writes in place.
 
     Attributes:
-      batches: one place for each batch. shape=(N, ...)
-      first: the place of the oldest batch. shape=(), dtype=int32
-      length: batches held. shape=(), dtype=int32
-      refused: number of refused batches; it stops at the largest int32. shape=(), dtype=int32
+      batches: one slot per batch. shape=(N, ...)
+      first: the slot of the oldest batch. shape=(), dtype=int32
+      length: number of batches held. shape=(), dtype=int32
+      refused: number of refused batches; it saturates at the largest int32. shape=(), dtype=int32
     """
 
     batches: Any
@@ -37,13 +37,13 @@ class Fifo:
     Attributes:
       init: `() -> state`, an empty queue.
       insert: `(state, batch) -> state`: appends a batch. A full queue refuses the batch and counts the refusal.
-      pop: `state -> (state, batch)`: removes the oldest batch. Valid if `ready(state)`; an empty queue returns zeros or an old
-        batch, and does not change.
+      pop: `state -> (state, batch)`: removes the oldest batch. Valid if `ready(state)`; an empty queue does not change and
+        returns zeros or an old batch.
       sample: `(state, key) -> batch`: draws one of the held batches uniformly and keeps it. Valid if `ready(state)`.
       size: `state -> int32 scalar`: number of batches that it holds.
-      ready: `state -> bool scalar`: whether it holds one.
+      ready: `state -> bool scalar`: whether it holds a batch.
       axes: a prefix tree of the state with the logical axis names of its dimensions.
-      capacity: largest number of batches, `N`.
+      capacity: maximum number of batches, `N`.
       nbytes: bytes of the state.
     """
 
@@ -60,11 +60,11 @@ class Fifo:
 
 @entry
 def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
-    """Makes a queue of whole batches, first in, first out.
+    """Makes a first-in, first-out queue of whole batches.
 
     Args:
       example: a batch: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
-      capacity: largest number of batches, `N`.
+      capacity: maximum number of batches, `N`.
       axes: a prefix tree of a batch with the logical axis names of its dimensions; None for trajectories `[T, E, ...]`, which
         are split along `E`.
 
@@ -72,7 +72,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
       The queue.
 
     Raises:
-      ValueError: if the capacity is not a positive integer, or the queue does not fit the devices' memory.
+      ValueError: if the capacity is not a positive integer, or the queue exceeds the devices' memory.
     """
     capacity = whole("capacity", capacity)
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
@@ -89,7 +89,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         if shapes != example:
             raise ValueError(f"a batch is {shapes}, but the queue takes {example}; make the queue with this batch")
         full = state.length == capacity
-        # A full queue rewrites the batch that is there: choosing between two whole states would copy them.
+        # A full queue rewrites its current batch: selecting between two whole states would copy them.
         place = (state.first + state.length) % capacity
         kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
         batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept)

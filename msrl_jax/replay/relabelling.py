@@ -1,8 +1,8 @@
-"""Hindsight experience replay (Andrychowicz et al., 2017, arXiv 1707.01495): sampled steps learn of goals that were achieved.
+"""Hindsight experience replay (HER; Andrychowicz et al., 2017, arXiv 1707.01495): relabels sampled steps with achieved goals.
 
-A sampled step gets, in place of the goal that was desired, one that was achieved in its episode, and the reward of that goal.
-Where an episode ends in the ring is found by bisection: every step is stored with the number of its episode, which never falls
-along an environment's row. Of an episode that is partly overwritten, or not over, the steps that are held count.
+The desired goal of a sampled step is replaced by a goal that was achieved in the same episode, and the reward is recomputed.
+Bisection finds where an episode ends in the ring: every step is stored with the number of its episode, which never decreases
+along an environment's row. If an episode is partly overwritten, or not over, the stored steps are used.
 
 In the shape descriptions, `b` is the number of windows that a shard draws, and `S` the length of a window.
 """
@@ -20,20 +20,20 @@ from msrl_jax.replay.base import Indices
 from msrl_jax.replay.ring import Ring
 
 Strategy = Literal["future", "final", "episode", "geometric"]
-"""Whose achieved goal a step gets: "future", its own or that of a later step, all equally probable; "final", that of the last
-step; "episode", that of any step; "geometric", that of a step as far away as the discount says (Eysenbach et al., 2022, arXiv
-2206.07568): the step `k` steps later with a probability in proportion to `discount ** k`."""
+"""The step whose achieved goal is used: "future", the same or a later step, uniformly; "final", the last step; "episode", any
+step; "geometric", the step `k` steps later with a probability in proportion to `discount ** k` (Eysenbach et al., 2022, arXiv
+2206.07568)."""
 
 
 @entry
 @dataclasses.dataclass(frozen=True)
 class Relabelling:
-    """How sampled steps get other goals.
+    """How to relabel sampled steps with other goals.
 
     Attributes:
-      goals: how goals are read and replaced, see `envs.goals.goals_of`.
-      share: the probability that a sampled step gets another goal, in [0, 1]. Usual: 0.8.
-      by: whose goal it gets.
+      goals: functions that read and replace goals, see `envs.goals.goals_of`.
+      share: the probability that a sampled step is relabelled, in [0, 1]. Usual: 0.8.
+      by: the step whose achieved goal it gets.
     """
 
     goals: Goals
@@ -48,22 +48,22 @@ class Relabelling:
 
 
 def with_episodes(example: Any, relabelling: Relabelling | None, discount: float | None) -> Any:
-    """The example of an item, with the number of its episode if it may be relabelled; raises ValueError if it may not."""
+    """The example of an item, with an episode number if it is relabelled; raises ValueError if it cannot be relabelled."""
     if relabelling is None:
         return example
     if discount is None or not hasattr(example, "episode"):
         raise ValueError(
-            "relabelling replaces goals of n-step transitions; give a msrl_jax.replay.Transition and its discount=..., or "
+            "relabelling replaces goals of n-step transitions; pass a msrl_jax.replay.Transition and its discount=..., or "
             "relabelling=None"
         )
     return example._replace(episode=jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def number_episodes(ring: Ring, held: list[Any], added: jax.Array, items: Any) -> Any:
-    """Items `[T, E, ...]` with the numbers of their episodes, which go on from those that are held and wrap around.
+    """Adds episode numbers to items `[T, E, ...]`; they continue those in the buffer and wrap around.
 
-    The lowest bit tells the last step of an episode. So an insertion reads no leaf but the one that depends on it: a leaf that
-    is read and overwritten would be copied.
+    The lowest bit marks the last step of an episode. Insertion therefore reads only the leaf that it writes these numbers to: a
+    leaf that is read and overwritten would be copied.
     """
 
     def newest(held: list[Any]) -> jax.Array:
@@ -86,22 +86,22 @@ def relabel(
     around: tuple[jax.Array, jax.Array],
     key: jax.Array,
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Draws which windows get another goal, and what would have happened with it.
+    """Chooses windows to relabel, and computes their goals, rewards and episode ends.
 
     Args:
       ring: the ring.
-      relabelling: how.
-      discount: the discount factor per step, of "geometric".
+      relabelling: how to relabel.
+      discount: the discount factor per step, for "geometric".
       held: the leaves of a shard. `[L, E/G, ...]`
       at: the first steps of the windows. `[b]`
-      offset: the steps of windows after these. `[S, b]`
-      steps: the rewards of the steps, and whether they terminated or truncated an episode. `[S, b]` each
-      around: the numbers of steps that the ring holds before `at` and after it. `[b]` int32 each
+      offset: the offsets of the steps of windows from these. `[S, b]`
+      steps: the rewards, `terminated` and `truncated` of the steps. `[S, b]` each
+      around: the numbers of steps that the ring holds before and after `at`. `[b]` int32 each
       key: the key with which the windows were drawn.
 
     Returns:
-      The desired goals, new or old, `[b, ...]`; and `steps` with them. What terminates is to reach the goal, and what the old
-      goal does not explain. A step that ends an episode and terminates no longer is truncated.
+      The desired goals, new or old, `[b, ...]`; and `steps` for these goals. A step terminates if it reaches the goal, or if it
+      terminated for a reason other than the old goal. A step that ends an episode but no longer terminates is truncated.
     """
     goals = relabelling.goals
     whether, which = jax.random.split(key_for("goals", key))
@@ -131,7 +131,7 @@ def _choose(
     around: tuple[jax.Array, jax.Array],
     key: jax.Array,
 ) -> jax.Array:
-    """How many steps after `at` the steps are whose achieved goals are taken. `[b]` int32"""
+    """How many steps after `at` the step is whose achieved goal is used. `[b]` int32"""
 
     def number(offset: int | jax.Array) -> jax.Array:
         return ring.take(held, at, jnp.asarray(offset), lambda item: item.episode) >> 1
@@ -139,7 +139,7 @@ def _choose(
     own = number(0)
 
     def reach(direction: int, limit: jax.Array) -> jax.Array:
-        """How many steps of the same episode there are in a direction, at most `limit`. `[b]`"""
+        """The number of steps of the same episode in a direction, at most `limit`. `[b]`"""
         found = jnp.zeros_like(limit)
         for bit in reversed(range((ring.steps - 1).bit_length())):
             tried = found + 2**bit
@@ -157,7 +157,7 @@ def _choose(
 
 
 def geometric(fraction: jax.Array, count: jax.Array, discount: float | jax.Array) -> jax.Array:
-    """The numbers `k` below `count`, with probabilities in proportion to `discount ** k`, by fractions drawn from [0, 1).
+    """Maps fractions from [0, 1) to numbers `k` below `count`, with probabilities in proportion to `discount ** k`.
 
     The inverse of the distribution function `(1 - discount ** (k + 1)) / (1 - discount ** count)`. `[...]` int32
     """

@@ -1,4 +1,4 @@
-"""The ring that holds the items of a buffer: codecs that pack them, its sizes, insertion, and reading of windows."""
+"""The ring that stores the items of a buffer: codecs that pack them, sizes, insertion, and reading of windows."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.replay.base import Indices, Transition, check_numbers
 
 Storage = Mapping[str, str | Codec | None]
-"""Codecs by names on the paths of leaves: each packs the leaves under its name. The last name on a path counts."""
+"""Codecs by names on the paths of leaves: each packs the leaves under its name. The last matching name on a path wins."""
 
 
 def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
-    """Maps over `dims` leading dimensions."""
+    """Applies `vmap` over `dims` leading dimensions."""
     for _ in range(dims):
         fn = jax.vmap(fn)
     return fn
@@ -30,7 +30,7 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
     """The codec of each leaf of an item; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
-        raise ValueError("the example of an item has no leaf; give a pytree of arrays")
+        raise ValueError("the example of an item has no leaves; pass a pytree of arrays")
     used: list[Codec | None] = []
     names: set[str] = set()
     storage = storage or {}
@@ -43,16 +43,16 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
         if c and (c.changes or c.name.startswith("frame_stack") or not c.takes(x)):
             what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
             if c.name == np.dtype(x.dtype).name:
-                raise ValueError(f"{what}: {leaf} is {c.name} already; leave it out")
+                raise ValueError(f"{what}: {leaf} is already {c.name}; remove it")
             raise ValueError(
-                f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; leave it out, or use another of "
+                f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; remove it, or use another of "
                 f"{', '.join(codecs.CODECS)}"
             )
         used.append(c)
     for name in storage:
         if name not in names:
             raise ValueError(
-                f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
+                f"storage has {name!r}{suggestion(name, names)}, which is not in an item; it has {sorted(names)}"
             )
     return tuple(used)
 
@@ -62,24 +62,24 @@ class Ring:
     """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step."""
 
     num_envs: int
-    steps: int  # that it holds of each environment, `L`: a multiple of `unroll_length` and of `stride`
+    steps: int  # stored steps per environment, `L`: a multiple of `unroll_length` and of `stride`
     unroll_length: int
     batch_size: int
     length: int
     stride: int
     shards: int
     example: Any  # shapes and dtypes of an item
-    codecs: tuple[Codec | None, ...]  # of each of its leaves
-    min_steps: int  # with which it is ready
+    codecs: tuple[Codec | None, ...]  # one per leaf
+    min_steps: int  # number of steps from which it is ready
 
     @property
     def envs(self) -> int:
-        """Environments of a shard."""
+        """The number of environments per shard."""
         return self.num_envs // self.shards
 
     @property
     def modulus(self) -> int:
-        """The modulus of step counts: int32 cannot overflow."""
+        """The modulus of step counts, which prevents overflow of int32."""
         return 2**30 // self.steps * self.steps
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -89,13 +89,13 @@ class Ring:
         return begin + skipped, jnp.maximum((filled - skipped - self.length) // self.stride + 1, 0)
 
     def empty(self) -> list[Any]:
-        """Leaves of zeros to hold the items. `[G, L, E/G, ...]`"""
+        """All-zero leaves that hold the items. `[G, L, E/G, ...]`"""
         lead, leaves = (self.shards, self.steps, self.envs), zip(self.codecs, jax.tree.leaves(self.example), strict=True)
         packed = [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
         return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
-        """Writes items `[T, E, ...]` over the oldest steps; also returns the number lost in each shard, `[G]`."""
+        """Overwrites the oldest steps with items `[T, E, ...]`; also returns the number lost in each shard, `[G]`."""
         self._check(items)
 
         def by_shard(x: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ class Ring:
                 )
 
     def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
-        """Reads what `select` picks of items, `offset` `[..., b]` steps after `indices` `[b]`, from a shard `[L, E/G, ...]`."""
+        """Reads a selection of the items `offset` `[..., b]` steps after `indices` `[b]` from a shard `[L, E/G, ...]`."""
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
         kinds, tree = jax.tree.flatten(self.example)
@@ -153,7 +153,7 @@ def make_ring(
     storage: Storage | None,
     discount: float | None,
 ) -> Ring:
-    """Makes the ring of a buffer from the arguments of `uniform`; raises ValueError if they do not fit each other."""
+    """Makes the ring of a buffer from the arguments of `uniform`; raises ValueError if they are incompatible."""
     capacity, num_envs = whole("capacity", capacity), whole("num_envs", num_envs)
     unroll_length, batch_size = whole("unroll_length", unroll_length), whole("batch_size", batch_size)
     length, stride = whole("length", length), whole("stride", stride)
@@ -162,8 +162,8 @@ def make_ring(
         check_numbers(discount=discount)
         if missing := [field for field in Transition._fields[:6] if not hasattr(example, field)]:
             raise ValueError(
-                f"discount={discount} asks for n-step transitions, but the example has no {', '.join(missing)}; "
-                f"give a msrl_jax.replay.Transition, or discount=None"
+                f"discount={discount} requires n-step transitions, but the example has no {', '.join(missing)}; "
+                f"pass a msrl_jax.replay.Transition, or discount=None"
             )
     both = math.gcd(num_envs, batch_size)
     shards = math.gcd(both, 8) if shards is None else shards
@@ -173,10 +173,10 @@ def make_ring(
         )
     unit = math.lcm(unroll_length, stride)
     steps = capacity // num_envs // unit * unit
-    # The largest distance from the oldest step to the first that may start a window, and the fewest windows in a full ring.
+    # The largest distance from the oldest step to the first window start, and the fewest windows in a full ring.
     lag = stride - math.gcd(stride, unroll_length)
     fewest = max((steps - lag - length) // stride + 1, 0) * num_envs
-    # Steps that contain a batch of windows, if the first may start one: it may in a buffer that is not full, as it is step 0.
+    # Steps that contain a batch of windows if a window starts at the first; it does unless the buffer is full (step 0).
     steps_of_batch = length + (-(-batch_size // num_envs) - 1) * stride
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     used = _codecs_of(example, storage)
@@ -189,11 +189,11 @@ def make_ring(
         )
     if fewest < batch_size:
         raise ValueError(
-            f"{what}, which are {fewest} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of at "
+            f"{what}, which is {fewest} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of at "
             f"least {enough}, or smaller batches"
         )
     if steps * num_envs // shards > 2**30:
-        raise ValueError(f"{what}, more than can be counted with 32 bits; use a smaller capacity, or more shards")
+        raise ValueError(f"{what}, which exceeds 32-bit counts; use a smaller capacity, or more shards")
     serves = -(-steps_of_batch // unroll_length) * unroll_length
     if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Sum trees: draw leaves in proportion to their values, and change the values, in logarithmic time.
+"""Sum trees: sample leaves in proportion to their values, and change the values, in logarithmic time.
 
-A node has `BRANCHES` children. Compared with a binary tree (Schaul et al., 2016, arXiv 1511.05952) this needs fewer dependent
-memory reads, and each reads adjacent numbers. A parent is always recomputed from its children. Adding differences instead would
-leave rounding errors of large priorities in the sums; when all priorities are small later, leaves of 0 would be drawn.
+A node has `BRANCHES` children. Compared with a binary tree (Schaul et al., 2016, arXiv 1511.05952), this needs fewer dependent
+memory reads, each of adjacent numbers. A parent is always recomputed from its children. Adding differences instead would leave
+rounding errors of large priorities in the sums; later, when all priorities are small, leaves of value 0 would be drawn.
 """
 
 import chex
@@ -13,13 +13,13 @@ import numpy as np
 from msrl_jax._compat import Tracer
 
 BRANCHES = 8
-NOWHERE = 2**30  # no tree has this leaf
+NOWHERE = 2**30  # not a leaf of any tree
 
 Tree = tuple[jax.Array, ...]
 
 
 def init(num_leaves: int) -> Tree:
-    """Makes a tree of zeros: the levels from the leaves to the children of the root, padded to whole families, float32."""
+    """Makes an all-zero tree: the levels from the leaves to the children of the root, padded to whole families, float32."""
     sizes = [num_leaves]
     while sizes[-1] > BRANCHES:
         sizes.append(-(-sizes[-1] // BRANCHES))
@@ -34,7 +34,7 @@ def total(tree: Tree) -> jax.Array:
 def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     """Sets runs of adjacent leaves to the values `[K, W]`; `first` `[K]` int32 is the first leaf of each run.
 
-    Runs that start at `NOWHERE` are ignored. Where runs overlap, the largest value counts. Raises ValueError if a value is
+    Runs that start at `NOWHERE` are ignored. Where runs overlap, the largest value wins. Raises ValueError if a value is
     negative or not finite; a traced value, as under `jit`, becomes 0 instead, which is never drawn.
     """
     chex.assert_rank((first, values), (1, 2))
@@ -46,7 +46,7 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     values = jnp.where(jnp.isfinite(values) & (values > 0), values, 0.0)
     width = values.shape[1]
     leaves = first[:, None] + jnp.arange(width, dtype=jnp.int32)
-    # If several values are set at one place, some devices keep an arbitrary one; the largest is the same everywhere.
+    # If several values are written to one leaf, devices may keep an arbitrary one; the maximum is the same everywhere.
     levels = [tree[0].at[leaves].set(0.0, mode="drop").at[leaves].max(values, mode="drop")]
     for level in tree[1:]:
         # The ancestors of adjacent nodes are adjacent.
@@ -61,8 +61,9 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Draws leaves with probabilities in proportion to their values: one from each of `count` equal parts of the sum.
 
-    Only a leaf above 0 is drawn, so the sum must be above 0. At each level the target gets new low-order bits, so leaves far
-    smaller than the rounding of the whole sum keep their probabilities. Returns the leaves `[K]` int32, and their values `[K]`.
+    Only leaves above 0 are drawn, so the sum must be above 0. At each level the target gets new low-order bits, so leaves far
+    smaller than the rounding error of the whole sum keep their probabilities. Returns the leaves `[K]` int32 and their values
+    `[K]`.
     """
     high, low = jax.random.split(key)
     # Fractions of the node's sum.
@@ -73,15 +74,15 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     value = jnp.zeros(count, jnp.float32)
     for level in reversed(tree):
         children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
-        # A product is much cheaper than a cumulative sum on a CPU; at less precision, accelerators would round its factors.
+        # A matrix product is much faster than a cumulative sum on a CPU; accelerators would round at lower precision.
         before = jnp.dot(children, preceding, precision=jax.lax.Precision.HIGHEST)
         total = before[:, -1] + children[:, -1]
         goal = target * total
-        # The first child above 0 always qualifies. If rounding puts the goal past all children, the last one above 0 is picked.
+        # The first child above 0 always qualifies. If rounding moves the goal past all children, the last above 0 is picked.
         pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES, dtype=jnp.int32), 0), 1)
         value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
         before = jnp.take_along_axis(before, pick[:, None], 1)[:, 0]
-        bits = bits * jnp.uint32(1664525) + jnp.uint32(1013904223)  # a linear congruential generator will do for these
+        bits = bits * jnp.uint32(1664525) + jnp.uint32(1013904223)  # a linear congruential generator is good enough here
         rest = (bits >> 8).astype(jnp.float32) * 2**-48 * total
         target = jnp.clip((goal - before + rest) / value, 0.0, 1.0)
         node = node * BRANCHES + pick

@@ -14,7 +14,7 @@ from msrl_jax import algorithms
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.executables import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
 from msrl_jax.policies.base import spec

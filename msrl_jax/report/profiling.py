@@ -16,8 +16,8 @@ from msrl_jax import policies
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
-from msrl_jax.fragments.plan.cost import COLLECTIVES, fragment_plans
-from msrl_jax.fragments.plan.operation_owners import Operation, module_of, operations
+from msrl_jax.fragments.plan.cost import fragment_plans
+from msrl_jax.fragments.plan.hlo import COLLECTIVES, Operation, module_of, operations
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
@@ -205,8 +205,8 @@ class _Whose:
         self._operations: dict[str, dict[str, Operation]] = {}
         self._alone: dict[str, str | None] = {}  # the fragment of programs that have one only, and are all of it
         for i, compiled in program.programs(_ITERATIONS):
-            text = compiled.as_text() or ""
-            name, found = module_of(text), operations(text, self._phases)
+            module = module_of(compiled)
+            name, found = module.name, operations(module, self._phases)
             inside = i.fragments if isinstance(i, Run) and not program.is_fused else ()
             if not isinstance(i, Run):
                 found = {op: operation._replace(kind="transfer") for op, operation in found.items()}

@@ -1,6 +1,6 @@
-"""Intrinsic rewards for what is new, an optional room: actor-critics with random network distillation.
+"""Random network distillation (RND), an optional package: actor-critic algorithms with intrinsic rewards.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

@@ -1,4 +1,4 @@
-"""The actor-critics that are also rewarded for what is new: each is one of the package, and `intrinsic_coef`."""
+"""The actor-critic algorithms with intrinsic rewards: each extends another algorithm by `intrinsic_coef`."""
 
 import dataclasses
 from typing import Any
@@ -10,32 +10,32 @@ from msrl_jax.algorithms.impala import IMPALA
 from msrl_jax.algorithms.ppo import PPO
 from msrl_jax.algorithms.replacing import with_traced
 from msrl_jax.envs import Environment
-from msrl_jax.rnd.novelty import exploring
+from msrl_jax.rnd.distillation import exploring
 
 
 def _explorer(base: Any, name: str) -> type:
-    """Makes the config of an algorithm with the fields of another one, and `intrinsic_coef`."""
+    """Makes the config of an algorithm from that of another one, with the additional field `intrinsic_coef`."""
 
     def check(self: Any) -> None:
-        """Raises ValueError where the other one does, and if batches are kept whose novelty has gone."""
+        """Raises ValueError where the other algorithm does, or if batches are replayed."""
         if getattr(self, "replay_batches", 0):
             raise ValueError(
-                f"{name}.replay_batches={self.replay_batches}: what was new when a batch was kept is not new when it is "
-                f"replayed; use replay_batches=0, or {base.name}"
+                f"{name}.replay_batches={self.replay_batches}: intrinsic rewards are outdated when a batch is replayed; "
+                f"use replay_batches=0, or {base.name}"
             )
         if hasattr(base, "check"):
             base.check(self)
 
     def build(self: Any, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises what the other one raises."""
+        """Builds the agent for one environment; raises the same errors as the other algorithm."""
         own = with_traced(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
         return exploring(own.build(env), self)
 
-    doc = "weight of novelty's advantage. Usual: 0.5."
+    doc = "weight of the intrinsic advantage. Usual: 0.5."
     fields = {f.name: dataclasses.field(default=f.default, metadata=f.metadata) for f in dataclasses.fields(base)}
     parts = {"intrinsic_coef": tunable(default=0.5, above=0, doc=doc), "check": check, "build": build}
     about = {
-        "__doc__": f"{base.__name__} that is also rewarded for observations unlike those before (RND).",
+        "__doc__": f"{base.__name__} with an intrinsic reward for unfamiliar observations (RND).",
         "__module__": __name__,
         "__annotations__": base.__annotations__ | {"intrinsic_coef": Tunable},
     }

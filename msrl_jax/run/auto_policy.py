@@ -14,7 +14,7 @@ import jax
 from msrl_jax import policies as registry
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.fragments import codecs
-from msrl_jax.fragments.passes.apply_policy import check_devices
+from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay

@@ -239,7 +239,7 @@ def write_table(result: SweepResult, path: Path) -> None:
     about = {"status": result.status, "stop_reason": result.stop_reason}
     runs = [str(run.relative_to(path)) for run in result.runs if isinstance(run, Path)]
     folder.write_json(path / TABLE, {**about, "runs": runs, "trials": list(result.trials)})
-    folder.write_csv(path / TABLE_CSV, result.table())
+    folder.write_csv(path / TABLE_CSV, result.table)
 
 
 def _table(trials: Sequence[Trial], seeds: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Tournaments, an optional room: workers draw an agent from a leaderboard, train it further, and put back what is better.
+"""Tournaments, an optional package: workers draw an agent from a leaderboard, train it further, and return it if it improved.
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

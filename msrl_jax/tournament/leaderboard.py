@@ -1,12 +1,12 @@
 """The leaderboard of a tournament, a folder:
 
-    leaderboard.json     the environment, and how many members there may be
-    members/ID/          a run, as `Result.load` reads it, and `entry.json`: its score and where it comes from
-    workers/             runs in progress; those of processes that have ended are removed by the next one
-    rounds.jsonl         one line for each round of a worker
+    leaderboard.json     the environment, and the maximum number of members
+    members/ID/          a run, as `Result.load` reads it, and `entry.json`: its score and origin
+    workers/             runs in progress; the next worker removes those of processes that have ended
+    rounds.jsonl         one line per round of a worker
     lock                 held while members change
 
-Members appear and disappear by renaming their folder, so every reader sees whole runs, whoever is killed.
+Members are added and removed by renaming their folder, so readers always see complete runs, even if a worker is killed.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ class Entry:
       id: its name on the board.
       score: mean return of the evaluation at the end of its last round.
       algorithm: name of its algorithm.
-      step: environment steps of its run, those of its ancestors included.
-      finished: whether it has done all its steps, so that nobody trains it further.
-      parent: the member that it was trained from; None if it began anew.
+      step: environment steps of its run, including those of its ancestors.
+      finished: whether it has done all its steps and is not trained further.
+      parent: the member that it was trained from; None if it was trained from scratch.
       worker: the process that trained it last.
-      seconds: when it was put there, in seconds since the board was made.
+      seconds: when it was added, in seconds since the board was created.
       path: the folder of its run, for `Result.load`.
     """
 
@@ -64,10 +64,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Leaderboard:
-    """The members of a tournament: `entries`, of which `best` is the first, and `rounds`; `print` shows a table.
+    """The members of a tournament: `entries`, best first, `best`, and `rounds`; `print` shows a table.
 
     Attributes:
-      path: its folder. What the board holds is read from it each time.
+      path: its folder. The contents are read from it on every access.
     """
 
     path: Path
@@ -77,19 +77,19 @@ class Leaderboard:
 
     @classmethod
     def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
-        """Finds a leaderboard, or makes an empty one; RunFolderError if it is another one, or if the folder holds other files.
+        """Opens a leaderboard, or creates an empty one; RunFolderError if it differs, or if the folder contains other files.
 
-        A `size` of None is that of the board, or 8 for a new one; `env_params` are plain data.
+        If `size` is None, it is that of the board, or 8 for a new one; `env_params` are plain data.
         """
         board = cls(as_path("path", path))
         size = None if size is None else whole("size", size)
         if board.path.exists() and not board.path.is_dir():
-            raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
+            raise RunFolderError(f"{path} is a file; choose a folder for the leaderboard")
         board.path.mkdir(parents=True, exist_ok=True)
         check_links(board.path, (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
         others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
         if others and not (board.path / SETTINGS).exists():
-            raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")
+            raise RunFolderError(f"the folder {path} has other files ({others[0]}); choose a new folder for the leaderboard")
         with board._locked():
             if not (board.path / SETTINGS).exists():
                 new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
@@ -98,22 +98,22 @@ class Leaderboard:
         for name, now in {"env": env, "env_params": to_json(env_params), "size": size or was["size"]}.items():
             if now != was[name]:
                 raise RunFolderError(
-                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
-                    "out, or name another folder"
+                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot continue with {name}={now!r}; remove it, "
+                    "or choose another folder"
                 )
         return board
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its environment, its size, and when it was made (seconds since 1970); RunFolderError if there is no leaderboard."""
+        """Its environment, size, and creation time (seconds since 1970); RunFolderError if there is no leaderboard."""
         if not (self.path / SETTINGS).exists():
             remedy = f"msrl.tournament.compete({str(self.path)!r}, ...) makes one"
-            raise RunFolderError(f"{self.path} holds no leaderboard; {remedy}")
+            raise RunFolderError(f"{self.path} does not contain a leaderboard; {remedy}")
         return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
 
     @property
     def entries(self) -> list[Entry]:
-        """Its members, the best one first."""
+        """The members, best first."""
         _ = self.settings
         found = []
         for path in (self.path / MEMBERS).glob("[!.]*"):
@@ -122,11 +122,11 @@ class Leaderboard:
                 found.append(Entry(path=path, **about))
                 if found[-1].id != path.name or not isinstance(found[-1].score, int | float):
                     found.pop()
-                    raise ValueError("it is not what a worker wrote")
+                    raise ValueError("it was not written by a worker")
             except FileNotFoundError:
                 continue  # another process has just removed it
             except (TypeError, ValueError) as error:
-                note = "so this member is left out; restore the file, or delete the folder"
+                note = "so this member is ignored; restore the file, or delete the folder"
                 warnings.warn(f"{path / ENTRY} is damaged ({error}), {note}", ResumeWarning, stacklevel=2)
         return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
 
@@ -135,27 +135,27 @@ class Leaderboard:
         """The member with the highest score.
 
         Raises:
-          ValueError: if there is no member yet.
+          ValueError: if there are no members yet.
         """
         if not (entries := self.entries):
-            raise ValueError(f"the leaderboard in {self.path} has no members yet; its workers put them there after a round")
+            raise ValueError(f"the leaderboard in {self.path} has no members yet; workers add them after a round")
         return entries[0]
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """What workers did: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score then) and `seconds`."""
+        """The rounds of workers: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score so far), `seconds`."""
         if not (self.path / ROUNDS).exists():
             return []
         rounds = []
         for line in (self.path / ROUNDS).read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the line of a process that was killed while it wrote
+            with contextlib.suppress(ValueError):  # a line that a killed process did not finish
                 rounds.append(parse_json(line))
         return rounds
 
     def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
-        """Draws a member of an algorithm to train on: each rank has half the probability of the one above it.
+        """Draws a member of an algorithm for training: each rank has half the probability of the one above.
 
-        It has not finished, and has done fewer steps than `below`; None if there is none.
+        The member is not finished, and has done fewer steps than `below`; None if there is none.
         """
         fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
         if not fitting:
@@ -166,10 +166,11 @@ class Leaderboard:
     def put(
         self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
     ) -> bool:
-        """Offers the folder of a run to the board, which keeps it if it is better than what it replaces.
+        """Offers the folder of a run to the board, which keeps it if it is better than the run that it replaces.
 
-        That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
-        a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
+        It replaces the member that it was trained from; or, if that no longer exists or the run is new, the worst member of a
+        full board. The best score therefore never decreases. Returns whether the board accepted it; if not, the folder is
+        unchanged.
         """
         settings = self.settings
         with self._locked():
@@ -189,7 +190,7 @@ class Leaderboard:
                 os.replace(run, self.path / MEMBERS / new.id)
                 entries.append(new)
                 best_first = sorted((entry for entry in entries if entry is not rival), key=lambda entry: -entry.score)
-                for loser in [*filter(None, [rival]), *best_first[settings["size"] :]]:  # more than one only after a kill
+                for loser in [*filter(None, [rival]), *best_first[settings["size"] :]]:  # more than one only after a crash
                     gone = self.path / MEMBERS / f".gone-{loser.id}"
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(self.path / MEMBERS / loser.id, gone)
@@ -201,20 +202,20 @@ class Leaderboard:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lets no other process change members meanwhile; the system ends the lock with the process."""
+        """Prevents other processes from changing members; the system releases the lock when the process ends."""
         with writing(self.path / LOCK), (self.path / LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
-        """A folder for the runs of one worker, which is removed with its end; also removes what killed workers left."""
+        """A folder for the runs of one worker, removed at its end; also removes the folders of killed workers."""
         folder = self.path / WORKERS
         folder.mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
             with self._locked():
                 for other in folder.iterdir():
-                    with contextlib.suppress(RunFolderError, OSError), locked(other):  # a lock ends with its process
+                    with contextlib.suppress(RunFolderError, OSError), locked(other):  # locks are released with their process
                         shutil.rmtree(other, ignore_errors=True)
                 for gone in (self.path / MEMBERS).glob(".gone-*"):
                     shutil.rmtree(gone, ignore_errors=True)

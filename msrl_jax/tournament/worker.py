@@ -1,7 +1,7 @@
-"""A worker of a tournament: draws an agent from a leaderboard, trains it further, and puts it back if it is better.
+"""A worker of a tournament: draws an agent from a leaderboard, trains it further, and returns it if it improved.
 
-Liu et al., 2021, ElegantRL-Podracer, arXiv 2112.05923. Workers are processes that know nothing of each other: they join and
-leave at any time, and differ in algorithm, policy, devices and speed. None waits for another one.
+Liu et al., 2021, ElegantRL-Podracer, arXiv 2112.05923. Workers are independent processes: they join and leave at any time, and
+can differ in algorithm, policy, devices and speed. None waits for another.
 """
 
 import dataclasses
@@ -61,33 +61,33 @@ def compete(
     progress: Any = False,
     **overrides: Any,
 ) -> Leaderboard:
-    """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and puts it back if it is better.
+    """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and returns it if it improved.
 
-    Any number of processes may call this with one folder at a time, and may end at any time. A member is drawn by its rank
-    (each has half the probability of the one above), goes on exactly where its run was but for its random numbers, and
-    takes the place of the member that it was trained from if its score is higher. New runs enter a board that is not full, or
-    take the place of the worst member if they are better.
+    Any number of processes may call this function with the same folder at the same time, and may end at any time. A member is
+    drawn by rank (each rank has half the probability of the one above) and resumes where its run stopped, with new random
+    numbers. If its score is higher, it replaces the member that it was trained from. New runs are added to a board that is not
+    full, or replace the worst member if they are better.
 
-    The score is the mean return of a round's evaluation, so the best of many is a little lucky: evaluate it again
-    (`Result.load(board.best.path).evaluate(1000)`) for a number to report.
+    The score is the mean return of a round's evaluation, so the best of many is biased upwards: evaluate it again
+    (`Result.load(board.best.path).evaluate(1000)`) before you report it.
 
     Args:
-      path: folder of the leaderboard, which is made if there is none; on one disk for all workers.
-      algo: the algorithm of this worker, its name or config; it draws members of the same one.
+      path: folder of the leaderboard, shared by all workers; created if it does not exist.
+      algo: the algorithm of this worker, by name or config; it draws only members of that algorithm.
       env: the environment, the same for all members.
-      round_steps: environment steps of a round; it ends at the first evaluation after as many.
-      total_steps: environment steps after which a member is trained no further, and over which schedules go.
-      rounds: rounds of this worker; None does not end.
-      time_limit: time after which this worker ends, in seconds or as text, such as `"5h50m"`; the round is given up.
-      target: the worker ends when the best score is as high.
-      fresh: probability of a new run in place of a drawn member.
-      size: largest number of members; by default that of the board, or 8 for a new one.
-      seed: the seed of this worker's draws and new runs; None takes another one each time.
-      policy: a distribution policy, or the name of one, as in `train`.
+      round_steps: environment steps of a round; it ends at the first evaluation after that many steps.
+      total_steps: environment steps after which a member is complete, and over which schedules run.
+      rounds: number of rounds of this worker; unlimited if None.
+      time_limit: time after which this worker ends, in seconds or as text, such as `"5h50m"`; the round is discarded.
+      target: the worker ends when the best score reaches this value.
+      fresh: probability of starting a new run instead of drawing a member.
+      size: maximum number of members; by default that of the board, or 8 for a new one.
+      seed: seed of this worker's draws and new runs; a different one each time if None.
+      policy: a distribution policy, or its name, as in `train`.
       devices: the devices of this worker; all if None.
-      eval_episodes: episodes of an evaluation.
-      env_params: what parameters of the environment are drawn from, as in `train`.
-      callbacks: called with a `Tick` as in `train`; the worker ends if one returns True, and the round is given up.
+      eval_episodes: number of episodes of an evaluation.
+      env_params: the source of environment parameters, as in `train`.
+      callbacks: called with a `Tick` as in `train`; the worker ends if one returns True, and the round is discarded.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
       **overrides: fields of the algorithm's config, for new runs.
 
@@ -95,28 +95,28 @@ def compete(
       The leaderboard.
 
     Raises:
-      ValueError: before anything compiles, on an unknown name or field, on an invalid value, on an algorithm whose returns do
-        not tell which member is better, or if the leaderboard is of another environment or size.
+      ValueError: before compilation, for an unknown name or field, for an invalid value, for an algorithm whose returns do not
+        rank members, or if the leaderboard has another environment or size.
     """
     round_steps, total_steps = whole("round_steps", round_steps), whole("total_steps", total_steps)
     episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
     end = time.monotonic() + (float("inf") if time_limit is None else hooks.seconds("time_limit", time_limit))
     if round_steps > total_steps:
-        raise ValueError(f"round_steps={round_steps} is more than total_steps={total_steps}, those of a whole run; use less")
+        raise ValueError(f"round_steps={round_steps} exceeds total_steps={total_steps}, the steps of a whole run; use less")
     if isinstance(fresh, bool) or not isinstance(fresh, numbers.Real) or not 0 <= float(fresh) <= 1:
         raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
     if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(float(target))):
         raise ValueError(f"target={target!r}: use a finite number")
     if jax.process_count() > 1:
-        raise ValueError("a worker is one process: call msrl.tournament.compete in processes that do not share jax.distributed")
+        raise ValueError("a worker must be a single process: call msrl.tournament.compete without jax.distributed")
     if policy is not None:
         policies.get(policy)
     new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
     agent = new.behavior.agent
     if not agent.ranked or agent.unit == "updates":
-        raise ValueError(f"algo={new.name!r}: a tournament needs returns that tell which member is better; use another one")
+        raise ValueError(f"algo={new.name!r}: a tournament needs returns that rank members; use another algorithm")
     if new.settings:
-        raise ValueError(f"{next(iter(new.settings))} has several values, but a member has one; let workers differ instead")
+        raise ValueError(f"{next(iter(new.settings))} has several values, but a member has one; let workers differ")
     board = Leaderboard.make(path, new.env_name, size, describe_params(env_params or None))
     most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
@@ -149,7 +149,7 @@ def compete(
                 if result.interrupted or (result.status == "stopped" and not stop.over and stop.has_begun):
                     break
                 if not stop.has_begun:
-                    continue  # iterations of another length: no whole one is left
+                    continue  # iterations have another length, and no whole one is left
                 finished = result.status == "finished"
                 score = float(np.mean(result.evaluation.mean_return)) if result.evaluation is not None else float("nan")
             kept = board.put(run, score, algorithm=new.name, step=stop.step, finished=finished, parent=parent, worker=worker)
@@ -157,7 +157,7 @@ def compete(
                 start, what = f"from {parent.id}" if parent else "from the start", "kept" if kept else "not kept"
                 text = f"round {done}: {new.name} {start} to {stop.step:,} steps: {score:.6g}, {what}"
                 print(text, file=progress_stream(), flush=True)
-            shutil.rmtree(run, ignore_errors=True)  # unless the board has it now
+            shutil.rmtree(run, ignore_errors=True)  # exists unless the board accepted it
     return board
 
 
@@ -174,12 +174,12 @@ class _RoundEnd:
 
 
 def _copied(parent: Entry, run: Path, number: int, experiment: Experiment) -> bool:
-    """Copies a member's run, with other random numbers; False if it is no longer there, or damaged."""
+    """Copies a member's run, with new random numbers; False if it no longer exists or is damaged."""
     try:
         result = Result.load(parent.path, **experiment.objects)
     except (FileNotFoundError, ValueError) as error:
-        if parent.path.exists():  # else another worker has just replaced it
-            warnings.warn(f"member {parent.id} cannot be read, and a new run begins: {error}", ResumeWarning, stacklevel=2)
+        if parent.path.exists():  # otherwise, another worker has just replaced it
+            warnings.warn(f"member {parent.id} cannot be read, so a new run starts: {error}", ResumeWarning, stacklevel=2)
         return False
     agent = result.behavior.agent
     state = fold_keys(agent.without_data(result.run_state), number)

@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
             {"hindsight": "hindsight:0.8"},
             envs.FlattenObservation(envs.make(MAZE)),
             TypeError,
-            r"leave the wrapper out that flattens them",
+            r"remove the wrapper that flattens the observations",
         ),
     ],
     ids=lambda x: "",

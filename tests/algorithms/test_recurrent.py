@@ -14,7 +14,7 @@ from msrl_jax.algorithms.networks.cores import named_core
 from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.words import objects
 from msrl_jax.fragments.support.random_keys import key_for
-from tests.support.agents import make_still, still
+from tests.support.agents import make_counted, make_still, still
 from tests.support.compiled import collectives
 from tests.support.ppo import plain_value_size
 from tests.support.random_walk import RandomWalk
@@ -324,3 +324,14 @@ def test_acting_with_a_carry(trained):
     assert one.shape == ()
     with pytest.raises(ValueError, match=r"carry has shapes .* of 2 observations"):
         trained.act_with_carry(obs[0, :2], memory)
+
+
+@pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala"], "a2c"))
+def test_a_carry_stays_with_the_actors_while_environments_step(name):
+    config = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "core": "gru", "memory_size": 5}
+    agent = make_counted(name, msrl.envs.make("CartPole-v1"), **config)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    policy = msrl.policies.Environments(agents=1)
+    plan = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:2]).explain()
+    each_step = {(c.dtype, c.shape) for c in plan.crossings if c.times == config["unroll_length"]}
+    assert each_step == {("float32", (8, 4)), ("bool", (8,)), ("int32", (8,))}

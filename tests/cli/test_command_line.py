@@ -104,7 +104,7 @@ MISTAKES = [
     (["train", "--total-steps", "1e30"], "'1e30' is too large"),
     (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
     (["train", "--hidden-sizes", "64,x"], "'x' is not a whole number"),
-    (["replay", __file__], "test_command_line.py is no file of a step that was not finite"),
+    (["replay", __file__], "test_command_line.py does not describe a non-finite step"),
     (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
     (["explain", "--policy", "os:path"], "policy 'os:path' is of Python's standard library"),

@@ -63,10 +63,10 @@ def test_files_without_parts_have_one_array_for_each_field(walk, tmp_path):
     ("write", "message"),
     [
         (lambda path: None, "there is no file .*walk.npz"),
-        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "walk.npz is no npz file of numbers, or it is damaged"),
-        (lambda path: path.write_text("{}"), "walk.npz is no npz file of numbers, or it is damaged"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "walk.npz is not an npz file of numbers, or it is damaged"),
+        (lambda path: path.write_text("{}"), "walk.npz is not an npz file of numbers, or it is damaged"),
         (lambda path: np.savez(path, obs=np.ones(3), rewards=np.ones(3)), "no action, reward, .*; a data set has obs, "),
-        (lambda path: np.savez(path, **dict.fromkeys(FIELDS, np.array([{}], object))), "no npz file of numbers"),
+        (lambda path: np.savez(path, **dict.fromkeys(FIELDS, np.array([{}], object))), "not an npz file of numbers"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_data_set_say_so(write, message, tmp_path):
@@ -82,7 +82,7 @@ def test_files_that_are_no_data_set_say_so(write, message, tmp_path):
         ({"next_obs": np.ones((12, 3), np.float32)}, r"next_obs of a data set is float32\[12, 3\]"),
         ({"next_obs": np.ones((12, 2))}, "next_obs of a data set is float64, but obs is float32"),
         ({"terminated": np.full(12, 2)}, "terminated .* other than 0 and 1"),
-        ({"action": np.array(["left"] * 12)}, "action .* holds no numbers"),
+        ({"action": np.array(["left"] * 12)}, "action .* is not numeric"),
         ({name: np.ones((0, 2)) for name in FIELDS}, "at least one row"),
     ],
 )
@@ -110,7 +110,7 @@ def test_spaces_that_fit_give_their_dtypes(walk):
     ("spaces", "change", "message"),
     [
         ({"observation_space": envs.Box(0, 200, (3,))}, {}, r"obs of the data set has shape \[2\] .* of Plane .* shape \[3\]"),
-        ({"observation_space": envs.Box(0, 50, (2,))}, {}, r"next_obs .* leaves the .*: it has 100 in row 2 and in 4 more"),
+        ({"observation_space": envs.Box(0, 50, (2,))}, {}, r"next_obs .* is outside the .*: it has 100 in row 2 and in 4 more"),
         ({"observation_space": envs.Box(0, 200, (2,), np.int32)}, {}, "obs of the data set is float32, but .* of int32"),
         ({"action_space": envs.Discrete(1)}, {}, "action .* leaves the action_space of Plane.* has 1 in row 1 and in 5 more"),
         ({"action_space": envs.Box(-1, 1, (1,))}, {}, r"action of the data set has shape \[\] .* shape \[1\]"),

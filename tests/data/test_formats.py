@@ -54,7 +54,7 @@ def test_parquet_of_others_is_read(walk, tmp_path):
         (lambda c: c.pop("next_obs"), r"has no next_obs; a data set has obs, .* and the file action, obs, "),
         (lambda c: c["obs"].__setitem__(3, [1.0]), "column obs of .* has lists of 2 different lengths"),
         (lambda c: c["reward"].__setitem__(3, None), "column reward of .* has 1 empty cells"),
-        (lambda c: c.__setitem__("action", ["left"] * 12), "action of a data set is .* holds no numbers"),
+        (lambda c: c.__setitem__("action", ["left"] * 12), "action of a data set is .* is not numeric"),
     ],
 )
 def test_parquet_that_is_no_data_set_says_so(walk, change, message, tmp_path):
@@ -98,8 +98,8 @@ def test_episodes_of_rlds_have_a_last_step_that_means_nothing(walk):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rewards": np.ones(5)}, r"reward of episode 1 is of shape \[5\], but there are 2 observations; .*\[1 or 2, ...\]"),
-        ({"rewards": np.ones((1, 3))}, r"reward of episode 1 is of shape \[1, 3\]; .* are of one agent, .* present"),
+        ({"rewards": np.ones(5)}, r"reward of episode 1 has shape \[5\], but there are 2 observations; .*\[1 or 2, ...\]"),
+        ({"rewards": np.ones((1, 3))}, r"reward of episode 1 has shape \[1, 3\]; .* have one agent, .* present"),
         ({"observations": np.ones((1, 2))}, "episode 1 has 1 observations"),
         ({"observations": {"a": np.ones(2)}}, "only some of the episodes 0 to 1 have next_obs"),
         ({"actions": {"a": np.ones(1)}}, "actions of episode 1 is a dict of arrays"),
@@ -118,8 +118,8 @@ def test_episodes_that_do_not_fit_say_which(walk, change, message):
     ("given", "message"),
     [
         ([], "no episodes"),
-        ({"observation": np.zeros((2, 1))}, "episode 0 is 'observation'; give a list of episodes, each a dict of arrays"),
-        ([{"steps": [1, 2]}], r"steps of episode 0 are \[1, 2\]; give a dict of arrays, or a list of dicts"),
+        ({"observation": np.zeros((2, 1))}, "episode 0 is 'observation'; pass a list of episodes, each a dict of arrays"),
+        ([{"steps": [1, 2]}], r"steps of episode 0 are \[1, 2\]; pass a dict of arrays, or a list of dicts"),
     ],
 )
 def test_what_is_no_list_of_episodes_says_so(given, message):
@@ -189,7 +189,7 @@ def test_a_minari_data_set_does_not_read_other_files(how, copied, tmp_path):
             file[name] = h5py.ExternalLink(other, name)
         else:
             file["episode_2"] = h5py.ExternalLink(other, "episode_2")
-    with pytest.raises(ValueError, match=r"episode_2(/rewards)? of .*main_data\.hdf5 is stored in another file; copy what"):
+    with pytest.raises(ValueError, match=r"episode_2(/rewards)? of .*main_data\.hdf5 is stored in another file; copy the data"):
         data.load(copied)
 
 

@@ -140,7 +140,7 @@ def test_names_lead_back_to_the_value():
     [
         ({"next_obs": {"place": 0}}, "has next_obs/place beside obs/choice, .*the same parts"),
         ({"obs": (), "next_obs": ()}, "obs is an empty tuple"),
-        ({"obs": {"a/b": 0}, "next_obs": {"a/b": 0}}, r"obs has a part with the name 'a/b'.* no '/' and is no number"),
+        ({"obs": {"a/b": 0}, "next_obs": {"a/b": 0}}, r"obs has a part with the name 'a/b'.* without '/' that is not a number"),
         ({"obs": {"0": 0}, "next_obs": {"0": 0}}, "obs has a part with the name '0'"),
         ({"action": {"a": np.zeros(160)}}, "action of a data set is object"),
     ],
@@ -176,7 +176,7 @@ def test_a_file_that_lacks_a_part_says_which(recorded, tmp_path):
     ("env", "error", "message"),
     [
         (Scenes(envs.Dict({"a/b": CHOICE})), ValueError, "Scenes cannot be recorded: obs has a part with the name 'a/b'"),
-        (Scenes(action_space=envs.Tuple((CHOICE,))), TypeError, "data sets hold actions that are arrays, .*Scenes is Tuple"),
+        (Scenes(action_space=envs.Tuple((CHOICE,))), TypeError, "data sets need actions that are arrays, .*Scenes is Tuple"),
     ],
     ids=["name", "actions"],
 )

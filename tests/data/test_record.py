@@ -185,7 +185,7 @@ def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
         np.testing.assert_array_equal(part.next_obs, [t.final_obs[lane] for _, t in rows])
         np.testing.assert_array_equal(part.action, lane)
         np.testing.assert_array_equal(part.terminated, [t.terminated[lane] for _, t in rows])
-    with pytest.raises(ValueError, match=r"run.npz.parts holds a killed run.s recording"):
+    with pytest.raises(ValueError, match=r"run.npz.parts holds the recording of a killed run"):
         ExperienceWriter(tmp_path / "run.npz", {})
     recording.finish()
     assert_same_rows(data.load(tmp_path / "run.npz"), dataset)
@@ -194,7 +194,7 @@ def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("record", "message"),
-    [("run", "suffix ''; name a file that ends in .npz"), ("there.npz", "there.npz exists already; name another")],
+    [("run", "suffix ''; name a file that ends in .npz"), ("there.npz", "there.npz already exists; record to another")],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_compiles(record, message, tmp_path):
     (tmp_path / "there.npz").touch()
@@ -238,7 +238,7 @@ def test_a_greedy_policy_is_recorded(recorded, tmp_path, monkeypatch):
     by_gymnax(dataset)
     np.testing.assert_array_equal(dataset.action, result.act(dataset.obs))
     assert_same_rows(data.load(tmp_path / "greedy.npz"), dataset)
-    assert dataset.about["made_by"] == "ppo, greedy but for epsilon=0"
+    assert dataset.about["made_by"] == "ppo, greedy except for epsilon=0"
     with pytest.raises(ValueError, match=r"greedy\.npz exists"):
         data.record(result, 5, tmp_path / "greedy.npz")
 

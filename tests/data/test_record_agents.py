@@ -135,7 +135,7 @@ def test_learning_from_data_of_several_agents_is_refused(rows, walk):
     for algo in ("bc", "dqn"):
         with pytest.raises(ValueError, match=facts):
             msrl.train(algo, "CartPole-v1", data=rows)
-    with pytest.raises(ValueError, match=r"are steps of 3 agents \(it has the field present\), and a buffer of data holds"):
+    with pytest.raises(ValueError, match=r"are steps of 3 agents \(it has the field present\), but a data set buffer needs"):
         data.buffer(rows, batch_size=4)
     with pytest.raises(ValueError, match="reward of the data set is of one agent, and Leaving has 3 agents"):
         data.check_spaces(walk, ENV)  # type: ignore[arg-type]
@@ -147,10 +147,10 @@ def test_learning_from_data_of_several_agents_is_refused(rows, walk):
     ("change", "message"),
     [
         ({"present": None}, r"reward of a data set is float32\[120, 3\].* shape \[120\], or present too if there are several"),
-        ({"present": np.ones((120, 2))}, r"present of a data set is bool\[120, 2\].* an entry for each agent.*\[120, 3\]"),
-        ({"terminated": np.ones(120)}, r"terminated of a data set is bool\[120\].* so give terminated of shape \[120, 3\]"),
-        ({"truncated": np.ones((120, 3))}, r"truncated of a data set is bool\[120, 3\].* give truncated of shape \[120\]"),
-        ({"action": np.ones(120)}, r"action of a data set is float64\[120\].* give action of shape \[120, 3\]"),
+        ({"present": np.ones((120, 2))}, r"present of a data set is bool\[120, 2\].* an entry per agent.*\[120, 3\]"),
+        ({"terminated": np.ones(120)}, r"terminated of a data set is bool\[120\].* so pass terminated with shape \[120, 3\]"),
+        ({"truncated": np.ones((120, 3))}, r"truncated of a data set is bool\[120, 3\].* pass truncated with shape \[120\]"),
+        ({"action": np.ones(120)}, r"action of a data set is float64\[120\].* pass action with shape \[120, 3\]"),
         ({"present": np.full((120, 3), 2)}, r"present of a data set is .* with values other than 0 and 1"),
     ],
 )

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,18 +264,18 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     that send no unroll of the run, or nan; then a good one. No other learner listens there."""
     monkeypatch.setattr(actor_pool, "_LINGER", 0.2)
     thread, found = learner_in_a_thread(address, tmp_path / "run", progress="lines")
-    assert said(address, {}) == {"refused": "it does not say its versions; start it with msrl-jax act"}
-    with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; end the learner that has this"):
+    assert said(address, {}) == {"refused": "it does not report its versions; start it with msrl-jax act"}
+    with pytest.raises(ValueError, match=f"actors_at='{address}': cannot listen there .*; stop the learner that uses this"):
         msrl.train("impala", actors_at=address, progress=False, **TINY)
     hello = {"versions": versions(), "ticket": None, "run": None}
     old = said(address, hello | {"versions": versions() | {"msrl-jax": "0.1.0"}})
-    assert re.fullmatch(r"it has msrl-jax 0.1.0, and the learner has [\w.]+; install the same", old["refused"])
-    stale = {"refused": "its ticket is of another run; start the actor again"}
+    assert re.fullmatch(r"it has msrl-jax 0.1.0, but the learner has [\w.]+; install the same version", old["refused"])
+    stale = {"refused": "its ticket is from another run; restart the actor"}
     assert said(address, hello | {"ticket": 0, "run": "another"}) == stale
     run = said(address, hello)["run"]
     assert said(address, hello | {"ticket": 0, "run": run}) == stale  # nobody has one yet
     other = said(address, hello, {"fingerprint": "another\n\x1b[2J"})
-    assert other["refused"].startswith("its programs are not those of the learner; give both the same code")
+    assert other["refused"].startswith("its programs differ from the learner's; use the same code")
     forged = said(address, hello, {"cannot": "\x1b[2J\nforged" + "!" * 10**6})["refused"]
     assert forged.startswith("it cannot build the experiment:  [2J forged!") and len(forged) == 1000  # a line of a log
 
@@ -282,14 +283,14 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     halves = split_program(experiment).halves
     ready, kinds = {"fingerprint": halves.fingerprint}, halves.sent_kinds
     faults = {
-        "its token is of another one": {"run": "another"}, "True is no count": {"unroll": True}, "'life'": {"life": None},
+        "its token is from another run": {"run": "another"}, "True is not a count": {"unroll": True}, "'life'": {"life": None},
         "there were no parameters of iteration 7 of learner 0": {"version": 7},  # of the future
-        "there were no parameters of iteration 0 of learner 1": {"life": 1}, "-1 is no count": {"version": -1},
+        "there were no parameters of iteration 0 of learner 1": {"life": 1}, "-1 is not a count": {"version": -1},
     }  # fmt: skip
     for text, fault in faults.items():
         channel, token, _ = enter(address, ready)
         channel.send({name: x for name, x in (token | fault).items() if x is not None})
-        answer = {"refused": f"what it sent is no unroll of this run: {text}; start the actor again"}
+        answer = {"refused": f"its message is not an unroll of this run: {text}; restart the actor"}
         assert channel.receive(2**20)[0] == answer
         channel.close()
     for never in (len(faults), False, 0.0, [0]):  # the first is the next one that will be given
@@ -301,13 +302,13 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
         channel.send(token | {"unroll": number}, bad)
         answer, _ = channel.receive(2**20)
         assert number == actor_pool._FLAWED - 1 or (answer["version"] == 0 and "refused" not in answer)
-    assert re.fullmatch(r".*obs has nan or infinities, as in 10 unrolls in a row; look for the cause .*", answer["refused"])
+    assert re.fullmatch(r".*obs has non-finite values, as in 10 consecutive unrolls; look for the cause .*", answer["refused"])
     channel.close()
 
     gone, _, ticket = enter(address, ready)  # it comes back before its old connection has ended
     back, _, same = enter(address, ready, ticket, run)
     gone._connection.settimeout(60)
-    with pytest.raises(wire.WireError, match=r"is gone|reset|EOF"):
+    with pytest.raises(wire.WireError, match=r"is gone|disconnected|reset|EOF"):
         gone.receive()
     gone.close()
     assert same == ticket
@@ -343,7 +344,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
         with monkeypatch.context() as patch:
             patch.setenv(tls.KEY_VARIABLE, str(tmp_path / "another key.pem"))
             tls.contexts(lambda line: None)
-            with pytest.raises(PermissionError, match=r"has another key, .*this process has the key .*another key\.pem: copy"):
+            with pytest.raises(PermissionError, match=r"has a different key, .*the key .*another key\.pem: copy"):
                 msrl.elastic.act(address)
         assert msrl.elastic.act(address, wait=300) >= 4
     thread.join(300)
@@ -393,10 +394,10 @@ def ended(connection):
 def test_an_actor_reads_the_address_of_its_learner_from_a_file_whenever_the_learner_is_away(tmp_path):
     """The file is not there yet; then it is not whole; then it names one learner, which moves to another address."""
     file, lines, ended = tmp_path / "learner", [], []
-    with pytest.raises(ConnectionError, match=rf"no learner of a run answers at {file}: .*No such file"):
+    with pytest.raises(ConnectionError, match=rf"no learner answers at {file}: .*No such file"):
         msrl.elastic.act(str(file), wait=0.05)
     file.write_text("127.0.0.1")
-    with pytest.raises(ConnectionError, match=f"{file}='127.0.0.1': give HOST:PORT"):
+    with pytest.raises(ConnectionError, match=f"{file}='127.0.0.1': use HOST:PORT"):
         msrl.elastic.act(str(file), wait=0.05)
     file.unlink()
     act = threading.Thread(target=lambda: ended.append(msrl.elastic.act(str(file), wait=300, say=lines.append)), daemon=True)
@@ -431,17 +432,17 @@ def test_several_learners_share_an_actor(address):
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"actors_at": "7000"}, "actors_at='7000': give HOST:PORT"),
-        ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': give HOST:PORT"),
+        ({"actors_at": "7000"}, "actors_at='7000': use HOST:PORT"),
+        ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': use HOST:PORT"),
         ({"devices": []}, "devices is empty; give at least one"),
-        ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; leave out one of the two'),
-        ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* is not for actors in other processes; use SingleLearnerCoarse with"),
-        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "is not for actors in other processes"),
-        ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which are with the actors"),
+        ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; remove one of the two'),
+        ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* does not support actors in other processes; use SingleLearner"),
+        ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "does not support actors in other processes"),
+        ({"record": "data.npz"}, "record='.*data.npz' needs the environments, which run in the actors"),
         ({"guard": "rollback"}, 'guard="rollback" needs the environments'),
-        ({"env": "gymnasium:CartPole-v1"}, r"host simulates .*\. Leave out actors_at, or use an environment .* in JAX$"),
-        ({"seeds": 2}, r"2 members.*\. Leave out actors_at, or train one seed with one value of each setting$"),
-        ({"normalize_rewards": True}, r"\. Leave out actors_at, or normalize_observations and normalize_rewards$"),
+        ({"env": "gymnasium:CartPole-v1"}, r"simulated on the host\. Remove actors_at, or use an environment .* in JAX$"),
+        ({"seeds": 2}, r"2 members.*\. Remove actors_at, or train one seed with one value of each hyperparameter$"),
+        ({"normalize_rewards": True}, r"\. Remove actors_at, or normalize_observations and normalize_rewards$"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_before_anything_compiles(given, error):
@@ -459,13 +460,13 @@ def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     whole = (folder / FILE).read_text().splitlines(keepends=True)
     for cut in (whole[:-1], [line for line in whole if '"unroll": 0' not in line]):
         (folder / FILE).write_text("".join(cut))
-        with pytest.raises(ValueError, match=r"does not have all that arrived .* is not there"):
+        with pytest.raises(ValueError, match=r"is incomplete .* is missing"):
             replay_arrivals(folder)
     (folder / FILE).write_text("".join([*whole, '{"gap": 2}\n']))
-    with pytest.raises(ValueError, match="has a gap, of lines that could not be written, so the run cannot be replayed"):
+    with pytest.raises(ValueError, match="has a gap where lines could not be written, so the run cannot be replayed"):
         replay_arrivals(folder)
     (folder / FILE).write_text("".join(whole))
-    with pytest.raises(ValueError, match="and the experiment 1; give its own"):
+    with pytest.raises(ValueError, match="but the experiment 1; pass the run's own"):
         replay_arrivals(folder, dataclasses.replace(found[0].experiment, seed=1))
     msrl.train(resume=folder, total_steps=3 * STEPS, policy="GPUOnly", progress=False, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="did not learn from actors all the time"):
@@ -489,11 +490,11 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
 @pytest.mark.long
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
-    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: something in it was nan or infinite"):
+    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: it had non-finite values"):
         msrl.elastic.act(address, wait=300)
     thread.join(300)
     assert isinstance(found[0], msrl.run.DivergedError)
-    assert "Actors made its data, so the iteration was not run again" in str(found[0])
+    assert "Its data came from actors, so the iteration was not repeated" in str(found[0])
 
 
 @pytest.mark.long
@@ -501,7 +502,7 @@ def test_a_run_that_diverges_ends_its_actors_too(address):
     ("raised", "error"),
     [
         (OSError("no space\nis left"), "OSError: no space is left$"),
-        slow_unless(False, KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could go on$"),
+        slow_unless(False, KeyboardInterrupt(), r"it was interrupted \(SIGINT\), and has no folder from which it could"),
     ],
 )
 def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, capsys):
@@ -641,16 +642,16 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
     with pytest.raises(wire.WireError, match="it is gone"):
         asyncio.run(exchange())
     flaws = [learner._arrived.get_nowait().flaw for _ in rewards]
-    assert flaws == [*[(flaw := "reward has nan or infinities")] * 9, None, *[flaw] * 9, None]
+    assert flaws == [*[(flaw := "reward has non-finite values")] * 9, None, *[flaw] * 9, None]
 
 
 def test_nobody_there():
-    with pytest.raises(ValueError, match="an actor needs the address of its learner; give HOST:PORT"):
+    with pytest.raises(ValueError, match="an actor needs the address of its learner; use HOST:PORT"):
         msrl.elastic.act()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=f"no learner of a run answers at {where}: .*; start one with --actors-at"):
+        with pytest.raises(ConnectionError, match=f"no learner answers at {where}: .*; start one with --actors-at"):
             msrl.elastic.act(where, wait=0.3)
 
 
@@ -663,18 +664,32 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
         first.take(1, 1, 0, 0, 2, 1),  # two iterations old
         first.take(0, 1, 0, 1, 2, 1), first.take(0, 1, 0, 1, 3, 1),  # the same one twice
     ]  # fmt: skip
-    assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it came twice"]
+    assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it arrived twice"]
     first.refuse(1, "it is no unroll")
     first.take(1, 2, 0, 2, 2, 1, "obs has nan")
     second = UnrollLog(tmp_path)  # after a checkpoint of 2 iterations
     assert (second.dropped, second.refused) == (first.dropped, first.refused) == (2, 2)
     second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
-    assert second.take(1, 0, 0, 0, 2, 9) == "it came twice"  # before the checkpoint
+    assert second.take(1, 0, 0, 0, 2, 9) == "it arrived twice"  # before the checkpoint
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"
     assert second.take(1, 3, 1, 3, 3, 9) is None
     assert len(read_log(tmp_path / FILE)) == 16
+
+
+def test_a_learner_that_goes_on_keeps_little_of_each_line(tmp_path):
+    """Three numbers of each unroll that was learned from, until it begins."""
+    lines = [{"run": "r", "begins": 0}, {"joins": 0}]
+    lines += [{"ticket": 0, "unroll": i, "life": 0, "version": i, "used": i} for i in range(5_000)]
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tracemalloc.start()
+    log = UnrollLog(tmp_path)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 40 * len(lines) and peak < 80 * len(lines), "a line is a dict of more than 500 bytes"
+    log.begin(4_000)
+    assert log.take(0, 3_999, 1, 4_000, 4_000, 9) == "it arrived twice" and log.take(0, 4_000, 1, 4_000, 4_000, 9) is None
 
 
 def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
@@ -685,7 +700,7 @@ def test_a_record_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
     UnrollLog(tmp_path).begin(0)
     assert [line["begins"] for line in read_log(tmp_path / FILE)] == [0, 0]
     (tmp_path / FILE).write_text("5\n")
-    with pytest.raises(ValueError, match=r"is damaged \(a line is no entry of a record\)"):
+    with pytest.raises(ValueError, match=r"is damaged \(a line is not an entry of a log\)"):
         read_log(tmp_path / FILE)
 
 

@@ -58,9 +58,9 @@ def test_equal_programs_have_equal_fingerprints():
     ("algo", "config", "why"),
     [
         ("dqn", {"replay": "replay:256,learning_starts=32", "batch_size": 16}, ".*buffer .insert. keeps .*, or train impala"),
-        ("impala", {"replay_batches": 2}, ".*buffer .sample_batches. keeps .*, or train impala with its defaults$"),
+        ("impala", {"replay_batches": 2}, ".*replay buffer .sample_batches. keeps .*, or train impala with its defaults$"),
         ("es", {}, "random keys .* cross between its actors and its learner"),
-        ("ppo", {"normalize_observations": True, "num_minibatches": 2}, "each actor would normalize by statistics of its own"),
+        ("ppo", {"normalize_observations": True, "num_minibatches": 2}, "each actor would normalize with its own statistics"),
     ],
 )  # fmt: skip
 def test_what_actors_apart_cannot_do_is_refused_in_one_sentence(algo, config, why):
@@ -71,9 +71,9 @@ def test_what_actors_apart_cannot_do_is_refused_in_one_sentence(algo, config, wh
 
 
 def test_members_and_parameters_as_data_are_refused():
-    with pytest.raises(ValueError, match="it has 2 members, whose data would be of several policies"):
+    with pytest.raises(ValueError, match="it has 2 members, whose data would come from several policies"):
         split_program(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), seeds=2))
-    with pytest.raises(ValueError, match="fix them in the name of the environment"):
+    with pytest.raises(ValueError, match="set them in the name of the environment"):
         split_program(msrl.Experiment(algorithm=msrl.algorithms.IMPALA(), env_params={"length": 1.0}))
 
 

@@ -139,7 +139,7 @@ def test_a_key_that_others_may_use_is_refused_with_the_remedy(mode, tmp_path, mo
     path = tmp_path / "other.pem"
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
     path.chmod(mode)
-    with pytest.raises(ValueError, match=rf"others may use the key {path}; keep them out with: chmod 600 {path}"):
+    with pytest.raises(ValueError, match=rf"others can read the key {path}; restrict it with: chmod 600 {path}"):
         msrl.elastic.act("127.0.0.1:7000", wait=0.1)
     path.chmod(0o400)
     tls.contexts()
@@ -153,21 +153,21 @@ def test_a_key_of_another_user_a_damaged_one_and_the_former_secret_are_refused(t
             patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
         else:
             os.chown(path, 12345, -1)
-        with pytest.raises(ValueError, match=f"{path} belongs to another user; name a file of your own in {tls.KEY_VARIABLE}"):
+        with pytest.raises(ValueError, match=f"{path} belongs to another user; set {tls.KEY_VARIABLE}"):
             tls.contexts()
     if not os.geteuid():
         os.chown(path, 0, -1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
             tls.contexts()  # what the administrator gave
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{tmp_path} is not a file; name a file in"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{tmp_path} is not a file; set"):
         patch.setenv(tls.KEY_VARIABLE, str(tmp_path))
         tls.contexts()
     path.write_text("no key")
-    with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner makes another"):
+    with pytest.raises(ValueError, match=f"{path} cannot be used .*; delete the file, and the next learner creates"):
         tls.contexts()
     monkeypatch.setenv("MSRL_JAX_SECRET", "s")
-    with pytest.raises(ValueError, match="MSRL_JAX_SECRET has no effect any more: learner and actors share the key in"):
+    with pytest.raises(ValueError, match="MSRL_JAX_SECRET no longer has an effect: learner and actors share the key in"):
         tls.contexts()
 
 
@@ -201,7 +201,7 @@ def test_messages_cross_both_ways():
         assert header == {"heard": {"a": 1}} and wait_for(ends) == ["done"]
     for x, y in zip(wire.arrays_of(payload, kinds), arrays, strict=True):
         np.testing.assert_array_equal(x, y)
-    with pytest.raises(wire.WireError, match="14 bytes of arrays in place of 2"):
+    with pytest.raises(wire.WireError, match="14 bytes of arrays instead of 2"):
         wire.arrays_of(payload, [jax.ShapeDtypeStruct((1,), np.int16)])
 
 
@@ -240,7 +240,7 @@ def test_who_has_no_key_or_another_one_is_not_let_in(tmp_path, other_key):
                 wrapped.sendall(wire._LENGTHS.pack(2, 0) + b"{}")
                 assert is_cut(wrapped)
                 wrapped.close()
-        with pytest.raises(PermissionError, match=r"has another key, .*; this process has the key .*: copy the same"):
+        with pytest.raises(PermissionError, match=r"has a different key, .*; this process has the key .*: copy the same"):
             wire.connect(address, other_key[1])
         assert "let in" not in wait_for(ends, 4)
         wire.connect(address, tls.contexts()[1]).close()

@@ -103,11 +103,11 @@ BROKEN = {
         r"the observation of TooFar.step is -?\d.* at index \(0,\), (below|above) the bounds of its observation_space, Box",
         "the reward of TooFar.step is -?inf in 80 of 80 steps",
     ],
-    NotANumber: ["the observation of NotANumber.step has nan; observations have to be finite"],
-    OwnDice: ["OwnDice returned another (step|reward) in a second run with the same keys and actions; draw all that is"],
-    Talking: ["Talking has side effects .* return what you want to know in the state"],
-    Stuck: ["Stuck.action_mask allows no action in a state from which the episode goes on; allow at least one"],
-    Own: ["obs and final_obs of Own.vectorize.*differ in steps that end no episode"],
+    NotANumber: ["the observation of NotANumber.step has nan; observations must be finite"],
+    OwnDice: ["OwnDice returned a different (step|reward) in a second run with the same keys and actions; draw all random"],
+    Talking: ["Talking has side effects .* return values in the state"],
+    Stuck: ["Stuck.action_mask allows no action in a state in which the episode continues; allow at least one"],
+    Own: ["obs and final_obs of Own.vectorize.*differ in steps that do not end an episode"],
 }
 
 
@@ -140,17 +140,17 @@ class Unfair:
 
 def test_the_turns_and_the_rewards_of_games_are_checked():
     assert envs.check(Unfair(), steps=10, num_envs=2).problems == (
-        "Unfair.to_move is 2 in a game that goes on; return 0 or 1, the number of an agent",
-        "the rewards of Unfair.step sum to 1; what one player of a game wins, the other loses",
+        "Unfair.to_move is 2 in a game that continues; return 0 or 1, the number of an agent",
+        "the rewards of Unfair.step sum to 1; a two-player game must be zero-sum",
     )
 
 
 @pytest.mark.long
 def test_pooled_resets_hide_nothing():
     report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
-    message = "the reward of Rounding.step under jax.vmap differs from that without it"
+    message = "the reward of Rounding.step differs under jax.vmap"
     assert any(problem.startswith(message) for problem in report.problems), report
-    assert any("under jax.shard_map over 4 devices returns another reward" in problem for problem in report.problems), report
+    assert any("over 4 devices returns a different reward" in problem for problem in report.problems), report
 
 
 def test_shapes_that_do_not_fit_are_the_only_problem():
@@ -227,9 +227,9 @@ TAKES_AN_ENVIRONMENT = {
 
 @pytest.mark.parametrize("use", TAKES_AN_ENVIRONMENT.values(), ids=TAKES_AN_ENVIRONMENT)
 def test_a_text_or_a_class_in_place_of_an_environment_is_refused(use):
-    with pytest.raises(TypeError, match=r"'CartPole-v1' is a text; give what msrl_jax\.envs\.make\('CartPole-v1'\) returns"):
+    with pytest.raises(TypeError, match=r"'CartPole-v1' is a string; pass the result of msrl_jax\.envs\.make\('CartPole-v1'\)"):
         use("CartPole-v1")
-    with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
+    with pytest.raises(TypeError, match=r"the environment Walk is a class; pass an instance, Walk\(...\)"):
         use(Walk)
 
 

@@ -231,8 +231,8 @@ def reporting(x):
 
 REFUSED = {
     "reduction": (changed(metrics={"place": "lats"}), "Broken.metrics['place'] is 'lats' (did you mean 'last'?); use one of "),
-    "name": (changed(metrics={"a place": "last"}), "Broken.metrics names 'a place'; a name is one word of letters"),
-    "reserved": (changed(metrics={"return": "sum"}), "Broken.metrics names 'return', which every environment reports"),
+    "name": (changed(metrics={"a place": "last"}), "Broken.metrics has 'a place'; use letters, digits and _"),
+    "reserved": (changed(metrics={"return": "sum"}), "Broken.metrics has 'return', which every environment reports"),
     "missing": (changed(report=lambda self, s: {"place": s.place}), "Broken.report returned no 'crossings', which metrics"),
     "undeclared": (changed(metrics={"place": "last"}), "Broken.report returned 'highest', which metrics does not declare"),
     "shape": (reporting(jnp.ones(2)), "'x' of Broken.report is float32[2]; return a scalar number or bool"),
@@ -258,4 +258,4 @@ def test_check_finds_metrics_that_are_no_numbers():
     (problem,) = envs.check(env, num_envs=2).problems
     assert re.match(r"the metric 'x' of Broken.report is (-inf|nan) in \d+ of 400 steps", problem)
     silent = changed(metrics=None)
-    assert any("report, but declares no metrics" in note for note in envs.check(silent).notes)
+    assert any("report, but no metrics" in note for note in envs.check(silent).notes)

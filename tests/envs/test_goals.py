@@ -68,14 +68,14 @@ class Seen(Bits):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Plain(), r"Plain has no method goal_reward\(achieved, desired\) -> \(reward, terminated\); give it one"),
+        (Plain(), r"Plain has no method goal_reward\(achieved, desired\) -> \(reward, terminated\); add one"),
         (envs.make("CartPole-v1"), r"observations of CartPole-v1 are Box.*Dict with observation, achieved_goal, desired_goal"),
-        (envs.FlattenObservation(Bits()), r"observations of Bits are Box.*leave the wrapper out that flattens them"),
+        (envs.FlattenObservation(Bits()), r"observations of Bits are Box.*remove the wrapper that flattens the observations"),
         (Short(), r"achieved_goal of Short has a value of float32\[4\], but desired_goal has float32\[2\]"),
         (Vague(), r"Vague.goal_reward returned int32\[\], bool\[4\]; return the reward, float32\[\], and whether"),
         (Unfinished(), r"Unfinished.goal_reward returned a NoneType, bool\[\]; return the reward, float32\[\], and whether"),
         (Single(), r"Single.goal_reward returned a .*; return the 2 values \(reward, terminated\)"),
-        (envs.privileged.with_privileged(Seen()), r"the critic sees the privileged_state of Seen.*Unprivileged\(env\)"),
+        (envs.privileged.with_privileged(Seen()), r"the critic of Seen sees privileged_state.*Unprivileged\(env\)"),
     ],
     ids=lambda x: "" if isinstance(x, str) else type(x).__name__,
 )
@@ -96,5 +96,5 @@ class Costly(EnvironmentWrapper):
 def test_a_check_notes_where_steps_and_goals_disagree():
     report = envs.check(Costly(Bits(3)), steps=40)
     assert report.ok and len(report.notes) == 2
-    assert report.notes[0].startswith("the reward of Bits.step is -1.5 where its goal_reward is -1.0; steps that")
-    assert report.notes[1] == "Bits.goal_reward terminates where Bits.step does not; let both do the same"
+    assert report.notes[0].startswith("the reward of Bits.step is -1.5 where its goal_reward is -1.0; relabelled")
+    assert report.notes[1] == "Bits.goal_reward terminates where Bits.step does not; they must agree"

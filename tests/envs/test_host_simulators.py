@@ -205,7 +205,7 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
     assert lost[failed].sum() > 1 and not lost[:, :2].any()
     others = np.delete(obs[:, 1], failed)
     assert (others == len(lost[0])).all() and obs[failed, 1] < len(lost[0])
-    assert "failed and will start again" in caplog.text
+    assert "failed and will be restarted" in caplog.text
 
 
 @pytest.mark.long
@@ -336,7 +336,7 @@ def test_bad_numbers_are_refused_before_anything_starts(kwargs, message):
 
 
 def test_a_vector_environment_is_refused_before_anything_starts():
-    with pytest.raises(TypeError, match=r"return one gymnasium\.Env, of which copies are made"):
+    with pytest.raises(TypeError, match=r"return a single gymnasium\.Env"):
         GymnasiumEnvironment(lambda: gymnasium.make_vec("CartPole-v1", 2))  # type: ignore[arg-type]
 
 

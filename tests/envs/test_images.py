@@ -54,7 +54,7 @@ def test_images_that_networks_take_for_vectors_are_named(space, told):
     notes = list(unseen_images(Seen(space)))
     assert len(notes) == told and all("msrl_jax.envs.AsImage" in note for note in notes)
     if isinstance(space, envs.Dict) and told:
-        assert notes[0].startswith("the part ['camera'] of the observations of Seen seem to be images, uint8[64, 64, 3]")
+        assert notes[0].startswith("part ['camera'] of the observations of Seen looks like an image, uint8[64, 64, 3]")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_who_acts_in_a_film_sees_the_image():
 
 @pytest.mark.parametrize("space", [envs.Box(0, 1, (4,)), envs.Dict({"a": pixels(8, 8, 3), "b": pixels(9, 9, 3)})], ids=str)
 def test_what_is_no_image_is_refused(space):
-    with pytest.raises(ValueError, match=r"AsImage makes one image of arrays .* Seen has observations"):
+    with pytest.raises(ValueError, match=r"AsImage needs arrays .* Seen has observations"):
         envs.AsImage(Seen(space))
 
 
@@ -143,7 +143,7 @@ def test_images_of_simulators_are_told_of_and_mended(capfd):
         "eval_episodes": 0, "progress": "lines", "policy": "MultiLearner:num_devices=1",
     }  # fmt: skip
     assert any("AsImage" in note for note in envs.check(plain, steps=6).notes)
-    told = "the observations of Quarter seem to be images, uint8[4, 40, 40], but networks convolve"
+    told = "the observations of Quarter looks like an image, uint8[4, 40, 40], but networks convolve"
     msrl.train("ppo", plain, **run)
     assert capfd.readouterr().err.startswith(told)
     env = envs.AsImage(plain)

@@ -58,7 +58,7 @@ def test_a_step_without_a_legal_action_or_with_an_illegal_one_has_a_reward_of_na
     wrong = ~before[..., action] | (~t.final_obs.action_mask.any(-1) & ~t.terminated)
     np.testing.assert_array_equal(np.isnan(t.reward), wrong)
     assert wrong.any()
-    with pytest.raises(ValueError, match=rf"Maze gave {wrong.sum()} of 240 .* no legal action"):
+    with pytest.raises(ValueError, match=rf"Maze: {wrong.sum()} of 240 .* no legal action"):
         check_played(env, t.reward)
 
 

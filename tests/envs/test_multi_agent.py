@@ -157,7 +157,7 @@ def test_an_incomplete_environment_is_refused():
         agents = ("one", "two")
         observation_spaces = action_spaces = reset = step = None
 
-    with pytest.raises(TypeError, match=r"Dicts has no observation_space; .*stack_agents\(env\) makes them of dicts"):
+    with pytest.raises(TypeError, match=r"Dicts has no observation_space; .*stack_agents\(env\) makes them from dicts"):
         envs.vectorize(Dicts(), 2)  # type: ignore[arg-type]
 
 

@@ -254,14 +254,14 @@ class Own(Weighing):
 
 REFUSED = {
     "name": ({"wieght": 1}, r"Weighing has no parameter 'wieght' \(did you mean 'weight'\?\) that can be data; it has weight"),
-    "shapes": ({"weight": 1, "size": 2}, "size of Weighing cannot be data, because it decides shapes or control flow"),
-    "no effect": ({"dead": 1.0}, "dead of Weighing changes nothing in reset and step; leave it out of env_params"),
-    "type": ({"steps": 1.5}, "Weighing: steps=1.5 does not fit; the parameter is int32"),
-    "shape": ({"grid": 1.0}, r"Weighing: grid=1 does not fit; the parameter is float32\[2\]"),
-    "order": ({"weight": envs.uniform(2, 1)}, r"weight=uniform\(2, 1\): the bounds are 2.0 and 1.0; give low <= high"),
+    "shapes": ({"weight": 1, "size": 2}, "size of Weighing cannot be data, because shapes or Python control flow"),
+    "no effect": ({"dead": 1.0}, "dead of Weighing has no effect on reset and step; remove it from env_params"),
+    "type": ({"steps": 1.5}, "Weighing: steps=1.5 does not fit the parameter, which is int32"),
+    "shape": ({"grid": 1.0}, r"Weighing: grid=1 does not fit the parameter, which is float32\[2\]"),
+    "order": ({"weight": envs.uniform(2, 1)}, r"weight=uniform\(2, 1\): the bounds are 2.0 and 1.0; use low <= high"),
     "ramps": (
         {"weight": envs.uniform(0, envs.ramp(1, -1, 50))},
-        r"weight=uniform\(0, ramp\(1, -1, 50\)\): the bounds after 50 steps are 0.0 and -1.0; give low <= high",
+        r"weight=uniform\(0, ramp\(1, -1, 50\)\): the bounds after 50 steps are 0.0 and -1.0; use low <= high",
     ),
     "options": ({"weight": envs.choice([])}, r"weight=choice\(\[\]\) has no options"),
     "text": ({"weight": "unifrom:0:1"}, r"there is no 'unifrom' \(did you mean 'uniform'\?\)"),
@@ -283,17 +283,17 @@ def test_what_cannot_be_is_refused_in_words(case):
 def test_environments_without_parameters_as_data_are_refused():
     with pytest.raises(TypeError, match="Leaving has no parameters as data"):
         envs.RandomizeParams(Leaving(), {"limit": 3})
-    with pytest.raises(TypeError, match="Fixed has an environment with parameters as data inside, but is no dataclass"):
+    with pytest.raises(TypeError, match="Fixed wraps an environment with parameters as data, but is not a dataclass"):
         envs.RandomizeParams(Fixed(Weighing()), {"weight": 3})
-    with pytest.raises(TypeError, match="Own makes its parallel copies itself, so its parameters cannot be data here"):
+    with pytest.raises(TypeError, match="Own creates its own parallel copies, so its parameters cannot be data here"):
         envs.RandomizeParams(Own(), {"weight": 3})
-    with pytest.raises(ValueError, match="the parameters of Weighing are drawn already; give all of them at once"):
+    with pytest.raises(ValueError, match="the parameters of Weighing are already drawn; pass all of them"):
         envs.RandomizeParams(envs.TimeLimit(envs.RandomizeParams(Weighing(), {"weight": 1}), 5), {"steps": 3})
     with pytest.raises(TypeError, match="the function of env_params of Weighing returned None; return a mapping"):
         envs.RandomizeParams(Weighing(), lambda key: None)  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="env_params=3 of Weighing: give a mapping name -> value, a function of a key, or"):
+    with pytest.raises(TypeError, match="env_params=3 of Weighing: pass a mapping name -> value, a function of a key, or"):
         envs.RandomizeParams(Weighing(), 3)
-    with pytest.raises(ValueError, match="masscart of CartPole-v1 changes nothing in reset and step"):
+    with pytest.raises(ValueError, match="masscart of CartPole-v1 has no effect on reset and step"):
         envs.RandomizeParams(envs.make("CartPole-v1"), {"masscart": 1.5})
 
 

@@ -101,9 +101,9 @@ def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch
             envs.make(f"{file}:Corridor:length=9")
     with pytest.raises(ValueError, match=r"'/x/my_walks\.py' is a file; write my_walks:NAME, in the folder /x or where Python"):
         envs.make("/x/my_walks.py")
-    with pytest.raises(ValueError, match=r"No module named 'bra'; .* or name a suite \(did you mean 'brax'"):
+    with pytest.raises(ValueError, match=r"No module named 'bra'; .* or use a suite \(did you mean 'brax'"):
         envs.make("bra:halfcheetah")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         envs.make("my_broken_walks:Corridor")
-    with pytest.raises(ValueError, match="cannot read 'length' in 'CartPole-v1:length'; parameters are written"):
+    with pytest.raises(ValueError, match="cannot read 'length' in 'CartPole-v1:length'; write parameters as"):
         envs.make("CartPole-v1:length")

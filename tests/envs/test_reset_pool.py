@@ -131,5 +131,5 @@ def test_training_is_the_same_under_another_policy_and_reports_repeated_starts(r
 def test_what_cannot_be_pooled_is_refused():
     with pytest.raises(ValueError, match="ResetPool of Dice: ratio=0: use an integer of at least 1"):
         envs.ResetPool(Dice(), 0)
-    with pytest.raises(TypeError, match="ResetPool takes environments of one agent, and Leaving has several"):
+    with pytest.raises(TypeError, match="ResetPool needs a single-agent environment, and Leaving has several"):
         envs.ResetPool(Leaving())

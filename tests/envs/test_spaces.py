@@ -139,13 +139,13 @@ def test_spaces_print_briefly():
     [
         (lambda: envs.Discrete(0), "Discrete: n=0: use an integer of at least 1"),
         (lambda: envs.Discrete(4, jnp.uint32, start=3_000_000_000), "start=3000000000: use an integer of at most 2147483644"),
-        (lambda: envs.Discrete(2, jnp.float32), "is no integer dtype"),
-        (lambda: envs.MultiDiscrete([2, 3], [1, 1]), "is no integer dtype; use int32; other lower bounds need a Box"),
-        (lambda: envs.Box(0, 1, (2,), None), "Box: dtype=None is no dtype of numbers"),
-        (lambda: envs.Box(0, 1, 3), r"Box: shape=3 is no shape; use a tuple of integers, such as \(3,\)"),
-        (lambda: envs.Discrete(200, jnp.int8), r"the value 199 of Discrete\(200\) is not one of int8, which has -128 to 127"),
-        (lambda: envs.MultiDiscrete([2, 300], jnp.uint8), "Box: high=299 is not one of uint8, which has 0 to 255"),
-        (lambda: envs.Box(0, np.inf, (2,), jnp.int32), "Box: high=inf is not one of int32"),
+        (lambda: envs.Discrete(2, jnp.float32), "is not an integer dtype"),
+        (lambda: envs.MultiDiscrete([2, 3], [1, 1]), "is not an integer dtype; use int32; other lower bounds need a Box"),
+        (lambda: envs.Box(0, 1, (2,), None), "Box: dtype=None is not a numeric dtype"),
+        (lambda: envs.Box(0, 1, 3), r"Box: shape=3 is not a shape; use a tuple of integers, such as \(3,\)"),
+        (lambda: envs.Discrete(200, jnp.int8), r"the value 199 of Discrete\(200\) does not fit int8, which holds -128 to 127"),
+        (lambda: envs.MultiDiscrete([2, 300], jnp.uint8), "Box: high=299 does not fit uint8, which holds 0 to 255"),
+        (lambda: envs.Box(0, np.inf, (2,), jnp.int32), "Box: high=inf does not fit int32"),
         (lambda: envs.Box(np.nan, 2, (2,)), "Box: low is nan"),
         (lambda: envs.Box(0, [1, 1, 1], (2,)), r"high of shape \(3,\) does not broadcast to shape=\(2,\)"),
         (lambda: envs.Box([0, 2], 1, (2,)), r"low=2.0 is above high=1.0 at index \(1,\)"),
@@ -157,7 +157,7 @@ def test_impossible_spaces_are_refused(build, message):
 
 
 def test_compound_spaces_say_what_they_are_made_of():
-    with pytest.raises(TypeError, match="give one tuple of spaces"):
+    with pytest.raises(TypeError, match="pass one tuple of spaces"):
         envs.Tuple(envs.Discrete(2))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="give one dict of spaces by name"):
+    with pytest.raises(TypeError, match="pass one dict of spaces by name"):
         envs.Dict([("a", envs.Discrete(2))])  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ STEP, RESET = r"Corridor\.step", r"Corridor\.reset"
         ),
         (broken(reset=lambda key: [key, key]), RESET + r" returned a list; return the 2 values"),
         (broken(observation_space=envs.Box(0, 3, (0,))), r"observation_space is Box.* has no elements; give it at least one"),
-        (broken(action_space=gymnasium.spaces.Discrete(2)), r"action_space is a space of Gymnasium; give .*GymnasiumEnv"),
+        (broken(action_space=gymnasium.spaces.Discrete(2)), r"action_space is a Gymnasium space; use .*GymnasiumEnv"),
         (broken(action_space=envs.Dict({"a": envs.Tuple((2,))})), r"action_space\.spaces\['a'\]\.spaces\[0\] is 2 of type"),
     ],
 )

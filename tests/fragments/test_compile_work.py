@@ -69,3 +69,15 @@ def test_work_grows_linearly_with_fragments(policy):
     state, axes = {"x": jnp.zeros(8)}, {"x": P("env")}
     few, more, most = (work(chain(n), state, axes, policy, jax.devices()) for n in (8, 32, 128))
     assert (most - more) / (128 - 32) <= 1.25 * (more - few) / (32 - 8)
+
+
+def test_work_grows_linearly_with_leaves():
+    learners = [msrl.fragment(role=f"learner:{name}", name=name)(lambda xs: [x + 1 for x in xs]) for name in "ab"]
+
+    def iteration(state):
+        return [learn(xs) for learn, xs in zip(learners, state, strict=True)], {}
+
+    few, more, most = (
+        work(iteration, [[jnp.zeros(3)] * n] * 2, P(), "GPUOnly", jax.devices()[:1]) for n in (4, 16, 64)
+    )  # fmt: skip
+    assert (most - more) / (64 - 16) <= 1.25 * (more - few) / (16 - 4)

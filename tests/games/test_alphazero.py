@@ -180,8 +180,8 @@ def test_trees_take_what_is_said(game, monkeypatch):
         (GAME, {"num_simulations": 10**9}, r"num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
         (GAME, {"replay.capacity": 8}, r"AlphaZero, whose positions are the buffer's steps: capacity=8 holds 0 steps"),
         (GAME, {"replay.storage": "bool"}, r"storage="),
-        ("pgx:leduc_holdem", {}, r"two players who move in turns .* 'pgx:leduc_holdem' .* use self_play"),
-        (KuhnPoker(), {}, r"two players who move in turns and see the whole state, but environment 'KuhnPoker' has 2 agents"),
+        ("pgx:leduc_holdem", {}, r"two-player games with alternating moves .* 'pgx:leduc_holdem' .* use self_play"),
+        (KuhnPoker(), {}, r"alternating moves and perfect information, but environment 'KuhnPoker' has 2 agents"),
         (Homes(), {}, r"environment 'Homes' has 3 agents"),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_what_a_search_cannot_use_is_refused(game, monkeypatch):
     class Hosted(type(game)):
         on_host = True
 
-    with pytest.raises(ValueError, match="simulated on the host, where states cannot be tried out"):
+    with pytest.raises(ValueError, match="simulated on the host, where states cannot be searched"):
         build(Hosted(game.game, game.name))
     monkeypatch.setitem(sys.modules, "mctx", None)
     with pytest.raises(ImportError, match=r"mctx, which is not installed; install it with: pip install 'msrl-jax\[search\]'"):

@@ -78,19 +78,19 @@ def test_looking_ahead_finds_what_is_there():
 
 def test_who_cannot_play_is_refused():
     game = msrl.envs.make(GAME)
-    with pytest.raises(ValueError, match="a match is between two players, but environment 'Homes' has not two agents"):
+    with pytest.raises(ValueError, match="a match needs two players, but environment 'Homes' does not have two"):
         match(Homes(), always(0), always(0))
     with pytest.raises(ValueError, match="games=0: use an integer of at least 1"):
         match(game, perfect(), perfect(), games=0)
     with pytest.raises(ValueError, match="max_steps=0: use an integer of at least 1"):
         match("RockPaperScissors", always(0), always(0), max_steps=0)
-    with pytest.raises(ValueError, match=r"a player gave an action that is not in Discrete\(3\) in 4 of 4 games"):
+    with pytest.raises(ValueError, match=r"a player chose an action outside Discrete\(3\) in 4 of 4 games"):
         match("RockPaperScissors", always(3), always(0), games=4)
-    with pytest.raises(TypeError, match="a player is 3; give a run's result, or a Player"):
+    with pytest.raises(TypeError, match="a player is 3; pass a run's result, or a Player"):
         match(game, perfect(), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="with_search takes a run's result, got 3"):
+    with pytest.raises(TypeError, match="with_search needs a run's result, not 3"):
         with_search(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' has not both"):
+    with pytest.raises(ValueError, match=r"minimax needs a game with to_move\(state\) .* 'KuhnPoker' lacks them"):
         minimax("KuhnPoker", 2)
     with pytest.raises(ValueError, match="a player of 'pgx:tic_tac_toe' cannot play 'RockPaperScissors'; make it for"):
         match("RockPaperScissors", always(0), minimax(game, 2))
@@ -113,7 +113,7 @@ def test_a_trained_agent_plays_with_and_without_search():
     assert match(GAME, other, at_random(), games=20).finished.all()
     with pytest.raises(ValueError, match=r"was trained in 'pgx:tic_tac_toe', with observations .* of 'KuhnPoker' are"):
         match("KuhnPoker", other, other)
-    with pytest.raises(ValueError, match="an agent of 'self_play' does not search; give its result itself to a match"):
+    with pytest.raises(ValueError, match="an agent of 'self_play' does not search; pass its result directly to a match"):
         with_search(other)
     with pytest.raises(ValueError, match="num_simulations=0: use an integer of at least 1"):
         with_search(result, 0)

@@ -196,10 +196,10 @@ def test_a_key_that_is_passed_on_is_no_chance():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Coin(), r"muzero searches in games without chance, but Coin\.step draws random numbers; use self_play"),
-        (Dice(), r"muzero searches in games without chance, but Dice\.step draws random numbers; use self_play"),
-        (Homes(), r"muzero is for games of two players who move in turns .* 'Homes' has 3 agents .* use self_play"),
-        (KuhnPoker(), r"muzero is for games of two players who move in turns and see .* but environment 'KuhnPoker'"),
+        (Coin(), r"muzero needs a deterministic game, but Coin\.step draws random numbers; use self_play"),
+        (Dice(), r"muzero needs a deterministic game, but Dice\.step draws random numbers; use self_play"),
+        (Homes(), r"muzero is for two-player games .* 'Homes' has 3 agents .* use self_play"),
+        (KuhnPoker(), r"muzero is for two-player games with alternating .* but environment 'KuhnPoker'"),
     ],
 )  # fmt: skip
 def test_games_that_do_not_fit_are_refused(env, message):

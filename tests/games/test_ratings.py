@@ -39,7 +39,7 @@ def test_who_won_all_games_is_rated_as_with_one_more_draw():
     np.testing.assert_allclose(found.elo[0], 400 * math.log10(20.5 / 0.5))
     assert found.interval[0, 0] < found.elo[0] - 400  # nobody knows how much better
     np.testing.assert_allclose(two((0, 20)).elo[1], found.elo[0])  # the first one is the anchor
-    message = "'b' has no points against a, nor against who has, so ratings are infinite; use virtual_draws=1, and let all meet"
+    message = "'b' has no points against a, directly or indirectly, so ratings are infinite; use virtual_draws=1"
     with pytest.raises(ValueError, match=message):
         two((20, 0), virtual_draws=0)
 
@@ -117,20 +117,20 @@ def test_a_player_at_random_draws_legal_actions_alike():
 def test_what_does_not_fit_is_refused():
     rock = {"rock": always(0), "paper": always(1)}
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"players": {"rock": always(0)}}, r"players=\['rock'\]: give at least two players, with different names"),
+        ({"players": {"rock": always(0)}}, r"players=\['rock'\]: pass at least two players, with different names"),
         ({"anchor": "stone"}, "anchor='stone': use the name of a player: rock, paper"),
         ({"rating": math.nan}, "rating=nan: use a finite number"),
         ({"virtual_draws": -1}, "virtual_draws=-1: use a finite number of at least 0"),
         ({"games": 0}, "games=0: use an integer of at least 1"),
-        ({"env": Homes()}, "a match is between two players, but environment 'Homes' has not two agents"),
+        ({"env": Homes()}, "a match needs two players, but environment 'Homes' does not have two"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             round_robin(**{"env": "RockPaperScissors", "players": rock} | options)
-    with pytest.raises(TypeError, match="players is a list; give a dict of players by name"):
+    with pytest.raises(TypeError, match="players is a list; pass a dict of players by name"):
         round_robin("RockPaperScissors", [always(0), always(1)])  # type: ignore[arg-type]
     for points in ([[0, 1]], [[0, -1], [1, 0]], [[1, 1], [1, 0]], [[0, np.nan], [1, 0]]):
-        with pytest.raises(ValueError, match="give finite numbers of at least 0, one for each two of 2 players, and 0 for"):
+        with pytest.raises(ValueError, match="pass finite numbers of at least 0, one for each two of 2 players, and 0 for"):
             bradley_terry(("a", "b"), np.array(points))
-    with pytest.raises(ValueError, match="'a' has no points against b, nor against who has"):
+    with pytest.raises(ValueError, match="'a' has no points against b, directly or indirectly"):
         bradley_terry(("a", "b"), np.zeros((2, 2)))

@@ -178,9 +178,9 @@ def test_actions_and_observations_of_other_spaces():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: meta.RL2(MDP, 64, 7), ValueError, r"horizon=64 is no multiple of episode_length=7; use one, such as 63"),
+        (lambda: meta.RL2(MDP, 64, 7), ValueError, r"horizon=64 is not a multiple of episode_length=7; use one, such as 63"),
         (lambda: meta.RL2(MDP, 5, 7), ValueError, "use one, such as 7"),
-        (lambda: meta.RL2(Homes(), 8, 4), TypeError, "of one agent"),
+        (lambda: meta.RL2(Homes(), 8, 4), TypeError, "single-agent"),
         (lambda: meta.RL3(MDP), TypeError, r"write RL3\(RL2\(env, ...\)\)"),
         (lambda: meta.RL3(meta.RL2(Shifted(), 8, 4)), TypeError, "where both are Discrete from 0"),
         (lambda: meta.RL3(RL2, smoothing=0), ValueError, "smoothing=0 finite and above 0"),

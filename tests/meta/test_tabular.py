@@ -68,9 +68,9 @@ def test_random_bandits_are_uniform():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: meta.TabularMDP(TRANSITIONS, REWARDS[:2]), r"transitions \[3, 2, 3\] and rewards \[2, 2\] do not fit"),
-        (lambda: meta.TabularMDP(2 * TRANSITIONS, REWARDS), "let each row sum to 1"),
-        (lambda: meta.TabularMDP(TRANSITIONS, REWARDS * np.nan), "give finite rewards"),
+        (lambda: meta.TabularMDP(TRANSITIONS, REWARDS[:2]), r"transitions \[3, 2, 3\] and rewards \[2, 2\] do not match"),
+        (lambda: meta.TabularMDP(2 * TRANSITIONS, REWARDS), "each row must sum to 1"),
+        (lambda: meta.TabularMDP(TRANSITIONS, REWARDS * np.nan), "use finite rewards"),
         (lambda: meta.TabularMDP(TRANSITIONS, REWARDS, noise=-1), "noise of at least 0, not -1"),
         (lambda: meta.BernoulliBandit([0.5, 1.5]), "must be probabilities"),
         (lambda: meta.random_mdps(2, 2, concentration=0), "concentration=0 must be finite and above 0"),

@@ -157,9 +157,9 @@ def test_unknown_policies_and_parameters_suggest_the_nearest():
         msrl.policies.get("SingleLearnerCourse")
     with pytest.raises(ValueError, match=r"has no parameter 'learner' \(did you mean 'learners'"):
         msrl.policies.get("SingleLearnerCoarse", learner=2)
-    with pytest.raises(TypeError, match="no distribution policy"):
+    with pytest.raises(TypeError, match="is not a distribution policy"):
         msrl.policies.get(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"no distribution policy: make one, GPUOnly\(\)"):
+    with pytest.raises(TypeError, match=r"is not a distribution policy: make one, GPUOnly\(\)"):
         msrl.policies.get(msrl.policies.GPUOnly)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'mine\.py' is a file; write mine:NAME"):
         msrl.policies.get("mine.py")

@@ -23,10 +23,10 @@ FITS = {"capacity": 480, "num_envs": 8, "unroll_length": 4, "batch_size": 16}
         ({"min_size": 481}, r"min_size=481: a batch .* needs 32 steps of all environments, and the buffer holds 480"),
         ({"min_size": 24, "length": 5}, r"min_size=24: a batch of 16 windows of length=5 needs 64 steps"),
         ({"discount": -1.0}, r"discount=-1\.0: use a finite number of at least 0"),
-        ({"storage": {"observation": "uint8"}}, r"storage names 'observation', which an item does not have; there are \["),
+        ({"storage": {"observation": "uint8"}}, r"storage has 'observation', which is not in an item; it has \["),
         ({"storage": {"obs": "uint9"}}, r"unknown codec 'uint9'"),
         ({"storage": {"terminated": "uint8"}}, r"the codec cannot pack item\.terminated, which is bool\[\]"),
-        ({"capacity": 10**14}, r"more than can be counted with 32 bits"),
+        ({"capacity": 10**14}, r"which exceeds 32-bit counts"),
     ],
 )
 def test_arguments(make, arguments, message):

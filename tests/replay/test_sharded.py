@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
 from msrl_jax.envs.goals import Goals
-from msrl_jax.fragments.plan.cost import collectives
+from msrl_jax.fragments.plan.hlo import collectives, module_of
 from tests.support.history import EXAMPLE, steps
 from tests.support.slow import mostly_slow
 
@@ -70,7 +70,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         program = compile_on(buffer, num_devices, count)
         args = jax.device_put((buffer.init(), items, jax.random.key(0)), program.input_shardings[0])
         seen.append(jax.tree.map(np.asarray, program(*args)))
-        moved = collectives(program.as_text()).collectives
+        moved = collectives(module_of(program)).collectives
         # Only the least probability of the batch, for the importance weights.
         assert all(c.kind == "all-reduce" and c.nbytes == 4 for c in moved), moved
         assert len(moved) == (kind == "prioritized" and num_devices > 1)

@@ -14,7 +14,7 @@ from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.fragments.counters import counter
 from msrl_jax.rnd import A2CRND, IMPALARND
-from msrl_jax.rnd.novelty import random_network_distillation
+from msrl_jax.rnd.distillation import random_network_distillation
 from tests.support.random_walk import RandomWalk
 
 T, E = 6, 16
@@ -54,15 +54,15 @@ def unroll(seed):
 @pytest.mark.parametrize("absent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bonus_and_update_equal_an_independent_implementation(absent):
     init, explore = rnd(E, T, hidden_sizes=(8, 6), intrinsic_coef=0.7, optimizer="sgd", learning_rate=0.05, max_grad_norm=1e6)
-    novelty, explore = init(jax.random.key(0)), jax.jit(explore)
+    state, explore = init(jax.random.key(0)), jax.jit(explore)
     first, total, sums = None, np.zeros(E), []
     for i in range(2):
         obs, ends, present = unroll(i)
         present = present if absent else np.ones((T, E), bool)
         nothing = jnp.zeros((T, E))
         t = Trajectory(obs[:-1], nothing, nothing, nothing, *ends, present if absent else None)
-        before = novelty
-        novelty, t, metrics = explore(novelty, t, obs[-1], Progress(counter(i)))
+        before = state
+        state, t, metrics = explore(state, t, obs[-1], Progress(counter(i)))
         seen = obs[:-1].reshape(-1, 3).astype(np.float64)
         first = seen if first is None else np.concatenate([first, seen])
         x = np.clip((obs - first.mean(0)) / np.sqrt(first.var(0) + 1e-8), -5, 5)
@@ -79,8 +79,8 @@ def test_bonus_and_update_equal_an_independent_implementation(absent):
         np.testing.assert_allclose(metrics["intrinsic_reward"], reward.sum() / present.sum(), rtol=1e-4)
         gradient = plain_slope(before.params, before.target, x[:-1], value[:-1] + advantage[:-1], present)
         after = jax.tree.map(lambda p, g: p - 0.05 * g, before.params, gradient)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), novelty.params, after)
-        jax.tree.map(np.testing.assert_array_equal, novelty.target, before.target)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state.params, after)
+        jax.tree.map(np.testing.assert_array_equal, state.target, before.target)
 
 
 def test_a_bonus_is_added_to_advantages_and_not_to_what_the_critic_learns():
@@ -100,13 +100,13 @@ def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():
     """Of 128 environments a quarter: the losses of many draws are scattered like means over a quarter of the examples."""
     num_envs, draws = 128, 4_000
     init, explore = rnd(num_envs, 2, hidden_sizes=(4,), intrinsic_coef=1.0)
-    novelty, nothing = init(jax.random.key(0)), jnp.zeros((2, num_envs))
+    state, nothing = init(jax.random.key(0)), jnp.zeros((2, num_envs))
     obs = np.float32(np.random.default_rng(0).normal(size=(3, num_envs, 3)))
     t = Trajectory(obs[:-1], *[nothing] * 3, *[nothing > 0] * 2)
-    loss = lambda key: explore(novelty._replace(key=key), t, obs[-1], Progress(counter()))[2]["rnd_loss"]  # noqa: E731
+    loss = lambda key: explore(state._replace(key=key), t, obs[-1], Progress(counter()))[2]["rnd_loss"]  # noqa: E731
     drawn = jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(1), draws))
     x = np.clip((obs[:-1] - obs[:-1].mean((0, 1))) / obs[:-1].std((0, 1)), -5, 5)
-    each = ((plain_mlp(novelty.params["predictor"], x, np) - plain_mlp(novelty.target, x, np)) ** 2).mean(-1)
+    each = ((plain_mlp(state.params["predictor"], x, np) - plain_mlp(state.target, x, np)) ** 2).mean(-1)
     np.testing.assert_allclose(drawn.mean(), each.mean(), rtol=0.01)
     np.testing.assert_allclose(drawn.var(), each.var() * (1 / (each.size / 4) - 1 / each.size), rtol=0.15)
 
@@ -118,8 +118,8 @@ def test_it_has_the_checks_of_the_algorithm():
         algorithms.make("ppo_rnd", {"unroll_length": 9, "num_minibatches": 2})
 
 
-def test_impala_replays_no_novelty():
-    with pytest.raises(ValueError, match=r"IMPALARND\.replay_batches=4: what was new .*; use replay_batches=0, or impala"):
+def test_impala_rnd_refuses_replay():
+    with pytest.raises(ValueError, match=r"IMPALARND\.replay_batches=4: intrinsic rewards are outdated .*; use replay"):
         IMPALARND(replay_batches=4)
 
 

@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.cli import command_line
 from msrl_jax.fragments.runtime import memory
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.runtime.memory import program_bytes
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
@@ -28,10 +28,10 @@ def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
     taken = program_bytes(jax.jit(square).lower(x).compile())
     assert taken >= 2 * 64 * 64 * 4  # the argument and its square
     limit_to(monkeypatch, taken)
-    np.testing.assert_array_equal(Fitting(jax.jit(square), "it", "")(x), np.full(64, 64.0))
+    np.testing.assert_array_equal(MemoryCheckedJit(jax.jit(square), "it", "")(x), np.full(64, 64.0))
     limit_to(monkeypatch, taken - 1)
     with pytest.raises(ValueError, match=f"it takes {taken:,} bytes of .*, which has {taken - 1:,} in all. Use less"):
-        Fitting(jax.jit(square), "it", "Use less")(x)
+        MemoryCheckedJit(jax.jit(square), "it", "Use less")(x)
 
 
 @pytest.mark.long

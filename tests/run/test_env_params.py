@@ -195,12 +195,12 @@ def test_episodes_are_played_with_the_parameters_of_the_run_unless_told_otherwis
 
 
 REFUSED = {
-    "name": ("values", {"lenght": 1.0}, r"draws no parameter 'lenght' \(did you mean 'length'\?\) of CartPole-v1; it draws"),
-    "new": ("values", {"tau": 0.1}, "draws no parameter 'tau' of CartPole-v1; it draws length, gravity. Give all that may"),
+    "name": ("values", {"lenght": 1.0}, r"not draw a parameter 'lenght' \(did you mean 'length'\?\) of CartPole-v1"),
+    "new": ("values", {"tau": 0.1}, "does not draw a parameter 'tau' of CartPole-v1; it draws length, gravity. Pass every"),
     "kind": ("values", {"length": 1.0}, r"length was uniform\(0.25, 0.5\) and cannot become 1 during a run"),
-    "order": ("values", {"length": envs.uniform(2, 1)}, "the bounds are 2.0 and 1.0; give low <= high"),
-    "form": ("values", 3.0, "are set by name, {name: value}, not by 3.0"),
-    "level": ("level", {"most": 1.0}, "the level was .* and cannot become .* during a run, only another one of its kind"),
+    "order": ("values", {"length": envs.uniform(2, 1)}, "the bounds are 2.0 and 1.0; use low <= high"),
+    "form": ("values", 3.0, "by name, {name: value}, not by 3.0"),
+    "level": ("level", {"most": 1.0}, "the level was .* and cannot become .* during a run, which would change the program"),
 }
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_set_is_refused_in_words(case):
 
 
 def test_runs_without_numbers_to_set_say_so():
-    message = "the run on CartPole-v1 has no numbers to set; start it with env_params={name: value}"
+    message = "the run on CartPole-v1 has no parameters to set; start it with env_params={name: value}"
     env = envs.make("CartPole-v1")
     for there in (env, envs.RandomizeParams(env, lambda key: {"length": jax.random.uniform(key)})):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -236,7 +236,7 @@ def test_a_level_keeps_its_type():
         envs.make("CartPole-v1"), envs.Curriculum(lambda key, level: {"length": 1.0 + level + jnp.float32(0)}, 0)
     )
     assert changed(env, 2.0).level == 2
-    with pytest.raises(ValueError, match=r"cannot become 0\.5, as it began as int32; begin with a float"):
+    with pytest.raises(ValueError, match=r"cannot become 0\.5, because it started as int32; start with a float"):
         changed(env, 0.5)
 
 

@@ -104,7 +104,7 @@ def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match=r"seeds=2: .* gymnasium:Pendulum-v1 is simulated on the host; run one after another"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, seeds=2, **SMALL)
-    with pytest.raises(TypeError, match="makes its parallel copies itself, so its parameters cannot be data"):
+    with pytest.raises(TypeError, match="creates its own parallel copies, so its parameters cannot be data"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, env_params={"g": 5.0}, **SMALL)
 
 

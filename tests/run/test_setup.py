@@ -39,7 +39,7 @@ CODEC_FIELDS = [
 @pytest.mark.parametrize(("policy", "field"), CODEC_FIELDS)
 def test_a_codec_of_another_type_is_refused(policy, field):
     for codec in (3, True, ["uint8"], {"obs": 3}, {"obs": None}, {3: "uint8"}):
-        with pytest.raises(TypeError, match=rf"{policy.__name__}: {field}=.* is no codec; use .*'bfloat16'.* or None"):
+        with pytest.raises(TypeError, match=rf"{policy.__name__}: {field}=.* is not a codec; use .*'bfloat16'.* or None"):
             policy(**{field: codec})
 
 

@@ -18,5 +18,5 @@ def dependencies(program, staleness):
             for v in i.makes():
                 here[v] = before
         pairs = zip(program.schedule.inputs, program.schedule.outputs, strict=True)
-        held = {enter: here.get(leave, frozenset()) for ins, outs in pairs for enter, leave in zip(ins, outs, strict=True)}
+        held = {v: here.get(w, frozenset()) for ins, outs in pairs for v, w in zip(ins, outs, strict=True)}
     return depends

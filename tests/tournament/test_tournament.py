@@ -169,9 +169,9 @@ def test_the_command_line(tmp_path, capsys):
         ({"round_steps": 0}, "round_steps=0: use an integer"),
         ({"fresh": 1.5}, "fresh=1.5: use a probability"),
         ({"target": float("nan")}, "target=nan: use a finite number"),
-        ({"round_steps": 1024}, "round_steps=1024 is more than total_steps=512"),
+        ({"round_steps": 1024}, "round_steps=1024 exceeds total_steps=512"),
         ({"learning_rate": [1e-3, 1e-4]}, "learning_rate has several values, but a member has one"),
-        ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that tell which member is better"),
+        ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that rank members"),
     ],
     ids=["round", "fresh", "target", "long", "several", "ranked"],
 )
@@ -185,7 +185,7 @@ def test_other_folders_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunFolderError, match=r"holds other files \(thesis.tex\)"):
         msrl.tournament.compete(tmp_path, "a2c", round_steps=128)
-    with pytest.raises(RunFolderError, match="holds no leaderboard"):
+    with pytest.raises(RunFolderError, match="does not contain a leaderboard"):
         Leaderboard(str(tmp_path)).best  # noqa: B018
     board = Leaderboard.make(tmp_path / "board", "Env", 2)
     with pytest.raises(RunFolderError, match="has size=2, and cannot go on with size=3"):
@@ -215,7 +215,7 @@ def board(begun, tmp_path):
 def test_a_damaged_member_is_left_out(board, one_device):
     (entry,) = board.entries
     shutil.rmtree(entry.path / "checkpoints")
-    with pytest.warns(ResumeWarning, match=f"member {entry.id} cannot be read, and a new run begins"):
+    with pytest.warns(ResumeWarning, match=f"member {entry.id} cannot be read, so a new run starts"):
         msrl.tournament.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE)
     assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
     (entry.path / "entry.json").write_text("{")

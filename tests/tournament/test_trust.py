@@ -41,10 +41,10 @@ def test_a_board_runs_nothing_and_leads_nowhere_else(tmp_path):
     for name, stated in (("a", "a"), ("b", "../../../precious"), ("c", str(precious)), ("d", "d")):
         shutil.copytree(run, member := board.path / "members" / name)
         (member / "entry.json").write_text(json.dumps(about | {"id": stated} | ({"score": "high"} if name == "d" else {})))
-    with pytest.warns(ResumeWarning, match="is not what a worker wrote"):
+    with pytest.warns(ResumeWarning, match="was not written by a worker"):
         (member,) = board.entries
     assert member.id == "a" and precious.exists()
-    with pytest.warns(ResumeWarning, match="cannot be read, and a new run begins"):
+    with pytest.warns(ResumeWarning, match="cannot be read, so a new run starts"):
         assert not _copied(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
 
 

@@ -1,1 +1,1 @@
-"""Adapters of published suites of environments; each is imported when one of its environments is made."""
+"""Adapters of published environment suites; each is imported when one of its environments is made."""

@@ -17,9 +17,9 @@ from msrl_jax.fragments.support.checks import whole
 
 
 def make(name: str, *, episode_length: int = 1000, action_repeat: int = 1, **params: Any) -> Environment:
-    """An environment of Brax, such as "halfcheetah", that is truncated after `episode_length` steps of physics.
+    """Makes an environment of Brax, such as "halfcheetah", that is truncated after `episode_length` physics steps.
 
-    The physics takes each action `action_repeat` times. Other parameters are arguments of the constructor: `backend="mjx"`.
+    The physics repeats each action `action_repeat` times. Other parameters are constructor arguments, e.g. `backend="mjx"`.
     """
     kinds = common.load("brax.envs")._envs
     common.check_name("Brax", name, kinds)
@@ -29,7 +29,7 @@ def make(name: str, *, episode_length: int = 1000, action_repeat: int = 1, **par
 
 
 def limited(env: Any, name: str, episode_length: int, action_repeat: int) -> Environment:
-    """An environment of Brax, or of a suite with Brax's states, that repeats actions, and truncates episodes."""
+    """Wraps an environment of Brax, or of a suite with Brax's states, to repeat actions and truncate episodes."""
     whole(f"{name}: episode_length", episode_length)
     whole(f"{name}: action_repeat", action_repeat)
     return TimeLimit(BraxEnvironment(env, name, action_repeat), -(-episode_length // action_repeat))
@@ -38,10 +38,10 @@ def limited(env: Any, name: str, episode_length: int, action_repeat: int) -> Env
 class BraxEnvironment(Named):
     """An environment of Brax, or of a suite with Brax's states, without wrappers.
 
-    Of observations {"state", "privileged_state"}, as some in Playground are, actors see the first and critics the second.
-    Brax's `done` is the end of the task. Its physics draws no random numbers, so the keys of steps are not used. Rewards of
-    repeated actions are summed, also after the end of the task, as in Brax. Its metrics are those of a state, of the last
-    repetition, as in Brax: those named `reward...` as sums over the episode, others as means.
+    If observations are {"state", "privileged_state"}, as in parts of Playground, actors see the first and critics the second.
+    Brax's `done` is a termination. Its physics draws no random numbers, so `step` ignores its key. As in Brax, rewards of
+    repeated actions are summed, even after a termination, and metrics are those of the last repetition: names that start with
+    `reward` are summed over the episode, others averaged.
     """
 
     def __init__(self, env: Any, name: str, action_repeat: int = 1):
@@ -55,13 +55,13 @@ class BraxEnvironment(Named):
 
     @property
     def default_params(self) -> dict[str, jax.Array]:
-        """The arrays of floats of the system of bodies, by their path in it, such as `opt.gravity` or `dof.damping`."""
+        """The float arrays of the physical system by path, such as `opt.gravity` or `dof.damping`."""
         model = getattr(self.env, _field(self.env))
         arrays = [(path, x) for path, x in jax.tree.leaves_with_path(model) if "._" not in f".{_named(path)}"]
         return {_named(path): x for path, x in arrays if isinstance(x, jax.Array) and x.dtype == jnp.float32 and x.size}
 
     def with_params(self, params: Mapping[str, Any]) -> "BraxEnvironment":
-        """The environment with other values of some of them, which may be traced."""
+        """The environment with other, possibly traced, values for some parameters."""
         env, inner = copy.copy(self), copy.copy(self.env)
         model = jax.tree.map_with_path(lambda path, x: params.get(_named(path), x), getattr(inner, _field(inner)))
         setattr(inner, _field(inner), model)
@@ -81,10 +81,10 @@ class BraxEnvironment(Named):
             with common.quiet():
                 try:
                     state = narrow(self.env.step(state, action))
-                except TypeError as error:  # of an action of the right type
+                except TypeError as error:  # although the action has the right type
                     raise RuntimeError(
-                        f"{self.name} fails in a step of its own, as its package does not fit JAX {jax.__version__}: {error}; "
-                        "use another environment, or other versions of the two"
+                        f"{self.name} fails in its own step, because its package does not work with JAX {jax.__version__}: "
+                        f"{error}; use another environment, or other versions of the two"
                     ) from error
             return state, state.reward
 
@@ -101,11 +101,11 @@ class BraxEnvironment(Named):
 
     @property
     def render_fps(self) -> float:
-        """Pictures per second of simulated time."""
+        """Frames per second of simulated time."""
         return float(1 / (self.env.dt * self.action_repeat))
 
     def render(self, state: Any) -> np.ndarray:
-        """A picture by MuJoCo."""
+        """An image rendered by MuJoCo."""
         if hasattr(state, "pipeline_state"):
             return self._camera(state.pipeline_state.q, state.pipeline_state.qd)
         data = state.data
@@ -127,7 +127,7 @@ def _privileged_state(state: Any) -> PyTree:
 
 
 def _field(env: Any) -> str:
-    """The attribute with the system of bodies, Brax's or Playground's."""
+    """The attribute that holds the physical system, in Brax or Playground."""
     return "sys" if hasattr(env, "sys") else "_mjx_model"
 
 

@@ -1,7 +1,7 @@
-"""What adapters of suites share: quiet imports, checks of names and parameters.
+"""Helpers of suite adapters: quiet imports, checks of names and parameters.
 
-An adapter has a function `make(name, **params)`. It raises ValueError on an unknown name, on a parameter that the environment
-lacks, and on a value that it refuses.
+An adapter has a function `make(name, **params)`. It raises ValueError for an unknown name, for an unknown parameter, and for a
+value that the environment rejects.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suites print, and use what is deprecated in other packages; neither concerns those who use the suites."""
+    """Silences suites, which print and use deprecated features of other packages; users can change neither."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)  # of bounds of spaces
-        warnings.filterwarnings("ignore", "Brax System", UserWarning)  # which advises every user to take another suite
+        warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)  # bounds of spaces
+        warnings.filterwarnings("ignore", "Brax System", UserWarning)  # advises all users to switch to another suite
         yield
 
 
 class _Deferred(ModuleType):
-    """A module that runs when a name that it lacks is looked up. Those of `LazyLoader` run at their second import, too."""
+    """A module that runs when a missing name is first looked up. One of `LazyLoader` also runs at its second import."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__path__", "__file__", "__cached__"):  # which Python looks for before it sets them
+        if name in ("__path__", "__file__", "__cached__"):  # Python looks for these before it sets them
             raise AttributeError(name)
         spec: Any = self.__spec__
         self.__class__ = ModuleType  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class _Deferred(ModuleType):
 
 
 class _Deferring:
-    """A loader of such modules."""
+    """A loader of deferred modules."""
 
     def __init__(self, loader: Any):
         self.loader = loader
@@ -58,12 +58,12 @@ class _Deferring:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs nothing yet."""
+        """Does not run the module yet."""
 
 
 @contextlib.contextmanager
 def loaded_at_first_use(*modules: str) -> Iterator[None]:
-    """Modules that are imported for the first time in here run when one of their names is first used, by whomever."""
+    """Defers the modules if they are first imported inside this context: they run when one of their names is first used."""
 
     class Finder:
         @staticmethod
@@ -87,7 +87,7 @@ def load(module: str) -> Any:
 
 
 def check_name(title: str, name: str, known: Iterable[str], kind: str = "environment") -> None:
-    """Raises ValueError unless a suite has an environment, or something of another kind, of that name."""
+    """Raises ValueError unless a suite has an environment, or another `kind` of item, with that name."""
     if name not in (known := sorted(known)):
         has = ", ".join(known) if len(known) <= 100 else f"{len(known):,} others, such as {known[0]}"
         raise ValueError(f"{title} has no {kind} {name!r}{suggestion(name, known)}; it has {has}")
@@ -102,7 +102,7 @@ def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None
 
 
 def arguments_of(kind: type) -> set[str]:
-    """The names of the arguments of a class and of those it inherits from, but not `*args` and `**kwargs`."""
+    """The names of the arguments of a class and of its base classes, except `*args` and `**kwargs`."""
     bases = [base for base in kind.__mro__ if base is not object and "__init__" in vars(base)]
     own = [inspect.signature(vars(base)["__init__"]) for base in bases]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -110,7 +110,7 @@ def arguments_of(kind: type) -> set[str]:
 
 
 def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any:
-    """Calls a constructor; what it refuses becomes ValueError."""
+    """Calls a constructor; converts its errors to ValueError."""
     try:
         with quiet():
             return make(**params)
@@ -119,7 +119,7 @@ def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any
 
 
 def replace(full: str, defaults: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass of parameters with some values replaced; raises ValueError unless they fit the types that they had."""
+    """Replaces values in a dataclass of parameters; raises ValueError unless they have the types of the defaults."""
     return dataclasses.replace(defaults, **{key: fit(f"{full}: {key}", x, getattr(defaults, key)) for key, x in values.items()})
 
 
@@ -127,7 +127,7 @@ def fit(what: str, value: Any, default: Any) -> Any:
     """Converts a value to the type of the default; raises ValueError if that changes the value."""
     scalar = isinstance(default, bool | int | float)
     if not scalar and not hasattr(default, "dtype"):
-        return value  # such as None, names and tuples: what they may be, the environment knows
+        return value  # None, names and tuples: the environment checks them
     try:
         converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
         fits = bool(np.all(np.asarray(converted) == np.asarray(value)))
@@ -139,11 +139,11 @@ def fit(what: str, value: Any, default: Any) -> Any:
     return converted
 
 
-_PIXELS = 480  # of the longer side of a figure
+_PIXELS = 480  # the longer side of a figure
 
 
 def image_of(figure: Any) -> np.ndarray:
-    """The picture of a figure of Matplotlib. `[H, W, 3]` uint8"""
+    """Renders a Matplotlib figure. `[H, W, 3]` uint8"""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(_PIXELS / max(figure.get_size_inches()))
@@ -153,13 +153,13 @@ def image_of(figure: Any) -> np.ndarray:
 
 
 def no_windows() -> None:
-    """Has pygame, which draws for Gymnasium, open neither a window nor a sound card, unless the user says where."""
+    """Makes pygame, which draws for Gymnasium, open neither a window nor a sound device, unless the user chose drivers."""
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 class Camera:
-    """Draws states of MuJoCo: its positions, velocities, and moving frames."""
+    """Renders MuJoCo states: positions, velocities, and mocap bodies."""
 
     def __init__(self, model: Any, name: str):
         import mujoco
@@ -185,5 +185,5 @@ class Camera:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are scalar numbers, with names that metrics may have: `reward/upright` is `reward_upright`."""
+    """The scalar numbers among the values, with valid metric names: `reward/upright` becomes `reward_upright`."""
     return {re.sub(r"\W", "_", name): x for name, x in values.items() if jnp.ndim(x) == 0}

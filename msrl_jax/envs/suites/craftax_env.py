@@ -16,10 +16,10 @@ from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
-    """An environment of Craftax, such as "Craftax-Classic-Symbolic-v1"; `reset_ratio` is that of `ResetPool`.
+    """Makes an environment of Craftax, such as "Craftax-Classic-Symbolic-v1"; `reset_ratio` is that of `ResetPool`.
 
-    A pool, because making a world costs as much as hundreds of steps. Other parameters are fields of its `EnvParams`, such as
-    `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
+    Resets are pooled because generating a world costs as much as hundreds of steps. Other parameters are fields of its
+    `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
     """
     common.check_name("Craftax", name, SUITES["craftax"].own_names)
     full = f"craftax:{name}"
@@ -35,8 +35,8 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
 class CraftaxEnvironment(Named):
     """An environment of Craftax without its automatic reset; `params` are its `EnvParams`.
 
-    Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it. Its metrics are the
-    achievements: whether each was made in the episode.
+    Death, lava and defeating the last boss terminate an episode; `max_timesteps` truncates it. The metrics are the
+    achievements: whether each was unlocked in the episode.
     """
 
     def __init__(self, env: Any, params: Any, name: str):
@@ -71,9 +71,9 @@ class CraftaxEnvironment(Named):
         return jax.jit(common.load(f"{world}.renderer").make_craftax_pixel_renderer(size))
 
     def render(self, state: Any) -> np.ndarray:
-        """What a player of the game sees."""
+        """What the player sees."""
         return np.asarray(self._draw(state)).clip(0, 255).astype(np.uint8)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
-        """Which achievements were made so far."""
+        """Which achievements were unlocked so far."""
         return {name: state.achievements[number] for name, number in self._achievements.items()}

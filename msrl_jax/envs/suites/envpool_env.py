@@ -19,11 +19,11 @@ from msrl_jax.fragments.support.checks import suggestion, whole
 def make(
     name: str, *, num_threads: int | None = None, metrics: Mapping[str, Reduction] | str | None = None, **params: Any
 ) -> "EnvPoolEnvironment":
-    """An environment of EnvPool by its id, such as "Pong-v5"; without `num_threads`, EnvPool chooses their number.
+    """Makes an environment of EnvPool by its id, such as "Pong-v5"; without `num_threads`, EnvPool chooses their number.
 
-    `metrics` are keys of `info`, as in `GymnasiumEnvironment`: `"reward=sum,lives=last"` of Atari's games. Images are
-    `[H, W, C]`, with the last frames as channels. Other parameters are options of the environment, such as `frame_skip=4`,
-    `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
+    `metrics` are keys of `info`, as in `GymnasiumEnvironment`: `"reward=sum,lives=last"` for Atari games. Images are
+    `[H, W, C]`, with the last frames as channels. Other parameters are options of the environment; for Atari, such as
+    `frame_skip=4`, `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True`.
     """
     envpool = common.load("envpool")
     common.check_name("EnvPool", name, envpool.list_all_envs())
@@ -34,25 +34,25 @@ def make(
     threads = 0 if num_threads is None else whole(f"{full}: num_threads", num_threads)
     spec = common.build(full, functools.partial(envpool.make_spec, name), params)
     if spec.config.max_num_players > 1:
-        raise TypeError(f"{full} has {spec.config.max_num_players} players; only environments of one player are supported")
+        raise TypeError(f"{full} has {spec.config.max_num_players} players; only single-player environments are supported")
     declared, reports = read_declared(full, metrics), _reports(spec)
     for metric in declared:
         if metric not in reports:
-            raise ValueError(f"{full} reports no {metric!r}{suggestion(metric, reports)}; its info has {', '.join(reports)}")
+            raise ValueError(f"{full} has no metric {metric!r}{suggestion(metric, reports)}; its info has {', '.join(reports)}")
     return EnvPoolEnvironment(full, name, params, threads, declared)
 
 
 def _reports(spec: Any) -> list[str]:
-    """The numbers in the `info` of every step, one for each environment."""
+    """The numeric entries of `info` with one value per environment."""
     scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
     named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
     return ["elapsed_step", *(key for key in named if key != "env_id")]
 
 
 class EnvPoolEnvironment(Named):
-    """Environments that EnvPool steps in threads of its own.
+    """Environments that EnvPool steps in its own threads.
 
-    Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here that reset is a
+    Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here, that reset is
     part of the step that ends it.
     """
 
@@ -65,19 +65,19 @@ class EnvPoolEnvironment(Named):
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
             obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
-        obs = _without_bounds(obs)  # those of EnvPool are often wrong
+        obs = _without_bounds(obs)  # EnvPool's bounds are often wrong
         self.has_images = False
         if isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3:
             self.has_images, obs = True, spaces.Box(0, 255, (*obs.shape[1:], obs.shape[0]), np.uint8)
         self.observation_space = obs
 
     def vectorize(self, num_envs: int) -> HostVectorized:
-        """Makes `E` copies; no thread is started before their first reset."""
+        """Makes `E` copies; threads start at their first reset."""
         start = functools.partial(Pools, self._make, self._observed, whole("num_envs", num_envs), tuple(self.metrics))
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
     def _observed(self, obs: Any) -> Any:
-        """EnvPool's observations in the shapes and dtypes of the space."""
+        """EnvPool's observations with the shapes and dtypes of the space."""
         if self.has_images:
             return np.ascontiguousarray(np.moveaxis(obs, -3, -1))
         return jax.tree.map(lambda x, kind: np.asarray(x, kind.dtype), obs, spaces.struct(self.observation_space))
@@ -88,7 +88,7 @@ class EnvPoolEnvironment(Named):
 
 
 def _without_bounds(space: spaces.Space) -> spaces.Space:
-    """The space with any numbers where it has floats."""
+    """The space without bounds of floats."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _without_bounds(part) for name, part in space.spaces.items()})
     floats = isinstance(space, spaces.Box) and np.issubdtype(np.dtype(space.dtype), np.floating)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def _without_bounds(space: spaces.Space) -> spaces.Space:
 
 
 class Pools:
-    """`E` environments in a pool of EnvPool, which `make` makes from `num_envs` and `seed`; see `Simulators`."""
+    """`E` environments in a pool of EnvPool, created by `make(num_envs=..., seed=...)`; see `Simulators`."""
 
     def __init__(
         self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int, metrics: tuple[str, ...] = ()
@@ -104,16 +104,16 @@ class Pools:
         self._make, self._observed, self._num_envs, self._metrics, self._pool = make, observed, num_envs, metrics, None
 
     def close(self) -> None:
-        """Ends the pool."""
+        """Stops the pool."""
         self._pool = None
 
     def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
-        """See `Simulators`. Some environments of a pool keep their random numbers."""
+        """See `Simulators`. Some environments of EnvPool keep their random state across resets."""
         if len(envs) < self._num_envs:
             assert self._pool is not None
             return self._observed(self._pool.reset(envs.astype(np.int32))[0])
         self._pool = self._make(num_envs=len(envs), seed=(seeds & 0x7FFFFFFF).tolist())
-        with common.quiet():  # spaces are made, with warnings, when they are first used
+        with common.quiet():  # EnvPool creates spaces, with warnings, on first use
             self._action_dtype = self._pool.action_space.dtype
             return self._observed(self._pool.reset()[0])
 

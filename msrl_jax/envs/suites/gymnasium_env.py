@@ -22,7 +22,7 @@ from msrl_jax.envs.suites import common
 from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.tracebacks import entry
 
-_TRIED = 2.0  # seconds in which a step without a metric is looked for
+_TRIED = 2.0  # seconds for which to look for a step without a metric
 
 
 def make(
@@ -34,16 +34,16 @@ def make(
     metrics: Mapping[str, Reduction] | str | None = None,
     **params: Any,
 ) -> "GymnasiumEnvironment":
-    """An environment by its registered id, such as "HalfCheetah-v5"; `params` are arguments of `gymnasium.make`.
+    """Makes an environment by its registered id, such as "HalfCheetah-v5"; `params` are arguments of `gymnasium.make`.
 
     The other parameters are attributes of `GymnasiumEnvironment`.
     """
     if name not in gymnasium.registry:
         raise ValueError(
-            f"Gymnasium has no environment {name!r}{suggestion(name, gymnasium.registry)}; `msrl-jax list --envs` lists its "
-            "own ones, and GymnasiumEnvironment(factory) takes any other"
+            f"Gymnasium has no environment {name!r}{suggestion(name, gymnasium.registry)}; `msrl-jax list --envs` lists "
+            "Gymnasium's own, and GymnasiumEnvironment(factory) accepts any other"
         )
-    # The specification, not the name, because a worker does not know what was registered here.
+    # Pass the specification, not the name: workers do not see what was registered in this process.
     factory = functools.partial(gymnasium.make, gymnasium.spec(name), **params)
     return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest, metrics or {})
 
@@ -51,21 +51,21 @@ def make(
 @entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GymnasiumEnvironment(Named):
-    """Environments that a function makes, in worker processes of this machine.
+    """Environments that a function makes, in worker processes on this machine.
 
-    A worker resets an environment in the step that ends its episode. Every episode has a seed that follows from the
+    A worker resets an environment in the step that ends its episode. The seed of every episode is derived from the
     environment's seed and the number of the episode.
 
     Attributes:
-      factory: a function without arguments that returns a `gymnasium.Env`. It is sent to the workers by `cloudpickle`, so it
+      factory: a function without arguments that returns a `gymnasium.Env`. It is sent to the workers with `cloudpickle`, so it
         may be defined anywhere.
-      name: the name in messages and figures; by default the class of the environment, and its id if it has one.
+      name: the name in messages and figures; by default, the class of the environment, and its id if it has one.
       num_workers: number of worker processes; None for one per processor.
-      timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
-      drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
-        episodes, but nothing is learned from these steps. Environments of one worker are late together.
-      metrics: the keys of `info` that every step reports, and what of an episode: "last", "sum", "mean" or "max"; also as text,
-        `"x_velocity=mean,reward_ctrl=sum"`.
+      timeout: number of seconds after which an unresponsive worker is killed and restarted.
+      drop_slowest: share of the environments that a step does not wait for. Their rewards count in the episode statistics, but
+        these steps are not used for learning. All environments of a worker are late together.
+      metrics: the keys of `info` that every step reports, with their reductions over an episode: "last", "sum", "mean" or
+        "max"; also as text, `"x_velocity=mean,reward_ctrl=sum"`.
     """
 
     factory: Callable[[], gymnasium.Env[Any, Any]]
@@ -94,7 +94,7 @@ class GymnasiumEnvironment(Named):
         except (gymnasium.error.Error, ImportError) as error:
             raise ValueError(f"{name} cannot be made: {error}") from error
         if not hasattr(env, "action_space") or isinstance(env, gymnasium.vector.VectorEnv):
-            raise TypeError(f"the factory of {name} returned {shown(env)}; return one gymnasium.Env, of which copies are made")
+            raise TypeError(f"the factory of {name} returned {shown(env)}; return a single gymnasium.Env, which is then copied")
         object.__setattr__(self, "name", self.name or _own_name(env))
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
@@ -106,10 +106,10 @@ class GymnasiumEnvironment(Named):
         finally:
             env.close()
         if not isinstance(self.action_space, spaces.Discrete | spaces.Box):
-            raise TypeError(f"{self.name}: actions of several parts, {self.action_space}, are not supported; flatten them")
+            raise TypeError(f"{self.name}: actions with several parts, {self.action_space}, are not supported; flatten them")
 
     def vectorize(self, num_envs: int) -> HostVectorized:
-        """Makes `E` copies; no process is started before their first reset."""
+        """Makes `E` copies; processes start at their first reset."""
         struct = spaces.struct(self.observation_space)
         leaves = jax.tree.leaves_with_path(struct)
         obs = {tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x for path, x in leaves}
@@ -123,10 +123,10 @@ class GymnasiumEnvironment(Named):
 
 
     def film(self, act: Callable[[Any], np.ndarray], seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
-        """Plays an episode in this process by `act`, which maps an observation to an action.
+        """Plays an episode in this process; `act` maps an observation to an action.
 
         Returns:
-          The pictures `[H, W, 3]` uint8, how many of them a second has, and the return.
+          The frames `[H, W, 3]` uint8, their number per second, and the return.
         """
         common.no_windows()
         try:
@@ -152,7 +152,7 @@ class GymnasiumEnvironment(Named):
 
 
 def _own_name(env: Any) -> str:
-    """The class of an environment, or of its outermost wrapper that is not Gymnasium's, and the id with which it was made."""
+    """The class of an environment, or of its outermost wrapper that is not from Gymnasium, and its id if it has one."""
     inner = env
     while isinstance(inner, gymnasium.Wrapper) and type(inner).__module__.startswith("gymnasium."):
         inner = inner.env
@@ -161,7 +161,7 @@ def _own_name(env: Any) -> str:
 
 
 def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
-    """Takes random actions until the first episode ends, or for a while; raises ValueError if a step lacks a metric."""
+    """Takes random actions until the first episode or the time ends; raises ValueError if a step lacks a metric."""
     env.reset(seed=0)
     env.action_space.seed(0)
     end, over = time.monotonic() + _TRIED, False
@@ -172,7 +172,7 @@ def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
 
 
 def converted(space: Any, what: str) -> spaces.Space:
-    """Converts a space of Gymnasium, that of `what`; 64-bit numbers become 32-bit numbers."""
+    """Converts a Gymnasium space, that of `what`; 64-bit numbers become 32-bit numbers."""
     if 0 in (getattr(space, "shape", None) or ()) or not getattr(space, "spaces", [0]):
         raise TypeError(f"{what} is {space}, which has no elements; give it at least one, for example a constant")
     match space:
@@ -196,4 +196,4 @@ def converted(space: Any, what: str) -> spaces.Space:
             return spaces.Tuple(tuple(converted(part, what) for part in space.spaces))
         case gymnasium_spaces.Dict():
             return spaces.Dict({name: converted(part, what) for name, part in space.spaces.items()})
-    raise TypeError(f"{what} is {space}, which has no counterpart here; use Box, Discrete, MultiDiscrete, Tuple or Dict")
+    raise TypeError(f"{what} is {space}, which is not supported; use Box, Discrete, MultiDiscrete, Tuple or Dict")

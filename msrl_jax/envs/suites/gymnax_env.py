@@ -15,7 +15,7 @@ from msrl_jax.envs.base import Named
 from msrl_jax.envs.suites.common import loaded_at_first_use
 from msrl_jax.fragments.support.checks import shown
 
-with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # for figures; they take two thirds of the time of the import
+with loaded_at_first_use("seaborn", "matplotlib.pyplot"):  # only for figures, and two thirds of the import time
     import gymnax
 from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
@@ -26,9 +26,9 @@ from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
 from msrl_jax.envs.suites import common
 from msrl_jax.fragments.support.checks import whole
 
-_KNOWN = {  # methods that may be left out, by the names that their definitions have
+_KNOWN = {  # methods that are not needed here, by the names of their definitions
     "reset": {"gymnax.environments.environment.Environment.reset"},
-    # DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
+    # DeepSea's step differs from the common one only in counters kept across resets, which nothing else uses.
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
 
@@ -41,11 +41,11 @@ _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
 class GymnaxEnvironment(Named):
-    """A gymnax environment with its parameters, the defaults if not given, without gymnax's automatic reset.
+    """A gymnax environment with its parameters, by default gymnax's, without automatic reset.
 
-    Split a key with `jax.random.split`: `step` with the first half, then `reset` with the second half if the episode ended,
-    give the results of gymnax's `step` with the whole key. The reward is always float32. No array has a weak type. The
-    observation space has the actual shapes and dtypes of observations.
+    To reproduce gymnax's `step` with one key, split the key with `jax.random.split`, call `step` with the first half, and
+    `reset` with the second if the episode ended. The reward is always float32. No array has a weak type. The observation space
+    has the actual shapes and dtypes of observations.
     """
 
     def __init__(self, env: GymnaxBase, params: Any = None, name: str = ""):
@@ -54,7 +54,7 @@ class GymnaxEnvironment(Named):
             own = getattr(kind, method)
             if f"{own.__module__}.{own.__qualname__}" not in known:
                 raise ValueError(
-                    f"{kind.__name__} replaces gymnax's {method}, which is not called here; move its code to reset_env, "
+                    f"{kind.__name__} overrides gymnax's {method}, which is not called here; move its code to reset_env, "
                     "step_env and is_truncated"
                 )
         self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
@@ -65,13 +65,13 @@ class GymnaxEnvironment(Named):
 
     @property
     def default_params(self) -> dict[str, Any]:
-        """The parameters that are numbers or arrays of numbers, by name."""
+        """The parameters that are numbers or numeric arrays, by name."""
         fields = [field.name for field in dataclasses.fields(self.params) if field.metadata.get("pytree_node", True)]
         return {name: x for name in fields if isinstance(x := getattr(self.params, name), _NUMBERS)}
 
     def with_params(self, params: Mapping[str, Any]) -> "GymnaxEnvironment":
-        """The environment with other values of some parameters, which may be traced; its spaces stay the same."""
-        env = copy.copy(self)  # the spaces of parameters that are traced are not known
+        """The environment with other, possibly traced, values for some parameters; its spaces stay the same."""
+        env = copy.copy(self)  # spaces cannot be computed from traced parameters
         env.params = dataclasses.replace(self.params, **params)
         return env
 
@@ -82,7 +82,7 @@ class GymnaxEnvironment(Named):
 
     @property
     def render_fps(self) -> float:
-        """Pictures per second, more of continuous motion."""
+        """Frames per second, higher for continuous motion."""
         return 30.0 if self.env.name in _CLASSIC else 10.0
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class GymnaxEnvironment(Named):
         return screen
 
     def render(self, state: PyTree) -> np.ndarray:
-        """A picture by gymnax's visualizer."""
+        """An image rendered by gymnax's visualizer."""
         if self.env.name in _CLASSIC:
             vis_gym = common.load("gymnax.visualize.vis_gym")
             vis_gym.set_gym_params(self._screen, self.env.name, self.params)
@@ -115,7 +115,7 @@ class GymnaxEnvironment(Named):
         try:
             visualizer.init()
             visualizer.update(0)
-            visualizer.ax.set_title(self.name)  # without the number of the step, which it does not know
+            visualizer.ax.set_title(self.name)  # without the step number, which is unknown
             return common.image_of(visualizer.fig)
         finally:
             plt.close(visualizer.fig)
@@ -134,9 +134,9 @@ class GymnaxEnvironment(Named):
 
 
 def make(name: str, **params: Any) -> GymnaxEnvironment:
-    """An environment by its name in gymnax.
+    """Makes an environment by its gymnax name.
 
-    Parameters are fields of its `EnvParams` (`max_steps_in_episode=100`) and arguments of its constructor (`size=10` of
+    Parameters are fields of its `EnvParams` (`max_steps_in_episode=100`) and arguments of its constructor (`size=10` for
     DeepSea).
     """
     env, defaults = _construct(name, {})
@@ -162,7 +162,7 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
 
 
 def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
-    """A space of gymnax with the shapes and dtypes of its values; some that it declares are wrong (Catch, FourRooms)."""
+    """A gymnax space with the shapes and dtypes of its actual values; some declarations are wrong (Catch, FourRooms)."""
     if isinstance(space, gymnax_spaces.Discrete):
         return spaces.Discrete(space.n, x.dtype)
     if isinstance(space, gymnax_spaces.Box):

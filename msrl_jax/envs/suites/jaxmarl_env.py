@@ -1,4 +1,4 @@
-"""JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
+"""JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as multi-agent environments."""
 
 import contextlib
 import dataclasses
@@ -18,22 +18,22 @@ from msrl_jax.envs.stacking import stack_agents
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
 
-# Arguments of JaxMARL's particle environments that are not in a signature.
+# Arguments of JaxMARL's particle environments that are not part of a signature.
 _PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
             "silent", "u_noise"}  # fmt: skip
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
-    """An environment by its name in JaxMARL, with padded spaces if its agents differ (`stack_agents`).
+    """Makes an environment by its JaxMARL name, with padded spaces if its agents differ (`stack_agents`).
 
-    Parameters are arguments of its constructor. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
+    Parameters are constructor arguments. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
     `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
     """
     full = f"jaxmarl:{name}"
     common.check_name("JaxMARL", name, _registration().registered_envs)
     if other := SUITES["jaxmarl"].lacks(name):
         remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
-        raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not bring; {remedy}")
+        raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not install; {remedy}")
     suite = next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
     weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
     with common.quiet():
@@ -44,7 +44,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
         try:
             env = common.build(full, make, params)
         except ValueError:
-            with contextlib.suppress(TypeError):  # without parameters it may be one that needs some
+            with contextlib.suppress(TypeError):  # without parameters; the constructor may require some
                 _check_params(full, suite, params, make())
             raise
         _check_params(full, suite, params, env)
@@ -52,7 +52,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
 
 
 def _registration() -> Any:
-    """JaxMARL's registry. One of its modules replaces the standard streams by those that Python began with; undone here."""
+    """JaxMARL's registry. Restores the standard streams, which one of its modules replaces by the original ones."""
     streams, began_with = (sys.stdout, sys.stderr), sys.__stdout__
     sys.__stdout__ = io.StringIO()  # type: ignore[misc]
     try:
@@ -62,7 +62,7 @@ def _registration() -> Any:
 
 
 def _check_params(full: str, suite: "_Suite", params: dict[str, Any], env: Any) -> None:
-    """Raises ValueError on a parameter that no constructor has: those with `**kwargs` ignore it."""
+    """Raises ValueError for a parameter that no constructor has: those with `**kwargs` ignore it."""
     known = common.arguments_of(type(env)) | common.arguments_of(type(getattr(env, "_env", env)))
     known |= _PHYSICS if hasattr(env, "contact_margin") else set()
     common.check_params(full, params, known | ({"shaped_reward"} if suite.shapes_rewards else set()))
@@ -71,12 +71,12 @@ def _check_params(full: str, suite: "_Suite", params: dict[str, Any], env: Any) 
 def _weight(full: str, value: Any) -> float:
     number = not isinstance(value, bool) and isinstance(value, int | float | np.integer | np.floating)
     if not number or not 0 <= float(value) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a number of float32 from 0 up, such as 1.0")
+        raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a finite float32 of at least 0, such as 1.0")
     return float(value)
 
 
 def _named(full: str, key: str, value: Any) -> Any:
-    """The scenario or the layout that a name stands for; other values as they are."""
+    """Replaces the name of a scenario or layout by its value; returns other values unchanged."""
     if not isinstance(value, str) or (key, full) == ("layout", "jaxmarl:overcooked_v2"):
         return value
     if key == "scenario":
@@ -89,13 +89,13 @@ def _named(full: str, key: str, value: Any) -> Any:
     return table[value]
 
 
-# Tells the end of the task from the end of the time, which JaxMARL's dones do not: from the environment, the states before and
-# after a step, the actions and the dones, it tells `terminated`, of each agent (`[A]`) or one flag for all, and `truncated`.
+# Distinguishes termination from the time limit, which JaxMARL's dones do not. From the environment, the states before and after
+# a step, the actions and the dones, it returns `terminated`, per agent (`[A]`) or one flag for all, and `truncated`.
 Ending = Callable[[Any, Any, Any, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
 
 
 def _time_limit(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """Episodes that end by their length alone."""
+    """Episodes that end only by the time limit."""
     return jnp.asarray(False), dones["__all__"]
 
 
@@ -105,31 +105,31 @@ def _tasks(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.
 
 
 def _battle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """SMAX: a side is dead, or the time is over. JaxMARL calls dead units done, but they share in the rewards of their team."""
+    """SMAX: a side is dead, or time is up. JaxMARL marks dead units as done, but they share the rewards of their team."""
     alive = getattr(new, "state", new).unit_alive
     over = ~alive[: env.num_allies].any() | ~alive[env.num_allies :].any()
     return over, dones["__all__"] & ~over
 
 
 def _won(env: Any, state: Any) -> jax.Array:
-    """SMAX: whether all enemies are dead and an ally is alive; its mean over episodes is the win rate."""
+    """SMAX: whether all enemies are dead and an ally is alive; the mean over episodes is the win rate."""
     alive = getattr(state, "state", state).unit_alive
     return ~alive[env.num_allies :].any() & alive[: env.num_allies].any()
 
 
 def _arrived(env: Any, state: Any) -> jax.Array:
-    """JaxNav: the share of the agents that have reached their goals."""
+    """JaxNav: the share of agents that have reached their goals."""
     return state.goal_reached.mean()
 
 
 def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """The agent in the room says that all have been there, or the time is over."""
+    """The agent in the room announces that all have visited, or time is up."""
     said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
     return said, dones["__all__"] & ~said
 
 
 def _navigation(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """JaxNav: every agent has arrived or crashed, or the time is over. Agents share in rewards until then."""
+    """JaxNav: every agent has arrived or crashed, or time is up. Agents share rewards until then."""
     over = (new.goal_reached | new.move_term | new.term).all()
     return over, dones["__all__"] & ~over
 
@@ -142,18 +142,18 @@ def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-    """What differs between JaxMARL's suites of environments."""
+    """Differences between JaxMARL's suites of environments."""
 
     ending: Ending
-    legal: str = ""  # the method that returns the legal actions, if there is one
+    legal: str = ""  # the name of the method that returns the legal actions, if there is one
     has_world_state: bool = False  # whether `get_world_state` returns one vector for all agents
-    takes_tuples: bool = False  # whether the actions are a tuple rather than a dict
-    shapes_rewards: bool = False  # whether a step reports shaped rewards beside the others
-    success: Callable[[Any, Any], jax.Array] | None = None  # of the environment and a state, what share of the task is done
+    takes_tuples: bool = False  # whether actions are a tuple instead of a dict
+    shapes_rewards: bool = False  # whether a step also reports shaped rewards
+    success: Callable[[Any, Any], jax.Array] | None = None  # (environment, state) -> the completed share of the task
 
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True, success=_won)
-_SUITES = {  # by the start of the names of their environments
+_SUITES = {  # by name prefix
     "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
@@ -163,13 +163,13 @@ _SUITES = {  # by the start of the names of their environments
 
 
 class JaxMARLEnvironment:
-    """An environment of JaxMARL without its automatic reset, in dicts by agent name; `stack_agents` stacks it.
+    """An environment of JaxMARL without automatic reset, with dicts by agent name for `stack_agents`.
 
     The step is JaxMARL's `step_env` with the same key. Rewards are float32. No array has a weak type.
     """
 
     def __init__(self, env: Any, name: str, suite: _Suite, shaped_reward: float = 0.0):
-        """Reads the spaces from an environment; `shaped_reward` is the weight of the shaped rewards that it reports."""
+        """Reads the spaces of an environment; `shaped_reward` is the weight of the shaped rewards that it reports."""
         self.env, self.name, self.suite, self.shaped_reward = env, name, suite, shaped_reward
         self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
         _, obs = emitted(self.reset)
@@ -208,9 +208,9 @@ class JaxMARLEnvironment:
     render_fps = 10.0
 
     def render(self, state: PyTree) -> np.ndarray:
-        """A picture of a particle environment, by JaxMARL's visualizer."""
+        """An image of a particle environment, rendered by JaxMARL's visualizer."""
         if not hasattr(state, "p_pos"):
-            raise ValueError(f"{self.name} cannot be drawn here; JaxMARL's visualizer of particle environments is called only")
+            raise ValueError(f"{self.name} cannot be drawn; only JaxMARL's visualizer of particle environments is supported")
         import matplotlib.pyplot as plt
 
         with common.quiet():
@@ -228,19 +228,19 @@ class JaxMARLEnvironment:
         return {agent: mask.astype(bool) for agent, mask in self._by_agent(getattr(self.env, self.suite.legal)(state)).items()}
 
     def _by_agent(self, values: Any) -> dict[str, Any]:
-        """Values by agent name. JaxMARL has them by name or by number, in a tuple, or as arrays `[A, ...]`."""
+        """Values by agent name. JaxMARL uses names, numbers, a tuple, or arrays `[A, ...]`."""
         own = self.env.agents
         if isinstance(values, Mapping) and all(agent in values for agent in own):
             return {name: values[agent] for name, agent in zip(self.agents, own, strict=True)}
         if isinstance(values, tuple):
             return dict(zip(self.agents, values, strict=True))
-        if isinstance(values, Mapping) and "inventory" in values:  # of storm: `[5, A]`
+        if isinstance(values, Mapping) and "inventory" in values:  # storm: `[5, A]`
             values = {**values, "inventory": values["inventory"].T}
         return {name: jax.tree.map(lambda x, i=i: x[i], values) for i, name in enumerate(self.agents)}
 
 
 def _observation_space(declared: Any, emitted: PyTree) -> spaces.Space:
-    """The space of what an agent observes, with the bounds that JaxMARL declares; some of its shapes and dtypes are wrong."""
+    """The space of an agent's observations, with JaxMARL's declared bounds; some declared shapes and dtypes are wrong."""
     if isinstance(emitted, Mapping):
         parts = getattr(declared, "spaces", declared)
         part = parts.get if isinstance(parts, Mapping) else {}.get
@@ -260,5 +260,5 @@ def _observation_space(declared: Any, emitted: PyTree) -> spaces.Space:
 
 def _action_space(space: Any) -> spaces.Space:
     if hasattr(space, "n"):
-        return spaces.Discrete(int(space.n))  # int32: all of JaxMARL's environments take it, whatever they declare
+        return spaces.Discrete(int(space.n))  # all of JaxMARL's environments accept int32, whatever they declare
     return spaces.Box(np.asarray(space.low), np.asarray(space.high), tuple(space.shape), space.dtype)

@@ -22,17 +22,17 @@ _OWN = {
     "SearchAndRescue": ("searcher_views", "positions"), "Cleaner": (), "Connector": (), "JobShop": (), "MMST": (),
     "MultiCVRP": (),
 }  # fmt: skip
-"""The environments that several agents act in, and the fields of their observations that have one entry for each agent."""
+"""The multi-agent environments, and the fields of their observations that have one entry per agent."""
 
 
 _NONE_YET = {"jumanji:TSP": ("position",)}
-"""Numbers in observations that are -1 before the first action, though the suite declares them from 0 on."""
+"""Observation fields that are -1 before the first action, although the suite declares them from 0."""
 
 
 def make(name: str, **params: Any) -> Environment:
-    """An environment of Jumanji, such as "Snake-v1"; a `MultiAgentEnvironment` if several agents act in it.
+    """Makes an environment of Jumanji, such as "Snake-v1"; a `MultiAgentEnvironment` if it has several agents.
 
-    Parameters are arguments of its constructor, such as `time_limit`.
+    Parameters are constructor arguments, such as `time_limit`.
     """
     registration = common.load("jumanji").registration
     common.check_name("Jumanji", name, registration._REGISTRY)
@@ -49,12 +49,12 @@ def make(name: str, **params: Any) -> Environment:
 
 
 class JumanjiState(NamedTuple):
-    """A state of the suite, and what it reported.
+    """A state of the suite, with what it reported.
 
     Attributes:
       env_state: the state of the suite.
-      mask: the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal.
-      extras: what the suite reports beside, by name.
+      mask: the legal actions, `[n]` or, with several agents, `[A, n]` bool; `()` if all are legal.
+      extras: the other values that the suite reports, by name.
     """
 
     env_state: PyTree
@@ -63,13 +63,13 @@ class JumanjiState(NamedTuple):
 
 
 class _Adapter(Named):
-    """What environments of one agent and of several share; they have `action_mask` only if the suite names legal actions.
+    """Base class for single-agent and multi-agent environments; `action_mask` exists only if the suite has legal actions.
 
-    Their metrics are the scalars that the suite reports beside the rewards, such as `solved`: the last ones of the episode.
+    The metrics are the scalars that the suite reports in addition to rewards, such as `solved`: the last of an episode.
     """
 
     env: Any
-    lead: tuple[int, ...] = ()  # the shape before what is one agent's
+    lead: tuple[int, ...] = ()  # leading dimensions before those of one agent
 
     def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
         with common.quiet():
@@ -77,7 +77,7 @@ class _Adapter(Named):
         return self._state(state, first), self._observe(first)
 
     def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
-        """A step, and what the suite says of it; what is random is drawn from the key in the state, as in the suite."""
+        """A step and what the suite reports of it; random numbers come from the key in the state, as in the suite."""
         with common.quiet():
             env_state, after = narrow(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
         return self._state(env_state, after), self._observe(after), after
@@ -87,12 +87,12 @@ class _Adapter(Named):
         if not has_masks(self):
             return JumanjiState(env_state, (), extras)
         mask = after.observation.action_mask.reshape(*self.lead, -1)
-        # All where the suite names none, because it then takes any and heeds none.
+        # If no action is legal, allow all: the suite then accepts and ignores any.
         return JumanjiState(env_state, mask | ~mask.any(-1, keepdims=True), extras)
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The names of what the suite reports."""
+        """The reductions of the suite's reported scalars, by name."""
         return dict.fromkeys(self._extras, "last")
 
     @functools.cached_property
@@ -102,14 +102,14 @@ class _Adapter(Named):
     render_fps = 5.0
 
     def render(self, state: JumanjiState) -> np.ndarray:
-        """A picture by the suite's viewer."""
+        """An image rendered by the suite's viewer."""
         viewer = copy.copy(self.env._viewer)
-        viewer._display = common.image_of  # what it is with render_mode="rgb_array"
-        with common.quiet(), warnings.catch_warnings(action="ignore"):  # there is no window to show it in
+        viewer._display = common.image_of  # as with render_mode="rgb_array"
+        with common.quiet(), warnings.catch_warnings(action="ignore"):  # there is no window
             return viewer.render(state.env_state)
 
     def report(self, state: JumanjiState) -> dict[str, jax.Array]:
-        """What the suite reported last."""
+        """The last values that the suite reported."""
         return state.extras
 
     def _observe(self, after: Any) -> dict[str, PyTree]:
@@ -120,9 +120,9 @@ class _Adapter(Named):
 class JumanjiEnvironment(_Adapter):
     """An environment of Jumanji with one agent, without automatic reset.
 
-    Several discrete actions become one, whose number counts their combinations in row-major order. Observations are dicts of
-    the suite's fields; legal actions are no part of them. An end with the suite's discount of 0 is a termination; in many of
-    its environments the end of the time is one.
+    Several discrete actions are combined into one, in row-major order. Observations are dicts of the suite's fields, without
+    the legal actions. An episode end with the suite's discount of 0 is a termination; in many of its environments, the time
+    limit is one.
     """
 
     def __init__(self, env: Any, name: str):
@@ -148,10 +148,10 @@ class JumanjiEnvironment(_Adapter):
 
 
 class JumanjiTeam(_Adapter):
-    """An environment of Jumanji in which several agents act, without automatic reset.
+    """A multi-agent environment of Jumanji, without automatic reset.
 
-    Every agent sees what is common to all, its own entries of the fields `own`, and its number. A reward or an end that the
-    suite gives to all together, every agent gets.
+    Every agent observes the common fields, its own entries of the fields `own`, and its number. If the suite has one reward or
+    one end for all agents, every agent gets it.
     """
 
     def __init__(self, env: Any, name: str, own: tuple[str, ...]):
@@ -181,12 +181,12 @@ class JumanjiTeam(_Adapter):
 
 
 def _sizes(spec: Any) -> tuple[int, ...]:
-    """The numbers of values of discrete actions, one for each; `()` of other actions."""
+    """The number of values of each discrete action; `()` for other actions."""
     return tuple(int(n) for n in np.ravel(spec.num_values)) if hasattr(spec, "num_values") else ()
 
 
 def _fields(value: Any) -> Any:
-    """A value with its dataclasses and named tuples as dicts."""
+    """Converts dataclasses and named tuples in a value to dicts."""
     if isinstance(value, Mapping):
         return {name: _fields(part) for name, part in value.items()}
     if dataclasses.is_dataclass(value):
@@ -197,7 +197,7 @@ def _fields(value: Any) -> Any:
 
 
 def _space(spec: Any, x: Any) -> spaces.Space:
-    """The space of arrays `x`, or dicts of them, with the bounds that the suite's specification declares, if they fit."""
+    """The space of arrays `x`, or dicts of them, with the bounds of the suite's specification if the arrays are inside."""
     if isinstance(x, Mapping):
         parts = vars(spec).get("_specs", {}) if spec is not None else {}
         return spaces.Dict({name: _space(parts.get(name), part) for name, part in x.items()})
@@ -209,7 +209,7 @@ def _space(spec: Any, x: Any) -> spaces.Space:
 
 
 def _of_one(space: spaces.Space) -> spaces.Space:
-    """The space of one entry of a space whose arrays have one for each agent."""
+    """The space of one agent's entry, given the space of arrays with one entry per agent."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _of_one(part) for name, part in space.spaces.items()})
     assert isinstance(space, spaces.Box)

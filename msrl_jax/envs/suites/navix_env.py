@@ -13,16 +13,16 @@ from msrl_jax.envs.suites import common
 
 
 def make(name: str, **params: Any) -> "NavixEnvironment":
-    """An environment of NAVIX, such as "Navix-DoorKey-8x8-v0"; `params` are arguments of `navix.make`, such as `max_steps`.
+    """Makes an environment of NAVIX, such as "Navix-DoorKey-8x8-v0"; `params` are arguments of `navix.make`.
 
-    Its functions can be given by their names in `navix.observations` (`observation_fn="symbolic_first_person"`),
+    Functions can be given by their names in `navix.observations` (`observation_fn="symbolic_first_person"`),
     `navix.rewards` (`reward_fn`) and `navix.terminations` (`termination_fn`).
     """
     navix = common.load("navix")
     common.check_name("NAVIX", name, navix.registry())
     full = f"navix:{name}"
     if "disable_autoreset" in params:
-        raise ValueError(f"{full}: resets are ours; leave out disable_autoreset")
+        raise ValueError(f"{full}: this adapter resets environments itself; remove disable_autoreset")
     modules = {"observation_fn": "observations", "reward_fn": "rewards", "termination_fn": "terminations"}
     for key, module in modules.items():
         if isinstance(function := params.get(key), str):
@@ -36,7 +36,7 @@ def make(name: str, **params: Any) -> "NavixEnvironment":
 class NavixEnvironment:
     """An environment of NAVIX without automatic reset.
 
-    The metric `success` is whether the last step was rewarded, as reaching the goal is; those without rewards have none.
+    The metric `success` tells whether the last step was rewarded, e.g. for reaching the goal; without rewards there is none.
     """
 
     def __init__(self, env: Any, name: str):
@@ -51,7 +51,7 @@ class NavixEnvironment:
         return first, first.observation
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
-        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
+        """Advances the episode; random numbers come from the key in the state, as in the suite."""
         after = narrow(self.env.step(state, jnp.asarray(action, jnp.int32)))
         return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
 

@@ -1,4 +1,4 @@
-"""Pgx's games of two players (https://github.com/sotetsuk/pgx; Koyamada et al. 2023, arXiv 2303.17503)."""
+"""Pgx's two-player games (https://github.com/sotetsuk/pgx; Koyamada et al. 2023, arXiv 2303.17503)."""
 
 import io
 from operator import attrgetter
@@ -15,27 +15,27 @@ from msrl_jax.envs.suites.catalog import SUITES
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
-    """A game of two players by its name in pgx; pgx's games have no parameters."""
+    """Makes a two-player game by its pgx name; pgx's games have no parameters."""
     full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
     if name in pgx.available_envs() and name not in known:
         other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
-        raise ValueError(f"{full} is no game of two players, and only those are environments here: {', '.join(known)}{other}")
-    common.check_name("pgx", name, known, "game of two players")
+        raise ValueError(f"{full} is not a two-player game, and only those are supported: {', '.join(known)}{other}")
+    common.check_name("pgx", name, known, "two-player game")
     common.check_params(full, params, ())
     return PgxGame(pgx.make(name), full)
 
 
 _NOT_SEARCHED = ("backgammon", "kuhn_poker", "leduc_holdem")
-"""Games with dice, or with cards that one player does not see."""
+"""Games with dice or hidden cards."""
 
 
 class PgxGame(Named):
-    """A game of two players who move in turns.
+    """A game of two players who move alternately.
 
-    Actions are those of the game, and one more, "wait": it is the only legal action of the player who is not to move. Pgx draws
-    at random who begins. Both players get their rewards at the end of the game, which terminates for both: the metrics are who
-    won, or whether nobody did. Where both players see the whole state, and nothing is random, `to_move(state)` is who is to
-    move, 0 or 1.
+    There is one more action than in the game, "wait": the only legal action of the player who is not to move. Pgx chooses at
+    random who starts. Both players get their rewards at the end of the game, which terminates for both; the metrics tell who
+    won, or whether it was a draw. In deterministic games with perfect information, `to_move(state)` is the player to move, 0
+    or 1.
     """
 
     agents = ("player_0", "player_1")
@@ -56,7 +56,7 @@ class PgxGame(Named):
         return state, self._observe(state)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
-        """Plays the action of the player to move, of the actions `[2]`."""
+        """Plays the action of the player to move, one of the actions `[2]`."""
         state = self.game.step(state, action[state.current_player], key)
         return state, self._observe(state), state.rewards, jnp.full(2, state.terminated), state.truncated
 
@@ -74,7 +74,7 @@ class PgxGame(Named):
         return np.asarray(picture.convert("RGB"))
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
-        """Who got a reward above 0 at the end of the game; nobody in a draw."""
+        """Who got a reward above 0 at the end of the game, or whether it was a draw."""
         wins = state.rewards > 0
         return {"player_0_wins": wins[0], "player_1_wins": wins[1], "draw": state.terminated & ~wins.any()}
 
@@ -84,5 +84,5 @@ class PgxGame(Named):
         return jnp.concatenate([to_move & state.legal_action_mask, ~to_move], axis=1)
 
     def _observe(self, state: PyTree) -> jax.Array:
-        # What `observe(state, player)` returns after a warning that only the player to move should be asked.
+        # As `observe(state, player)`, but without its warning that it is meant for the player to move.
         return jax.vmap(lambda player: self.game._observe(state, player))(jnp.arange(2)).astype(jnp.float32)

@@ -10,11 +10,12 @@ from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params: Any) -> ResetPool:
-    """An environment of MuJoCo Playground, such as "CheetahRun"; `reset_ratio` is that of `ResetPool`.
+    """Makes an environment of MuJoCo Playground, such as "CheetahRun"; `reset_ratio` is that of `ResetPool`.
 
-    If it has a privileged state, critics see that state, and actors the rest; all see the rest unless `privileged`.
-    A pool, because some resets let the bodies fall for 200 steps. Other parameters are values of the environment's config, such
-    as `ctrl_dt`, `episode_length` and `action_repeat`; the physics is `impl="jax"`, the same on all platforms, unless given.
+    If it has a privileged state and `privileged` is True, critics see that state and actors the rest; otherwise both see the
+    rest. Resets are pooled because some let the bodies fall for 200 steps. Other parameters are values of the environment's
+    config, such as `ctrl_dt`, `episode_length` and `action_repeat`; the default physics is `impl="jax"`, the same on all
+    platforms.
     """
     registry = common.load("mujoco_playground").registry
     common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
@@ -28,7 +29,7 @@ def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(
             f"{full} needs the meshes of MuJoCo Menagerie, which Playground fetches with git at first use, and that failed "
-            f"({error}); connect to the internet, or take one of the DeepMind Control Suite, such as playground:CheetahRun"
+            f"({error}); connect to the internet, or use the DeepMind Control Suite, such as playground:CheetahRun"
         ) from error
     config.update(values)
     made = limited(env, full, config.episode_length, config.get("action_repeat", 1))

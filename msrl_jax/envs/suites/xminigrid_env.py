@@ -13,7 +13,7 @@ from msrl_jax.envs.suites import common
 
 
 def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGridEnvironment":
-    """An environment of XLand-MiniGrid, such as "MiniGrid-DoorKey-5x5"; `params` are fields of its `EnvParams`.
+    """Makes an environment of XLand-MiniGrid, such as "MiniGrid-DoorKey-5x5"; `params` are fields of its `EnvParams`.
 
     Every episode of an XLand environment ("XLand-MiniGrid-R1-9x9") has a task drawn from a benchmark, such as "small-1m", which
     is downloaded at first use. Without one, the task is `ruleset`, by default the empty one, which gives no reward.
@@ -26,7 +26,7 @@ def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGri
     fields = {field.name for field in dataclasses.fields(defaults)} - {"render_mode"}
     common.check_params(full, params, fields | ({"benchmark"} if has_rules else set()))
     if benchmark is not None and not has_rules:
-        raise ValueError(f"{full} has one task; only those named XLand-MiniGrid-... take one of benchmark={benchmark!r}")
+        raise ValueError(f"{full} has a single task; only XLand-MiniGrid-... environments accept benchmark={benchmark!r}")
     values = {key: common.fit(f"{full}: {key}", value, getattr(defaults, key)) for key, value in params.items()}
     env, chosen = common.build(full, lambda **values: xminigrid.make(name, **values), values)
     return XMiniGridEnvironment(env, chosen, full, None if benchmark is None else _load_benchmark(full, xminigrid, benchmark))
@@ -44,7 +44,7 @@ def _load_benchmark(full: str, xminigrid: Any, name: str) -> Any:
 
 
 class XMiniGridState(NamedTuple):
-    """A state of the suite, and whether the last step reached the goal."""
+    """A state of the suite, with whether the last step reached the goal."""
 
     env_state: PyTree
     success: jax.Array
@@ -55,7 +55,7 @@ class XMiniGridEnvironment(Named):
 
     Observations are the tiles that the agent sees, `[view_size, view_size, 2]` uint8: a kind and a color, each as a number.
     Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`. The
-    metric `success` is whether the goal was reached, which alone is rewarded.
+    metric `success` tells whether the goal was reached, the only rewarded event.
     """
 
     def __init__(self, env: Any, params: Any, name: str, tasks: Any = None):
@@ -76,8 +76,8 @@ class XMiniGridEnvironment(Named):
         return XMiniGridState(first.state, jnp.asarray(False)), first.observation
 
     def step(self, key: jax.Array, state: XMiniGridState, action: jax.Array) -> Stepped:
-        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
-        # A step of the suite reads nothing but the state of the step before.
+        """Advances the episode; random numbers come from the key in the state, as in the suite."""
+        # A step of the suite only reads the state of the previous step.
         kind = common.load("xminigrid.types").TimeStep
         before = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
         after = narrow(self.env.step(self.params, before, action))
@@ -88,7 +88,7 @@ class XMiniGridEnvironment(Named):
     render_fps = 8.0
 
     def render(self, state: XMiniGridState) -> np.ndarray:
-        """The grid, and what of it the agent sees."""
+        """The grid, with the agent's field of view."""
         draw = common.load("xminigrid.rendering.rgb_render").render
         return np.asarray(draw(np.asarray(state.env_state.grid), state.env_state.agent, self.params.view_size), np.uint8)
 

@@ -103,14 +103,14 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
                 f"the iteration changes {path} from {_short(before)} to {_short(now)}; the next state must have the "
                 "shapes and dtypes of the state it was given"
             )
-    return _steady(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
+    return _weak_type_fixpoint(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
 
 
 def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(bool(a.weak_type) for a in avals)
 
 
-def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
+def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
     """The trace for the weak types on which the state settles, if all iterations compute the same values."""
     seen: set[tuple[bool, ...]] = set()
     while True:  # ends, because weak types repeat, or are new at most _MOST_CHANGES times
@@ -201,7 +201,7 @@ def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tup
     return found
 
 
-class ExpectedState:
+class StateChecker:
     """Checks states against the one that a program was compiled for."""
 
     def __init__(self, tree: Any, paths: Sequence[str], traced: Traced):
@@ -231,7 +231,7 @@ class ExpectedState:
                     f"{path} is {found.dtype}{list(found.shape)}, but the program was compiled for "
                     f"{want.dtype}{list(want.shape)}"
                 )
-            check_not_given_away(x, path)
+            check_not_donated(x, path)
         weak = _weak(avals)
         if weak not in self._weak_types:
             if not self._traced.computes_the_same(weak):
@@ -245,7 +245,7 @@ class ExpectedState:
             self._weak_types.add(weak)
 
 
-def check_not_given_away(x: Any, name: str) -> None:
+def check_not_donated(x: Any, name: str) -> None:
     """Raises RuntimeError if an array was donated or deleted; says how to avoid that."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(

@@ -38,7 +38,7 @@ _FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: wha
 _STEPS = {50: 8, 300: 5}  # most steps that are one turn, of bodies of at most so many equations
 
 
-def kernels_matter(placement: Placement) -> bool:
+def is_single_accelerator(placement: Placement) -> bool:
     """Whether a placement is one accelerator: there the number of kernels matters, and nothing is split."""
     return placement.mesh.size == 1 and placement.devices[0].platform != "cpu"
 
@@ -61,7 +61,8 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
         if scan.length < _SHORTEST:
             return [eqn]
         results = [aval(v) for v in scan.body.jaxpr.outvars]
-        carry, rows = Together(results[: scan.num_carry]), Together(results[scan.num_carry :], most=_MOST_STACKED)
+        carry = SmallArrayPacker(results[: scan.num_carry])
+        rows = SmallArrayPacker(results[scan.num_carry :], most=_MOST_STACKED)
         steps = _steps(scan, eqn.params.get("unroll", 1))
         if not carry.small and not rows.small and steps == 1:
             return [eqn]
@@ -71,7 +72,7 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
 
 
-class Together:
+class SmallArrayPacker:
     """Arrays of which the small ones are one vector of words; none of them if not `worth` it."""
 
     def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True, most: int = _MOST_BYTES):
@@ -105,7 +106,7 @@ def _steps(scan: Scan, given: int) -> int:
     return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
 
 
-def _loop(scan: Scan, carry: Together, rows: Together, steps: int, operands: Sequence[Any]) -> list[Any]:
+def _loop(scan: Scan, carry: SmallArrayPacker, rows: SmallArrayPacker, steps: int, operands: Sequence[Any]) -> list[Any]:
     first, behind = scan.num_consts, scan.num_consts + scan.num_carry
     step = jaxpr_as_fun(scan.body)
 

@@ -161,8 +161,8 @@ class Carry:
     """A value that a loop carries."""
 
     init: Value  # its value before the loop
-    enter: Value  # its value at the start of the body
-    leave: Value  # its value at the end of the body
+    body_in: Value  # its value at the start of the body
+    body_out: Value  # its value at the end of the body
     result: Value  # its value after the loop
 
 
@@ -186,7 +186,7 @@ class Loop:
         return [c.result for c in self.carry]
 
     def __str__(self) -> str:
-        carried = ", ".join(f"{c.enter} = {c.init} | {c.leave}" for c in self.carry)
+        carried = ", ".join(f"{c.body_in} = {c.init} | {c.body_out}" for c in self.carry)
         body = "\n".join("    " + line for i in self.body for line in str(i).splitlines())
         return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
 

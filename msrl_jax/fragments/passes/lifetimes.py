@@ -16,7 +16,7 @@ def add_lifetimes(schedule: Schedule) -> Schedule:
     """
     made = [v for i, _ in walk(schedule.body) for v in i.makes()]
     loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
-    inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.enter, c.leave)))]
+    inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.body_in, c.body_out)))]
     known = [*made, *inside, *schedule.constants, *(v for copies in schedule.inputs for v in copies)]
     numbers = itertools.count(1 + max((v.index for v in known), default=0))
 
@@ -88,9 +88,9 @@ def _with_lifetimes(
 
 
 def _loop_with_lifetimes(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
-    leaves = [c.leave for c in loop.carry]
-    body, leaves, _ = _with_lifetimes(loop.body, {c.enter for c in loop.carry}, leaves, [], copy_of)
-    carry = tuple(replace(c, leave=leave) for c, leave in zip(loop.carry, leaves, strict=True))
+    leaves = [c.body_out for c in loop.carry]
+    body, leaves, _ = _with_lifetimes(loop.body, {c.body_in for c in loop.carry}, leaves, [], copy_of)
+    carry = tuple(replace(c, body_out=body_out) for c, body_out in zip(loop.carry, leaves, strict=True))
     return replace(loop, body=body, carry=carry)
 
 

@@ -60,13 +60,13 @@ class _Packer:
             elif (at := places.get(node)) is not None:
                 node.eqn = node.eqn.replace(invars=[self.crossing(a, [at]) for a in node.eqn.invars])
             self.nodes.append(node)
-        pairs = zip(region.next_carry, self.part.homes, strict=True)
-        region.next_carry[:] = [self.crossing(atom, homes) for atom, homes in pairs]
+        pairs = zip(region.next_carry, self.part.carry_placements, strict=True)
+        region.next_carry[:] = [self.crossing(atom, carry_placements) for atom, carry_placements in pairs]
         region.nodes[:] = self.nodes
 
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
         """The atom that `readers` read; the unpacked value if it crosses to all of them over an edge with a codec."""
-        made = self.part.made_at.get(atom) if isinstance(atom, Var) else None
+        made = self.part.available_at.get(atom) if isinstance(atom, Var) else None
         if not made or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
             return atom
         to = readers[0]
@@ -138,11 +138,11 @@ class _Packer:
         assert source is not None
         results: list[Var] = []
         for start, fold, now in zip(starts, folds, measured, strict=True):
-            enter, result = fresh(now), fresh(now)
-            (leave,) = inlined(jax.make_jaxpr(fold)(start, start), [enter, now], source, region.nodes)
+            body_in, result = fresh(now), fresh(now)
+            (body_out,) = inlined(jax.make_jaxpr(fold)(start, start), [body_in, now], source, region.nodes)
             at = len(region.carry)
-            region.carry.append(enter)
-            region.next_carry.append(leave)
+            region.carry.append(body_in)
+            region.next_carry.append(body_out)
             invars, outvars = list(node.eqn.invars), list(node.eqn.outvars)
             invars.insert(len(region.consts) + at, Literal(start, aval(now)))
             outvars.insert(at, result)

@@ -22,12 +22,12 @@ from msrl_jax.fragments.placement import Placement
 
 
 @dataclass(eq=False)
-class Group:
+class ProgramNodes:
     """Nodes that become one program at one placement, or one opened loop."""
 
     placement: Placement | None
     nodes: list[Node]
-    waits_for: set["Group"] = field(default_factory=set)
+    waits_for: set["ProgramNodes"] = field(default_factory=set)
 
     @property
     def is_host_call(self) -> bool:
@@ -40,19 +40,20 @@ class Partition:
     """A region with all decisions on placement."""
 
     region: Region
-    groups: list[Group]  # the programs and opened loops, in an order that respects every dependency
+    groups: list[ProgramNodes]  # the programs and opened loops, in an order that respects every dependency
     # for each variable, the placements that have it without a transfer, the canonical one first. (The code around a loop
     # decides where its constants and xs are; stacked results are where they are read.)
-    made_at: dict[Var, list[Placement]]
+    available_at: dict[Var, list[Placement]]
     needed_at: dict[Var, list[Placement]]  # for each constant, carried variable and x, the placements that use it
-    homes: list[list[Placement]]  # for each carried variable, the placements that keep a copy of it between repetitions
+    # for each carried variable, the placements that keep a copy of it between repetitions
+    carry_placements: list[list[Placement]]
     loops: dict[Node, "Partition"]  # the partitions of opened loops
 
     @property
     def inputs_at(self) -> list[list[Placement]]:
         """The placements that use each input of the region."""
-        homes = dict(zip(self.region.carry, self.homes, strict=True))
-        return [homes[v] if v in homes else self.needed_at[v] for v in self.region.inputs]
+        carry_placements = dict(zip(self.region.carry, self.carry_placements, strict=True))
+        return [carry_placements[v] if v in carry_placements else self.needed_at[v] for v in self.region.inputs]
 
 
 def partition(graph: Graph, default: Placement) -> Partition:
@@ -63,38 +64,38 @@ def partition(graph: Graph, default: Placement) -> Partition:
 def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
     """The partition of a region; `registers` holds carried variables with their given homes."""
     loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
-    free = _free(region, registers)
-    places, homes = _place(region, registers, loops, free, default)
-    homes = [list({p.mesh: p for p in reversed(at)}.values())[::-1] for at in homes]
-    groups = _sink(_group(region, places))
-    made_at: dict[Var, list[Placement]] = dict(zip(region.carry, homes, strict=True))
+    free = _replicable(region, registers)
+    places, carry_placements = _place(region, registers, loops, free, default)
+    carry_placements = [list({p.mesh: p for p in reversed(at)}.values())[::-1] for at in carry_placements]
+    groups = _merge_into_single_reader(_group(region, places))
+    available_at: dict[Var, list[Placement]] = dict(zip(region.carry, carry_placements, strict=True))
     for node in region.nodes:
         for i, var in enumerate(node.eqn.outvars):
-            made_at[var] = _results_at(loops[node], i) if node in loops else places[node]
-    readers, home = _readers(region, loops), dict(zip(region.carry, homes, strict=True))
+            available_at[var] = _result_placements(loops[node], i) if node in loops else places[node]
+    readers, home = _readers(region, loops), dict(zip(region.carry, carry_placements, strict=True))
     needed = {v: _needed_at([v], readers, places, home) for v in region.inputs}
     for out in region.results:
         if isinstance(out, Var) and (out in region.consts or out in region.xs) and out not in readers:
             needed[out] = [default]
-    return Partition(region, groups, made_at, needed, homes, loops)
+    return Partition(region, groups, available_at, needed, carry_placements, loops)
 
 
-def _results_at(loop: Partition, i: int) -> list[Placement]:
+def _result_placements(loop: Partition, i: int) -> list[Placement]:
     """The placements that can have an opened loop's i-th result without an additional transfer, the canonical one first.
 
     A result can be stacked where its rows are made, and where its rows are sent in any case.
     """
-    if i < len(loop.homes):
-        return loop.homes[i]
-    out = loop.region.results[i - len(loop.homes)]
+    if i < len(loop.carry_placements):
+        return loop.carry_placements[i]
+    out = loop.region.results[i - len(loop.carry_placements)]
     if not isinstance(out, Var):
         return [next(g.placement for g in _programs(loop) if g.placement is not None)]
     readers = (g.placement for g in loop.groups for n in g.nodes if out in n.eqn.invars)
-    found = [*loop.made_at.get(out, ()), *loop.needed_at.get(out, ()), *(p for p in readers if p is not None)]
+    found = [*loop.available_at.get(out, ()), *loop.needed_at.get(out, ()), *(p for p in readers if p is not None)]
     return list(dict.fromkeys(found)) or [next(g.placement for g in _programs(loop) if g.placement is not None)]
 
 
-def _programs(part: Partition) -> Iterable[Group]:
+def _programs(part: Partition) -> Iterable[ProgramNodes]:
     for group in part.groups:
         if group.placement is not None:
             yield group
@@ -102,7 +103,7 @@ def _programs(part: Partition) -> Iterable[Group]:
             yield from _programs(part.loops[group.nodes[0]])
 
 
-def _free(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
     """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
     while True:  # ends, because `carried` shrinks every time
@@ -196,7 +197,7 @@ def _place_dependents(
         if node is None:
             return home.get(atom, [])
         if node in loops:
-            return _results_at(loops[node], node.eqn.outvars.index(atom))
+            return _result_placements(loops[node], node.eqn.outvars.index(atom))
         return places.get(node, [])
 
     changed = True
@@ -265,16 +266,16 @@ def _needed_at(
     return list(found)
 
 
-def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
+def _group(region: Region, places: dict[Node, list[Placement]]) -> list[ProgramNodes]:
     """Groups nodes into programs: each joins the earliest program of its placement that then waits for nothing new."""
-    groups: list[Group] = []
-    joinable: dict[Placement | None, list[Group]] = defaultdict(list)
-    made_in: dict[tuple[Var, Placement | None], Group] = {}
-    last_effect: set[Group] = set()
+    groups: list[ProgramNodes] = []
+    joinable: dict[Placement | None, list[ProgramNodes]] = defaultdict(list)
+    made_in: dict[tuple[Var, Placement | None], ProgramNodes] = {}
+    last_effect: set[ProgramNodes] = set()
     before = _host_calls_before(region)
 
-    def sources(node: Node, at: Placement | None) -> set[Group]:
-        found: set[Group] = set()
+    def sources(node: Node, at: Placement | None) -> set[ProgramNodes]:
+        found: set[ProgramNodes] = set()
         for atom in node.eqn.invars:
             if isinstance(atom, Var):
                 local = made_in.get((atom, at)) or made_in.get((atom, None))
@@ -290,7 +291,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
             alone = at is None or node.is_host_call
             group = None if alone else next((g for g in joinable[at] if waits_for - {g} <= g.waits_for), None)
             if group is None:
-                group = Group(at, [], waits_for)
+                group = ProgramNodes(at, [], waits_for)
                 groups.append(group)
                 if not alone:
                     joinable[at].append(group)
@@ -303,23 +304,23 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     return groups
 
 
-def _host_calls_before(region: Region) -> dict[Var, set[Group]]:
+def _host_calls_before(region: Region) -> dict[Var, set[ProgramNodes]]:
     """For each carried variable, the host's calls of the previous repetition that its value comes from.
 
     They count as something to wait for, so that what waits for one call is no program with what waits for another.
     """
-    found: dict[Var, set[Group]] = {}
+    found: dict[Var, set[ProgramNodes]] = {}
     for node in region.nodes:
         sources = set().union(*(found.get(a, set()) for a in node.eqn.invars if isinstance(a, Var)))
         if node.is_host_call:
-            sources = {Group(node.placement, [node])}
+            sources = {ProgramNodes(node.placement, [node])}
         if sources:
             found.update(dict.fromkeys(node.eqn.outvars, sources))
     pairs = zip(region.carry, region.next_carry, strict=True)
     return {var: found[out] for var, out in pairs if isinstance(out, Var) and out in found}
 
 
-def _sink(groups: list[Group]) -> list[Group]:
+def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
     """Merges a glue program into a later program of its placement if no other program reads it.
 
     A result that is carried to the next repetition delays no program: where it is carried, it is also made.
@@ -345,7 +346,7 @@ def _sink(groups: list[Group]) -> list[Group]:
     return groups
 
 
-def _reads(reader: Group, made: set[Var], groups: list[Group]) -> bool:
+def _reads(reader: ProgramNodes, made: set[Var], groups: list[ProgramNodes]) -> bool:
     """Whether a group reads any of these variables that its own placement does not make as well."""
     own = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
     return any(a in made and a not in own for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))

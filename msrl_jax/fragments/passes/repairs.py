@@ -65,7 +65,7 @@ _BITWISE = {"reduce_xor": jax.lax.bitwise_xor, "reduce_or": jax.lax.bitwise_or, 
 _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
 
-def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     """Rewrites a program so that XLA partitions it rightly over a mesh.
 
     It is `closed` itself if it has none of these operations.

@@ -11,7 +11,7 @@ from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_o
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.nodes import Graph, Node
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
-from msrl_jax.fragments.passes.partition import Group, Partition
+from msrl_jax.fragments.passes.partition import Partition, ProgramNodes
 from msrl_jax.fragments.placement import Placement
 
 
@@ -25,19 +25,19 @@ def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
     scalars = [v for _, measured in graph.checks for v in measured]
     emit.read_later([*region.results, *scalars])
     inputs: list[tuple[Value, ...]] = []
-    for var, homes in zip(region.carry, part.homes, strict=True):
-        inputs.append(tuple(emit.define(var, p) for p in homes))
+    for var, carry_placements in zip(region.carry, part.carry_placements, strict=True):
+        inputs.append(tuple(emit.define(var, p) for p in carry_placements))
     for var in region.consts:
         for p in part.needed_at[var]:
             if (var, p.mesh) not in emit.table:
                 names.constants[emit.define(var, p)] = graph.constants[var]
-    emit.groups()
-    pairs = zip(region.next_carry, part.homes, strict=True)
-    outputs = tuple(tuple(emit.at(a, p) for p in homes) for a, homes in pairs)
-    metrics = tuple(emit.anywhere(a) for a in region.results)
-    at = emit.anywhere
+    emit.emit_all()
+    pairs = zip(region.next_carry, part.carry_placements, strict=True)
+    outputs = tuple(tuple(emit.value_at(a, p) for p in carry_placements) for a, carry_placements in pairs)
+    metrics = tuple(emit.value_anywhere(a) for a in region.results)
+    at = emit.value_anywhere
     checks = tuple((check, (at(ok), at(low), at(high))) for check, (ok, low, high) in graph.checks)
-    emit.flush()
+    emit.emit_moves()
     return Schedule(tuple(inputs), tuple(emit.out), outputs, metrics, checks, names.constants)
 
 
@@ -62,7 +62,7 @@ class _Names:
         return self._literals[key]
 
 
-def _apart(value: Value) -> str:
+def _delta_codec(value: Value) -> str:
     """The codec of a value, if that sends changes, which need a Move of their own."""
     codec = get(value.packed.edge.codec) if value.packed else None
     return codec.name if codec and codec.changes else ""
@@ -73,6 +73,15 @@ class _Row:
     """A variable that is the current row of a stacked array."""
 
     stacked: Value
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """The buffer of a stacked result of a loop: the program that makes a row writes it there."""
+
+    carry: Carry  # the buffer, carried through the loop
+    row: Atom  # in the body
+    placement: Placement
 
 
 class _Emitter:
@@ -96,15 +105,15 @@ class _Emitter:
 
     def source(self, var: Var, placement: Placement) -> Placement:
         """The placement that supplies a variable to `placement`: one on the same mesh if that has it, else the first."""
-        made = self.part.made_at.get(var) or self.part.needed_at.get(var) or [placement]
+        made = self.part.available_at.get(var) or self.part.needed_at.get(var) or [placement]
         return next((p for p in made if p.mesh == placement.mesh), made[0])
 
-    def at(self, atom: Atom, placement: Placement) -> Value:
+    def value_at(self, atom: Atom, placement: Placement) -> Value:
         """The value at a placement, moved there if need be."""
-        entry = self.entry(atom, placement)
+        entry = self.lookup(atom, placement)
         return self.row(entry, placement) if isinstance(entry, _Row) else entry
 
-    def entry(self, atom: Atom, placement: Placement) -> Value | _Row:
+    def lookup(self, atom: Atom, placement: Placement) -> Value | _Row:
         if isinstance(atom, Literal):
             return self.names.literal(atom, placement)
         found = self.table.get((atom, placement.mesh))
@@ -116,17 +125,17 @@ class _Emitter:
             self._moves.setdefault((home.mesh, placement.mesh), []).append((held, found))
         return found
 
-    def anywhere(self, atom: Atom) -> Value:
+    def value_anywhere(self, atom: Atom) -> Value:
         """The value at the default placement if it is made there, else at another placement that makes it."""
         if isinstance(atom, Literal):
             return self.names.literal(atom, self.default)
-        return self.at(atom, self.source(atom, self.default))
+        return self.value_at(atom, self.source(atom, self.default))
 
-    def flush(self) -> None:
+    def emit_moves(self) -> None:
         for pairs in self._moves.values():
             groups: dict[str, list[tuple[Value, Value]]] = {}
             for pair in pairs:
-                groups.setdefault(_apart(pair[1]), []).append(pair)
+                groups.setdefault(_delta_codec(pair[1]), []).append(pair)
             for group in groups.values():
                 sources, results = zip(*group, strict=True)
                 self.out.append(Move(sources, results))
@@ -141,14 +150,14 @@ class _Emitter:
         """Emits a separate program that reads the current row, for readers that cannot read it themselves."""
         var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
         value = self.names.new(aval(var), placement, row.stacked.label)
-        self.flush()
+        self.emit_moves()
         self.out.append(
             Run("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
                 index=self.index(placement))
         )  # fmt: skip
         return value
 
-    def groups(self) -> None:
+    def emit_all(self) -> None:
         for group in self.part.groups:
             if group.placement is None:
                 self.loop(group)
@@ -157,14 +166,14 @@ class _Emitter:
             else:
                 self.run(group, group.placement)
 
-    def run(self, group: Group, placement: Placement) -> None:
+    def run(self, group: ProgramNodes, placement: Placement) -> None:
         eqns = [n.eqn for n in group.nodes]
         made = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
         if not self._has_host_calls:  # else this would wait for other calls of the host
             reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
-        entries = {a: self.entry(a, placement) for a in reads}
-        self.flush()
+        entries = {a: self.lookup(a, placement) for a in reads}
+        self.emit_moves()
         rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
         inputs = tuple(e.stacked if isinstance(e, _Row) else e for e in entries.values())
         exported = [v for v in made if self._read_from.get((v, placement), set()) - {group}]
@@ -180,12 +189,12 @@ class _Emitter:
         )  # fmt: skip
 
     def host_call(self, node: Node, placement: Placement) -> None:
-        inputs = tuple(self.at(a, placement) for a in node.eqn.invars)
-        self.flush()
+        inputs = tuple(self.value_at(a, placement) for a in node.eqn.invars)
+        self.emit_moves()
         outputs = tuple(self.define(v, placement) for v in node.eqn.outvars)
         self.out.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
 
-    def loop(self, group: Group) -> None:
+    def loop(self, group: ProgramNodes) -> None:
         (node,) = group.nodes
         inner = self.part.loops[node]
         region = inner.region
@@ -200,27 +209,27 @@ class _Emitter:
         outer: dict[Value, None] = {}
         for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
             for p in inner.needed_at[var]:
-                value = self.at(atom, p)
+                value = self.value_at(atom, p)
                 outer[value] = None
                 body.table[var, p.mesh] = _Row(value) if var in region.xs else value
-        pending: list[tuple[Value, Value, Value]] = []
-        for var, atom, homes in zip(region.carry, init, inner.homes, strict=True):
-            for p in homes:
-                result = node.eqn.outvars[region.carry.index(var)]
-                pending.append((self.at(atom, p), body.define(var, p), self.define(result, p)))
+        before: list[tuple[Value, Value, Value]] = []  # init, body_in and result of each `Carry`
+        for var, atom, result, placements in zip(
+            region.carry, init, node.eqn.outvars[:num_carry], inner.carry_placements, strict=True
+        ):
+            before += [(self.value_at(atom, p), body.define(var, p), self.define(result, p)) for p in placements]
         buffers = [self.buffer(var, atom, p, body) for var, atom, p in stacked]
-        self.flush()
-        for mesh in dict.fromkeys(init.placement.mesh for init, *_ in buffers):
-            self.out.append(Alloc(tuple(init for init, *_ in buffers if init.placement.mesh == mesh)))
-        body.groups()
-        for _, enter, leave, atom, placement, _ in buffers:
-            if not isinstance(atom, Var) or (enter, leave) in body.writes.get((atom, placement.mesh), ()):
-                body.write(atom, placement, enter, leave)
-        pairs = zip(region.next_carry, inner.homes, strict=True)
-        leaves = [body.at(a, p) for a, homes in pairs for p in homes]
-        body.flush()
-        carry = [Carry(init, enter, leave, result) for (init, enter, result), leave in zip(pending, leaves, strict=True)]
-        carry += [Carry(init, enter, leave, result) for init, enter, leave, _, _, result in buffers]
+        self.emit_moves()
+        starts = [b.carry.init for b in buffers]
+        for mesh in dict.fromkeys(v.placement.mesh for v in starts):
+            self.out.append(Alloc(tuple(v for v in starts if v.placement.mesh == mesh)))
+        body.emit_all()
+        for b in buffers:
+            body.write_if_left(b)
+        pairs = zip(region.next_carry, inner.carry_placements, strict=True)
+        after = [body.value_at(a, p) for a, placements in pairs for p in placements]
+        body.emit_moves()
+        carry = [Carry(init, body_in, out, result) for (init, body_in, result), out in zip(before, after, strict=True)]
+        carry += [b.carry for b in buffers]
         indices = tuple(body.indices.values())
         self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
 
@@ -229,24 +238,28 @@ class _Emitter:
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
 
-    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
-        """The buffer of a stacked result: (init, enter, leave, row, placement, result)."""
+    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter") -> "_Buffer":
+        """The buffer of the stacked result `var`, whose rows are `atom` in the body."""
         label = self.names.labels.get(var, "")
-        init, enter, leave = (self.names.new(aval(var), placement, label) for _ in range(3))
+        init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):
-            body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
-        return init, enter, leave, atom, placement, self.define(var, placement)
+            body.writes.setdefault((atom, placement.mesh), []).append((body_in, body_out))
+        return _Buffer(Carry(init, body_in, body_out, self.define(var, placement)), atom, placement)
 
-    def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
-        """Emits a separate program that stores a row which no program of this region makes."""
+    def write_if_left(self, buffer: "_Buffer") -> None:
+        """Emits a separate program that stores a row, if no program of this region has stored it."""
+        atom, placement = buffer.row, buffer.placement
+        stored = buffer.carry.body_in, buffer.carry.body_out
+        if isinstance(atom, Var) and stored not in self.writes.get((atom, placement.mesh), ()):
+            return
         var = Var(atom.aval)
-        entry = self.entry(atom, placement)
-        self.flush()
+        entry = self.lookup(atom, placement)
+        self.emit_moves()
         rows = (0,) if isinstance(entry, _Row) else ()
         value = entry.stacked if isinstance(entry, _Row) else entry
         self.out.append(
             Run("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
-                ((enter, leave),), self.index(placement))
+                (stored,), self.index(placement))
         )  # fmt: skip
 
     def read_later(self, atoms: Iterable[Atom]) -> None:
@@ -255,12 +268,12 @@ class _Emitter:
             if isinstance(atom, Var):
                 self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
 
-    def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
+    def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[ProgramNodes | None]]:
         """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
         part = self.part
-        found: dict[tuple[Var, Placement], set[Group | None]] = {}
+        found: dict[tuple[Var, Placement], set[ProgramNodes | None]] = {}
 
-        def read(atom: Atom, at: Placement, reader: Group | None) -> None:
+        def read(atom: Atom, at: Placement, reader: ProgramNodes | None) -> None:
             if isinstance(atom, Var):
                 found.setdefault((atom, self.source(atom, at)), set()).add(reader)
 
@@ -273,8 +286,8 @@ class _Emitter:
                 for atom, at in zip(node.eqn.invars, part.loops[node].inputs_at, strict=True):
                     for p in at:
                         read(atom, p, group)
-        for atom, homes in zip(part.region.next_carry, part.homes, strict=True):
-            for p in homes:
+        for atom, carry_placements in zip(part.region.next_carry, part.carry_placements, strict=True):
+            for p in carry_placements:
                 read(atom, p, None)
         looped = {v for node in part.loops for v in node.eqn.outvars}
         for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes must be results of that loop

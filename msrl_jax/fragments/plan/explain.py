@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.fragments.codecs import get
-from msrl_jax.fragments.passes.apply_policy import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
+from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.placement import Edge, Layout, device_names
-from msrl_jax.fragments.plan.cost import Found, FragmentPlan, collectives, flops, fragment_plans
-from msrl_jax.fragments.plan.kernels import Launches, launches, least_seconds, one_turn
+from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
+from msrl_jax.fragments.plan.hlo import CollectiveReport, collectives, module_of
+from msrl_jax.fragments.plan.kernels import Launches, launches, per_iteration, roofline_seconds
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, RegisterPlan
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.runtime.memory import lacking_memory
@@ -29,7 +30,7 @@ _CHANGE = 6
 
 
 def explain(
-    fit: Fit,
+    placed: PlacedPolicy,
     jaxpr: Jaxpr,
     instructions: Sequence[Instruction],
     compiled: Mapping[Instruction, jax.stages.Compiled],
@@ -45,14 +46,14 @@ def explain(
     `registers` holds, for every delayed leaf, where its delayed values are. If `in_loop`, the executable is the loop over
     iterations, and what it launches for one is that of a turn.
     """
-    steps, layout = list(walk(instructions)), fit.layout
+    steps, layout = list(walk(instructions)), placed.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
-    texts = {i: compiled[i].as_text() or "" for i, _ in steps if isinstance(i, Run)}
-    found = {i: collectives(text) for i, text in texts.items()}
+    modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, Run)}
+    found = {i: collectives(module) for i, module in modules.items()}
     named = {f.name for f in fragments}
-    launched = {i: launches(text, named) if i.placement.devices[0].platform != "cpu" else () for i, text in texts.items()}
+    launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
     if in_loop:
-        launched = {i: one_turn(each) for i, each in launched.items()}
+        launched = {i: per_iteration(each) for i, each in launched.items()}
     programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
@@ -70,7 +71,7 @@ def explain(
         *_codec_warnings(unused),
         *_callback_warnings(of_runs),
         *_memory_warnings(of_runs),
-        *filter(None, [warn_of_idle(fit)]),
+        *filter(None, [warn_of_idle(placed)]),
     ]
     if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
         warnings.append(
@@ -83,7 +84,7 @@ def explain(
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        placements, device_names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
+        placements, device_names(placed.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
         host_calls, _least_seconds(layout, programs, fragments), tuple(_registers(registers, layout.staleness)),
     )  # fmt: skip
 
@@ -101,13 +102,13 @@ def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: S
         launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
         whole = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
         kind = getattr(placement.devices[0], "device_kind", "")
-        if launched and (seconds := least_seconds(kind, launched, whole / len(placement.devices))) is not None:
+        if launched and (seconds := roofline_seconds(kind, launched, whole / len(placement.devices))) is not None:
             least[placement.name] = seconds
     return least
 
 
 def _program(
-    run: Run, times: int, compiled: jax.stages.Compiled, found: Found, launched: tuple[Launches, ...]
+    run: Run, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
@@ -268,37 +269,38 @@ def _memory_warnings(runs: _Runs) -> Iterator[str]:
             )
 
 
-def warn_of_idle(fit: Fit) -> str | None:
+def warn_of_idle(placed: PlacedPolicy) -> str | None:
     """Says which devices stay idle, and which numbers would use them; it tries them, as only the policy knows what it does."""
-    if not fit.idle:
+    if not placed.idle:
         return None
-    idle, total = len(fit.idle), len(fit.devices)
-    envs = f" with num_envs={_num_envs(fit)}" if _num_envs(fit) else ""
-    names, stay = ", ".join(device_names(fit.idle)), "stay" if idle > 1 else "stays"
-    fact = f"{idle} of {total} devices {stay} idle ({names}): {fit.layout.policy} uses {total - idle}{envs}"
+    idle, total = len(placed.idle), len(placed.devices)
+    envs = f" with num_envs={_num_envs(placed)}" if _num_envs(placed) else ""
+    names, stay = ", ".join(device_names(placed.idle)), "stay" if idle > 1 else "stays"
+    fact = f"{idle} of {total} devices {stay} idle ({names}): {placed.layout.policy} uses {total - idle}{envs}"
     try:
-        ways = [*_sizes(fit), *_parameters(fit)]
+        ways = [*_sizes(placed), *_parameters(placed)]
     except Exception as error:
-        return f"{fact}. Other numbers were not tried: {fit.layout.policy} raises {error!r}; raise ValueError to refuse one"
+        return f"{fact}. Other numbers were not tried: {placed.layout.policy} raises {error!r}; raise ValueError to refuse one"
     return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
 
 
-def _num_envs(fit: Fit) -> int:
+def _num_envs(placed: PlacedPolicy) -> int:
     """The size of the axis "env" if there is one and all leaves agree on it; else 0."""
-    return fit.sizes["env"] if len({size for _, size in fit.leaves.get("env", ())}) == 1 else 0
+    return placed.sizes["env"] if len({size for _, size in placed.leaves.get("env", ())}) == 1 else 0
 
 
-def _sizes(fit: Fit) -> Iterator[str]:
+def _sizes(placed: PlacedPolicy) -> Iterator[str]:
     """The nearest numbers of environments, below and above, that leave no device idle."""
-    now = _num_envs(fit)
-    reach = len(fit.devices) if now else 0  # a multiple of the number of devices is at most this far away
+    now = _num_envs(placed)
+    reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
-        yield from _first(numbers, lambda n: dataclasses.replace(fit, leaves={**fit.leaves, "env": [("", n)]}), "num_envs={}")
+        with_envs = lambda n: dataclasses.replace(placed, leaves={**placed.leaves, "env": [("", n)]})  # noqa: E731
+        yield from _first(numbers, with_envs, "num_envs={}")
 
 
-def _parameters(fit: Fit) -> list[str]:
+def _parameters(placed: PlacedPolicy) -> list[str]:
     """The policy with one number of devices changed; if no change helps, also with its other optional numbers set to None."""
-    policy: Any = fit.policy
+    policy: Any = placed.policy
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
         return []
     hints = typing.get_type_hints(type(policy))
@@ -308,22 +310,22 @@ def _parameters(fit: Fit) -> list[str]:
     def found(others: dict[str, None]) -> Iterator[str]:
         for name in numbers:
 
-            def other(n: int, name: str = name) -> Fit:
-                return dataclasses.replace(fit, policy=dataclasses.replace(policy, **(others | {name: n})))
+            def other(n: int, name: str = name) -> PlacedPolicy:
+                return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(others | {name: n})))
 
-            yield from _first(range(1, len(fit.devices) + 1), other, "{policy}")
+            yield from _first(range(1, len(placed.devices) + 1), other, "{policy}")
 
     return list(found({})) or list(found(free))
 
 
-def _first(numbers: Iterable[int], make: Callable[[int], Fit], text: str) -> Iterator[str]:
+def _first(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
     """The first number that leaves no device idle, as text."""
     for n in numbers:
         try:
-            fit = make(n)
-            idle = fit.idle
+            placed = make(n)
+            idle = placed.idle
         except ValueError:  # the policy refuses this number
             continue
         if not idle:
-            yield text.format(n, policy=fit.layout.policy)
+            yield text.format(n, policy=placed.layout.policy)
             return

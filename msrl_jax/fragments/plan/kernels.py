@@ -1,4 +1,4 @@
-"""What a program launches on an accelerator, in XLA's text: kernels, library calls, copies and collectives, and what they move.
+"""What a program launches on an accelerator: kernels, library calls, copies and collectives, and what they move.
 
 At small batches the time of a GPU is the number of its launches: each takes a microsecond or more, however little it does.
 Every instruction of the compiled program is one launch, but those that only name values; a loop launches its body as often as
@@ -9,11 +9,8 @@ updates the update.
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
-from msrl_jax.fragments.plan.cost import COLLECTIVES, DEFINITION, WHILE, called, computations, nbytes_of, operands_of
-from msrl_jax.fragments.plan.cost import trip_count as trips_of
-from msrl_jax.fragments.plan.operation_owners import innermost
+from msrl_jax.fragments.plan.hlo import COLLECTIVES, Instruction, Module, innermost, nbytes_of
 
 # They name values, or wait for what another instruction has launched.
 _NOTHING = frozenset(
@@ -71,52 +68,35 @@ class Launches:
         return times
 
 
-class _Instruction(NamedTuple):
-    kind: str
-    shape: str
-    operands: list[str]
-    line: str
-
-
-def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]:
-    """Finds what a program launches in its optimized HLO (`compiled.as_text()`).
+def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches, ...]:
+    """Finds what a program launches.
 
     Args:
-      text: the program.
+      module: the program.
       fragments: the names of the fragments that it may hold.
 
     Returns:
-      What is launched in every loop for every fragment, in the order of the text.
+      What is launched in every loop for every fragment, in the order of the program.
     """
-    entry, bodies = computations(text)
     fragment_of = innermost(fragments)
-    parsed: dict[str, dict[str, _Instruction]] = {}
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 
-    def instructions(name: str) -> dict[str, _Instruction]:
-        if name not in parsed:
-            matches = [(line, match) for line in bodies.get(name, ()) if (match := DEFINITION.match(line))]
-            parsed[name] = {m[2]: _Instruction(_started(m[4]), m[3], operands_of(m[5]), line) for line, m in matches}
-        return parsed[name]
-
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:
-        made = instructions(name)
-        for instruction in made.values():
-            kind, line = instruction.kind, instruction.line
-            if kind == "while" and (match := WHILE.search(line)):
-                known = trips_of(line, bodies[name], bodies.get(match[1], ()), bodies.get(match[2], ()))
+        for made in module.instructions(name):
+            if made.loop:
+                (condition, body), known = made.loop, module.trip_count(made, name)
                 if known is None:  # the device decides after every turn whether there is another one
-                    visit(match[1], (*trips, 1), match[2])
-                visit(match[2], (*trips, 1 if known is None else known), match[2])
-            elif kind in ("call", "async-start"):
-                for inner in called(line):
+                    visit(condition, (*trips, 1), body)
+                visit(body, (*trips, 1 if known is None else known), body)
+            elif made.kind in ("call", "async-start"):
+                for inner in made.called:
                     visit(inner, trips, loop)
-            elif kind == "conditional":
-                _visit_largest(called(line), trips, loop)
-            elif kind not in _NOTHING and not _NO_CALLS.search(line):
-                entry = found.setdefault((fragment_of(line) or "", trips, loop), [0] * (len(_COLUMNS) + 1))
-                entry[_COLUMNS.index(_column(kind))] += 1
-                entry[-1] += _moved(instruction, made, instructions)
+            elif made.kind == "conditional":
+                _visit_largest(made.called, trips, loop)
+            elif made.kind not in _NOTHING and not _NO_CALLS.search(made.rest):
+                entry = found.setdefault((fragment_of(made) or "", trips, loop), [0] * (len(_COLUMNS) + 1))
+                entry[_COLUMNS.index(_column(made.kind))] += 1
+                entry[-1] += _moved(module, name, made)
 
     def _visit_largest(branches: Sequence[str], trips: tuple[int, ...], loop: str) -> None:
         nonlocal found
@@ -127,16 +107,16 @@ def launches(text: str, fragments: Collection[str] = ()) -> tuple[Launches, ...]
             outcomes.append(found)
         found = max(outcomes, key=lambda o: sum(sum(n[:-1]) for n in o.values()), default=before)
 
-    visit(entry, (), "")
+    visit(module.entry, (), "")
     return tuple(Launches(fragment, trips, *numbers) for (fragment, trips, _), numbers in found.items())
 
 
-def one_turn(found: Iterable[Launches]) -> tuple[Launches, ...]:
+def per_iteration(found: Iterable[Launches]) -> tuple[Launches, ...]:
     """What one turn of the outermost loops launches, without what surrounds them."""
     return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
 
 
-def least_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
+def roofline_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
     """The time below which a device cannot do its part of an iteration; None if nothing is known of it.
 
     Args:
@@ -155,28 +135,23 @@ def least_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops
 _COLUMNS = ("kernels", "library_calls", "copies", "collectives")
 
 
-def _started(kind: str) -> str:
-    """The kind of an instruction; a fusion that runs beside others does what a fusion does."""
-    return "fusion" if kind == "fusion-start" else kind
-
-
 def _column(kind: str) -> str:
     if kind.removesuffix("-start") in COLLECTIVES:
         return "collectives"
     return {"custom-call": "library_calls", "copy": "copies", "copy-start": "copies"}.get(kind, "kernels")
 
 
-def _moved(instruction: _Instruction, made: Mapping[str, _Instruction], instructions: Any) -> int:
-    """The bytes that an instruction reads and writes."""
-    if instruction.kind != "fusion":
-        return _of_one(instruction, made)
-    body = instructions(called(instruction.line)[0])
+def _moved(module: Module, computation: str, made: Instruction) -> int:
+    """The bytes that an instruction of a computation reads and writes."""
+    if made.kind != "fusion":
+        return _of_one(made, module.computations[computation])
+    inside = made.called[0]
+    body = module.computations.get(inside, {})
     read = sum(_read(name, body) for name, inner in body.items() if inner.kind == "parameter")
-    root = next((name for name, inner in body.items() if inner.line.lstrip().startswith("ROOT ")), "")
-    return read + _written(root, body)
+    return read + _written(module.root(inside), body)
 
 
-def _of_one(instruction: _Instruction, made: Mapping[str, _Instruction]) -> int:
+def _of_one(instruction: Instruction, made: Mapping[str, Instruction]) -> int:
     sizes = [nbytes_of(made[name].shape) for name in instruction.operands if name in made]
     if instruction.kind in _SLICES:
         return 2 * nbytes_of(instruction.shape)
@@ -185,7 +160,7 @@ def _of_one(instruction: _Instruction, made: Mapping[str, _Instruction]) -> int:
     return nbytes_of(instruction.shape) + sum(sizes)
 
 
-def _read(name: str, body: Mapping[str, _Instruction]) -> int:
+def _read(name: str, body: Mapping[str, Instruction]) -> int:
     """The bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
     total = 0
     for user, place in _uses(name, body):
@@ -196,7 +171,7 @@ def _read(name: str, body: Mapping[str, _Instruction]) -> int:
     return min(total, nbytes_of(body[name].shape))
 
 
-def _uses(name: str, body: Mapping[str, _Instruction]) -> Iterator[tuple[_Instruction, int]]:
+def _uses(name: str, body: Mapping[str, Instruction]) -> Iterator[tuple[Instruction, int]]:
     for other, user in body.items():
         for place, operand in enumerate(user.operands):
             if operand == name and user.kind == "bitcast":
@@ -205,7 +180,7 @@ def _uses(name: str, body: Mapping[str, _Instruction]) -> Iterator[tuple[_Instru
                 yield user, place
 
 
-def _written(name: str, body: Mapping[str, _Instruction]) -> int:
+def _written(name: str, body: Mapping[str, Instruction]) -> int:
     """The bytes that a fusion writes: an update, where its result is an array that it updates in place."""
     made = body.get(name)
     if made is None:

@@ -140,7 +140,7 @@ def _about(plan: Plan, name: str) -> list[str]:
     if any(traffic.values()):
         lines.append(", ".join(f"{size(nbytes)} {word}" for word, nbytes in traffic.items() if nbytes))
     if name in plan.launches:
-        least = plan.least_seconds.get(name)
+        least = plan.roofline_seconds.get(name)
         predicted = f", at least {least * 1e3:.3g} ms (predicted)" if least else ""
         lines.append(f"{plan.launches[name]:,} launches{predicted}")
     return lines

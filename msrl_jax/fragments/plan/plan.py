@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
+from msrl_jax.fragments.plan.cost import FragmentPlan
+from msrl_jax.fragments.plan.hlo import Collective
 from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.fragments.plan.picture import svg_of
 from msrl_jax.fragments.plan.text import table_of
@@ -115,7 +116,7 @@ class Plan:
     loops: tuple[LoopPlan, ...]
     warnings: tuple[str, ...]
     host_calls: tuple[HostCallPlan, ...] = ()
-    least_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    roofline_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     registers: tuple[RegisterPlan, ...] = ()
 
     @property

@@ -71,7 +71,7 @@ def _some(devices: Sequence[str]) -> str:
 
 def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
     counts = [f"{number:,} @ {name}" for name, number in plan.launches.items()]
-    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.least_seconds.items()]
+    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.roofline_seconds.items()]
     predicted = f"; predicted, at least {', '.join(least)}" if least else ""
     in_all = dict.fromkeys([d for name in plan.launches for d in plan.placements[name]], 0)
     for name, number in plan.launches.items():

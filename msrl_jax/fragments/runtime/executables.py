@@ -5,67 +5,20 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
-from msrl_jax.fragments.passes.compact import Together, kernels_matter
 from msrl_jax.fragments.passes.instructions import Instruction, Value
-from msrl_jax.fragments.passes.known_faults import CPU_OPTIONS
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.cpu_lowering import lower
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
 SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
-
-
-# JAX's own code of its Threefry generator for CPUs is a loop over groups of rounds, of about 80 small operations. In a training
-# loop that draws a few numbers per step, they take longer than all others together. Only programs that `lower` lowers have this
-# straight-line code, of the same bits.
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = np.uint32(0x1BD11BDA)
-
-
-def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.2).
-
-    Takes the two words of keys and of counters, all `[...]` uint32; returns the two words of random bits for each counter.
-    """
-    # `lax.add` and not `+`, and so on: tracing takes a third of the time, and a run traces this for every shape that it draws.
-    keys = (key0, key1, lax.bitwise_xor(lax.bitwise_xor(key0, key1), _PARITY))
-    x0, x1 = lax.add(x0, keys[0]), lax.add(x1, keys[1])
-    for group in range(5):
-        for distance in _ROTATIONS[group % 2]:
-            x0 = lax.add(x0, x1)
-            left, right = lax.shift_left(x1, np.uint32(distance)), lax.shift_right_logical(x1, np.uint32(32 - distance))
-            x1 = lax.bitwise_xor(x0, lax.bitwise_or(left, right))
-        x0 = lax.add(x0, keys[(group + 1) % 3])
-        x1 = lax.add(x1, lax.add(keys[(group + 2) % 3], np.uint32(group + 1)))
-    return x0, x1
-
-
-_ON_CPU = ((threefry2x32_p, lowering_rule(threefry2x32)),)
-
-
-def lower(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.stages.Compiled]:
-    """Lowers a jitted function; for CPUs, with straight-line random bits and safe compiler options.
-
-    Returns:
-      A function that compiles it.
-    """
-    traced = jitted.trace(*args)
-    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    platforms = {device.platform for at in placed if at for device in at.device_set} or {jax.default_backend()}
-    if platforms != {"cpu"}:
-        return traced.lower().compile
-    return functools.partial(lower_as(traced, _ON_CPU).compile, compiler_options=CPU_OPTIONS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +72,7 @@ class Executables:
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # of every Run, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # how values of a Move travel, if not one by one
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `Patching` of a Move that sends changes
+    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of a Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations
@@ -192,7 +145,7 @@ def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]
     return error
 
 
-def on_own_mesh(sharding: object, value: Value) -> NamedSharding | None:
+def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | None:
     """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
 
     The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed
@@ -215,87 +168,14 @@ def replicated(value: Value) -> NamedSharding:
     return NamedSharding(value.placement.mesh, PartitionSpec())
 
 
-_Packed: TypeAlias = tuple[Any, list[jax.Array]]
-_Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
-"""Iterations done, the leaves of the state, and the rows of the metrics."""
-
-
-@dataclass(frozen=True)
-class FusedLoop:
-    """Iterations as one program, if one placement holds every fragment."""
-
-    iteration: Callable[..., Sequence[jax.Array]]  # maps the state's leaves to those of the next state and of the metrics
-    leaves: Sequence[Value]
-    shardings: Sequence[NamedSharding]
-    metrics: Sequence[Value]
-    rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
-
-    @property
-    def packs(self) -> bool:
-        """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
-        return bool(self.leaves) and kernels_matter(self.leaves[0].placement)
-
-    def begin(self, executables: Executables, most: int) -> None:
-        """Has another thread compile the program; `compile` then waits for that."""
-        executables.begin(self._request(most, True, [None] * len(self.metrics)))
-
-    def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
-        """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
-
-        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
-        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
-        axis of length `most`, of which only the rows of iterations that ran have a meaning.
-        """
-        for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
-            compiled = executables.compile(self._request(most, donate, prescribed))
-            made = compiled.output_shardings[len(self.leaves) :]
-            if all(on_own_mesh(s, v) for s, v in zip(made, self.metrics, strict=True)):
-                return compiled
-        raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
-
-    def _request(self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
-        before = [] if most is None else [count]
-        args = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
-            for v, s in zip(self.leaves, self.shardings, strict=True)
-        ]
-        donated = range(len(before), len(before) + len(args)) if donate else ()
-        fn = self._once if most is None else self._iterations(most)
-        return Request(("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed])
-
-    def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(self.iteration(*leaves))
-
-    def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
-        state = Together([v.aval for v in self.leaves], self.packs and self.rewritten)
-        metrics = Together([v.aval for v in self.metrics], self.packs)
-
-        def step(carry: _Loop) -> _Loop:
-            done, before, rows = carry
-            results = list(self.iteration(*state.unpack(*before)))
-            row = metrics.pack(results[len(self.leaves) :])
-            return done + 1, state.pack(results[: len(self.leaves)]), jax.tree.map(lambda x, r: put(x, r, done, 0), rows, row)
-
-        def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-            row = jax.eval_shape(metrics.pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.metrics])
-            empty = jax.tree.map(lambda x: jax.lax.empty((most, *x.shape), x.dtype), row)
-            start = (jnp.zeros_like(count), state.pack(leaves), empty)
-            _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
-            return (*state.unpack(*after), *metrics.unpack(*rows))
-
-        return iterations
-
-
-class Fitting:
+class MemoryCheckedJit:
     """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
 
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
         """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
         self._fn, self._what, self._remedy = fn, what, remedy
         self._executables = Executables()
-        self._fitting: set[jax.stages.Compiled] = set()
+        self._checked: set[jax.stages.Compiled] = set()
 
     def begin(self, *args: Any) -> None:
         """Has another thread compile the program for such arguments."""
@@ -304,9 +184,9 @@ class Fitting:
     def __call__(self, *args: Any) -> Any:
         """Computes the function."""
         compiled = self._executables.compile(self._request(args))
-        if compiled not in self._fitting:
+        if compiled not in self._checked:
             check_program_fits(compiled, self._what, self._remedy)
-            self._fitting.add(compiled)
+            self._checked.add(compiled)
         return compiled(*args)
 
     def _request(self, args: Sequence[Any]) -> Request:

@@ -2,131 +2,32 @@
 
 If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
 without parts of its own.
-
-While a function that the host calls works, what does not need its results runs. The order is a function of the instructions
-alone, not of time: a call is started when its turn comes, and instructions that read its results wait. If a call needs a
-pending result, the oldest pending call is completed first, then its dependents. So with two groups of environments one group
-is simulated while the other is acted for.
 """
 
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax.fragments.graph.host_calls import IN_TRACES, HostFunction
+from msrl_jax.fragments.graph.host_calls import IN_TRACES
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
-from msrl_jax.fragments.runtime.send_changed import Patching, Sender, Sent
-from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
+from msrl_jax.fragments.runtime.host_queue import HostQueue, resolved
+from msrl_jax.fragments.runtime.send_changed import DeltaStats, DeltaTransfer, Sender
+from msrl_jax.fragments.runtime.transfer import crossing, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
 Call = Callable[..., Sequence[jax.Array]]
-What: TypeAlias = Literal["program", "transfer", "wait"]
-Around: TypeAlias = Callable[[Call, What], Call]
+CallKind: TypeAlias = Literal["program", "transfer", "wait"]
+CallWrapper: TypeAlias = Callable[[Call, CallKind], Call]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
 # an earlier one that they depend on waits for a place: a deadlock.
 _CPU_PROGRAMS_AHEAD = 12
-
-
-@dataclass(eq=False)
-class _Task:
-    """Something that waits: a call of the host that was started, or a function with arguments that are not there yet."""
-
-    fn: Callable[..., Sequence[jax.Array]]
-    args: Sequence[Any] = ()
-    donated: Sequence[int] = ()
-    is_host_call: bool = False
-    results: Sequence[jax.Array] | None = None
-
-    def run(self) -> None:
-        self.results = self.fn(*map(resolved, self.args))
-        self.args = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A result that is not there yet."""
-
-    task: _Task
-    index: int
-
-
-def resolved(x: Any) -> Any:
-    """An array, or the result that a `Pending` stands for if that is there."""
-    return x.task.results[x.index] if type(x) is Pending and x.task.results is not None else x
-
-
-@dataclass(eq=False)
-class HostQueue:
-    """What waits for calls of the host, in program order."""
-
-    _waiting: deque[_Task] = field(default_factory=deque)
-
-    def call(
-        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
-    ) -> Sequence[Any]:
-        """Calls a function, at once if its arguments are there; else returns `Pending`s for its `count` results."""
-        task = _Task(fn, [resolved(x) for x in args], donated)
-        if self._is_ready(task, self._waiting):
-            return fn(*task.args)
-        return self._wait(task, count)
-
-    def start(
-        self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
-    ) -> Sequence[Any]:
-        """Starts a call of the host, after what it needs; `place` puts its results on their device.
-
-        Returns `Pending`s for its `count` results; the results themselves if it cannot be started without waiting for them.
-        """
-        while any(type(resolved(x)) is Pending for x in args):
-            self._finish_oldest()
-        finish = function.start(*map(resolved, args))
-        if not function.can_start:
-            return place(finish())
-        return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
-
-    def drain(self) -> None:
-        """Finishes all that waits."""
-        while self._waiting:
-            self._finish_oldest()
-
-    def clear(self) -> None:
-        """Forgets all that waits, after an error."""
-        self._waiting.clear()
-
-    def _wait(self, task: _Task, count: int) -> list[Pending]:
-        self._waiting.append(task)
-        return [Pending(task, k) for k in range(count)]
-
-    def _finish_oldest(self) -> None:
-        """Finishes the oldest call of the host, and runs what then need not wait."""
-        oldest = next(task for task in self._waiting if task.is_host_call)
-        oldest.run()
-        before, self._waiting = self._waiting, deque()
-        for task in before:
-            if task is oldest:
-                continue
-            if not task.is_host_call and self._is_ready(task, self._waiting):
-                task.run()
-            else:
-                self._waiting.append(task)
-
-    def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
-        """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
-        args = [resolved(x) for x in task.args]
-        if any(type(x) is Pending for x in args):
-            return False
-        consumed = {id(args[k]) for k in task.donated}
-        return not consumed or all(id(resolved(x)) not in consumed for other in before for x in other.args)
 
 
 class Executor:
@@ -136,8 +37,8 @@ class Executor:
     """
 
     def __init__(
-        self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call,
-        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, Sent] | None = None,
+        self, schedule: Schedule, executables: Executables, around: CallWrapper = lambda call, what: call,
+        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, DeltaStats] | None = None,
     ):  # fmt: skip
         """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
         and `each` the step of an instruction. What Moves that send changes have sent is counted in `sent`.
@@ -149,7 +50,7 @@ class Executor:
             default=0,
         )
         self.senders: list[Sender] = []
-        self._sent: dict[Move, Sent] = {} if sent is None else sent
+        self._sent: dict[Move, DeltaStats] = {} if sent is None else sent
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
@@ -272,11 +173,11 @@ class Executor:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._around(_put_one_copy if to_one else _put, "transfer")
 
-    def _sender(self, i: Move, patching: Patching) -> Sender:
+    def _sender(self, i: Move, patching: DeltaTransfer) -> Sender:
         here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
         there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
         wait = self._around(lambda array: jax.block_until_ready(array), "wait")
-        sent = self._sent.setdefault(i, Sent(patching.words))
+        sent = self._sent.setdefault(i, DeltaStats(patching.words))
         self.senders.append(Sender(patching, [*here, *there], self._transfer(i), wait, sent))
         return self.senders[-1]
 
@@ -301,15 +202,15 @@ class Executor:
     def _loop(self, i: Loop) -> Step:
         steps = [self._step(b) for b in i.body]
         rows = [(v.index, self._row_numbers(v, i.length)) for v in i.indices]
-        enters = [c.enter.index for c in i.carry]
-        leaves = [c.leave.index for c in i.carry]
-        start = [(c.init.index, c.enter.index) for c in i.carry]
-        end = [(c.enter.index, c.result.index) for c in i.carry]
+        enters = [c.body_in.index for c in i.carry]
+        leaves = [c.body_out.index for c in i.carry]
+        start = [(c.init.index, c.body_in.index) for c in i.carry]
+        end = [(c.body_in.index, c.result.index) for c in i.carry]
         order = range(i.length - 1, -1, -1) if i.reverse else range(i.length)
 
         def step(slots: Slots) -> None:
-            for init, enter in start:
-                slots[enter] = slots[init]
+            for init, body_in in start:
+                slots[body_in] = slots[init]
             for init, _ in start:
                 slots[init] = None
             for t in order:
@@ -322,9 +223,9 @@ class Executor:
                     slots[k] = None
                 for k, x in zip(enters, left, strict=True):
                     slots[k] = x
-            for enter, result in end:
-                slots[result] = slots[enter]
-                slots[enter] = None
+            for body_in, result in end:
+                slots[result] = slots[body_in]
+                slots[body_in] = None
 
         return step
 
@@ -366,7 +267,7 @@ def waiting() -> Any:
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
-def named_in_traces(call: Call, what: What) -> Call:
+def named_in_traces(call: Call, what: CallKind) -> Call:
     """A function whose time has a name in traces of `jax.profiler`."""
 
     def named(*args: Any) -> Any:
@@ -374,51 +275,3 @@ def named_in_traces(call: Call, what: What) -> Call:
             return call(*args)
 
     return named
-
-
-_ITERATIONS = 5
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """What the host does to dispatch one iteration, in processor time of the thread that does it. Waiting takes none.
-
-    Programs of a few operations for a CPU, which XLA runs in that thread, count.
-    """
-
-    instructions: int  # programs, transfers and allocations of one iteration; those in loops count in every repetition
-    microseconds: float  # time per instruction
-    python_microseconds: float  # the part of it outside of calls of JAX, with that for loops and for the release of arrays
-    call_microseconds: float  # time of one call of a compiled program, without the rest of its instruction
-
-
-def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
-    """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
-    in_jax: list[float] = []  # seconds of this thread in each call of JAX
-    in_programs: list[float] = []  # those in compiled programs
-
-    def around(call: Call, what: What) -> Call:
-        def timed(*args: Any) -> Any:
-            start = time.thread_time()
-            results = call(*args)
-            in_jax.append(time.thread_time() - start)
-            if what == "program":
-                in_programs.append(in_jax[-1])
-            return results
-
-        return timed
-
-    execute = Executor(schedule, executables, around)
-    instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))
-    rows = []
-    for _ in range(1 + _ITERATIONS):
-        in_jax.clear()
-        in_programs.clear()
-        start = time.thread_time()
-        leaves, *_ = execute(leaves)
-        seconds = time.thread_time() - start
-        jax.block_until_ready(leaves)
-        outside = seconds - sum(in_jax)
-        rows.append((seconds / instructions, outside / instructions, sum(in_programs) / max(len(in_programs), 1)))
-    # JAX prepares a program in its first call.
-    return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))

@@ -18,12 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
-from msrl_jax.fragments.passes.compact import compacted, kernels_matter
+from msrl_jax.fragments.passes.compact import compacted, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
-from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from msrl_jax.fragments.placement import Placement
-from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, on_own_mesh, replicated
+from msrl_jax.fragments.runtime.executables import (
+    SMALLER_THAN_A_BYTE,
+    Coalesced,
+    Executables,
+    Request,
+    replicated,
+    to_placement_sharding,
+)
 from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.send_changed import changes_of, compile_patching
 
@@ -38,18 +45,18 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
-    known: dict[Value, NamedSharding | None] = dict(inputs)
+    shardings: dict[Value, NamedSharding | None] = dict(inputs)
     for value in schedule.constants:
-        known[value] = replicated(value)
+        shardings[value] = replicated(value)
     back = list(zip(schedule.inputs, schedule.outputs, strict=True))
-    fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
-    lowering = _Lowering(executables, known, logical)
-    body = lowering.line(schedule.body, fixed, {})
+    required = {out: inputs[entry] for entries, outs in back for entry, out in zip(entries, outs, strict=True)}
+    lowering = _Lowering(executables, shardings, logical)
+    body = lowering.lower_block(schedule.body, required, {})
     outputs = []
-    for enters, leaves in back:
-        pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
-        outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
-    executables.shardings.update({v: s or replicated(v) for v, s in known.items()})
+    for entries, outs in back:
+        pairs = [(out, inputs[entry]) for entry, out in zip(entries, outs, strict=True)]
+        outputs.append(tuple(lowering.resharded(out, at, body) for out, at in pairs))
+    executables.shardings.update({v: s or replicated(v) for v, s in shardings.items()})
     for i, _ in walk(body):
         if isinstance(i, Move) and not i.is_copy and (changes := changes_of(i)):
             executables.patching[i] = compile_patching(i, changes, executables)
@@ -59,34 +66,42 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
 
 
 class _Lowering:
-    """`known` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
+    """`shardings` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
 
-    def __init__(self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]):
-        self.executables, self.known, self.logical = executables, known, logical
+    def __init__(
+        self,
+        executables: Executables,
+        shardings: dict[Value, NamedSharding | None],
+        logical: dict[Value, PartitionSpec],
+    ):
+        self.executables, self.shardings, self.logical = executables, shardings, logical
         self.numbers = itertools.count(1_000_000)
         self.to_shards: set[Value] = set()
 
-    def line(
+    def lower_block(
         self,
         instructions: Iterable[Instruction],
-        fixed: dict[Value, NamedSharding],
-        returns_to: dict[Value, Value],
+        required: dict[Value, NamedSharding],
+        carry_out_to_in: dict[Value, Value],
     ) -> list[Instruction]:
-        """Lowers a sequence: `fixed` prescribes shardings, `returns_to` maps the carry that leaves to the carry that enters."""
+        """Lowers a sequence.
+
+        `required` prescribes shardings; `carry_out_to_in` maps the values of a loop's carry after its body to those before it.
+        """
         done: list[Instruction] = []
         instructions = list(instructions)
         self.to_shards |= _sent_to_shards(instructions)
         for i in instructions:
             if isinstance(i, Run):
-                self.run(i, fixed, returns_to)
+                self.run(i, required, carry_out_to_in)
             elif isinstance(i, Move):
-                self.move(i, fixed, returns_to)
+                self.move(i, required, carry_out_to_in)
             elif isinstance(i, HostCall):
-                self.known.update({v: replicated(v) for v in (*i.inputs, *i.outputs)})
+                self.shardings.update({v: replicated(v) for v in (*i.inputs, *i.outputs)})
             elif isinstance(i, Alloc):
-                self.known.update(dict.fromkeys(i.results))
+                self.shardings.update(dict.fromkeys(i.results))
             elif isinstance(i, Loop):
-                i = self.loop(i, done, fixed)
+                i = self.loop(i, done, required)
             done.append(i)
         for i in done:
             if isinstance(i, Move) and (i.is_copy or (i.shares_devices and len(i.processes) == 1)):
@@ -97,21 +112,21 @@ class _Lowering:
                 self.place(i)
         return done
 
-    def move(self, i: Move, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
+    def move(self, i: Move, required: dict[Value, NamedSharding], carry_out_to_in: dict[Value, Value]) -> None:
         for source, result in zip(i.sources, i.results, strict=True):
-            enter = returns_to.get(result)
-            prescribed = fixed.get(result) or (self.known[enter] if enter else None)
-            self.known[result] = prescribed or (self.known[source] if i.is_copy else self.moved(source, result))
-            if enter and self.known[enter] is None:
-                self.known[enter] = self.known[result]
+            body_in = carry_out_to_in.get(result)
+            prescribed = required.get(result) or (self.shardings[body_in] if body_in else None)
+            self.shardings[result] = prescribed or (self.shardings[source] if i.is_copy else self.moved(source, result))
+            if body_in and self.shardings[body_in] is None:
+                self.shardings[body_in] = self.shardings[result]
 
     def resharded(self, value: Value, at: NamedSharding, into: list[Instruction]) -> Value:
         """The value with the sharding `at`: itself, or a copy that replaces it, appended to `into`."""
-        if _same(at, self.known[value] or at, value):
-            self.known[value] = self.known[value] or at
+        if _same(at, self.shardings[value] or at, value):
+            self.shardings[value] = self.shardings[value] or at
             return value
         copy = Value(next(self.numbers), value.aval, value.placement, value.label)
-        self.known[copy] = at
+        self.shardings[copy] = at
         move = Move((value,), (copy,))
         self.copy(move)
         into.append(move)
@@ -124,61 +139,74 @@ class _Lowering:
             return result.placement.sharding(self.logical[source], result.aval.shape)
         if result.placement.mesh.size == 1:
             return replicated(result)
-        at = self.known[source]
+        at = self.shardings[source]
         if at is None or source.placement.mesh.size == 1:
             return None
         return result.placement.sharding(source.placement.logical(at), result.aval.shape)
 
-    def loop(self, i: Loop, before: list[Instruction], fixed: dict[Value, NamedSharding]) -> Loop:
-        soft = {
-            v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in fixed
+    def loop(self, i: Loop, before: list[Instruction], required: dict[Value, NamedSharding]) -> Loop:
+        unconstrained = {
+            v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in required
         }  # glue such as jnp.zeros takes the sharding that the loop needs
         for c in i.carry:
-            split = c.init.placement.mesh.size > 1
-            self.known[c.enter] = fixed.get(c.result) or (None if c.init in soft and split else self.known[c.init])
+            is_free = c.init in unconstrained and c.init.placement.mesh.size > 1
+            self.shardings[c.body_in] = required.get(c.result) or (None if is_free else self.shardings[c.init])
             if c.init in self.logical:
-                self.logical[c.enter] = self.logical[c.init]
+                self.logical[c.body_in] = self.logical[c.init]
         for v in i.indices:
-            self.known[v] = replicated(v)
-        body = self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
+            self.shardings[v] = replicated(v)
+        body = self.lower_block(i.body, {}, {c.body_out: c.body_in for c in i.carry})
         carry = []
         wanted: dict[Value, NamedSharding] = {}
         for c in i.carry:
-            at = self.known[c.enter] or self.known[c.leave] or replicated(c.enter)
-            self.known[c.enter] = self.known[c.result] = at
-            leave = self.resharded(c.leave, at, body)
+            at = self.shardings[c.body_in] or self.shardings[c.body_out] or replicated(c.body_in)
+            self.shardings[c.body_in] = self.shardings[c.result] = at
+            body_out = self.resharded(c.body_out, at, body)
             init = c.init
-            if init in soft and not _same(at, self.known[init] or at, init):
+            if init in unconstrained and not _same(at, self.shardings[init] or at, init):
                 wanted[init] = at
             else:
                 init = self.resharded(init, at, before)
-            carry.append(Carry(init, c.enter, leave, c.result))
+            carry.append(Carry(init, c.body_in, body_out, c.result))
         for r in before:
             if isinstance(r, Run) and any(v in wanted for v in r.outputs):
-                self.run(r, {**fixed, **wanted}, {})
+                self.run(r, {**required, **wanted}, {})
         return replace(i, carry=tuple(carry), body=tuple(body))
 
-    def run(self, i: Run, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
+    def run(self, i: Run, required: dict[Value, NamedSharding], carry_out_to_in: dict[Value, Value]) -> None:
         values = [*([i.index] if i.index else []), *i.reads()]
         results = i.makes()
         single = i.placement.mesh.size == 1
-        if single or not any(self.known[v] for v in values):
+        if single or not any(self.shardings[v] for v in values):
             for v in values:
-                self.known[v] = self.known[v] or replicated(v)
-        pairs = {**returns_to, **{leave: enter for enter, leave in i.writes}}
+                self.shardings[v] = self.shardings[v] or replicated(v)
+        pairs = {**carry_out_to_in, **{body_out: body_in for body_in, body_out in i.writes}}
         prescribed: dict[Value, NamedSharding] = {}
         for v in results:
-            enter = self.known[pairs[v]] if v in pairs else None
-            if at := fixed.get(v) or enter or (replicated(v) if single or not values else None):
+            carried = self.shardings[pairs[v]] if v in pairs else None
+            if at := required.get(v) or carried or (replicated(v) if single or not values else None):
                 prescribed[v] = at
+        compiled = self.compile_until_settled(i, values, prescribed, pairs)
+        for v, s in zip(results, compiled.output_shardings, strict=True):
+            self.shardings[v] = prescribed.get(v) or to_placement_sharding(s, v)
+            if v in pairs and self.shardings[pairs[v]] is None:
+                self.shardings[pairs[v]] = self.shardings[v]
+        self.executables.compiled[i] = compiled
+
+    def compile_until_settled(
+        self, i: Run, values: Sequence[Value], prescribed: dict[Value, NamedSharding], pairs: dict[Value, Value]
+    ) -> jax.stages.Compiled:
+        """Compiles a program; each further round prescribes shardings that XLA chose wrongly, and adds them to `prescribed`.
+
+        A round prescribes those of at least one more result, or of all inputs, so that the rounds end.
+        """
+        results, first = i.makes(), 1 if i.index else 0
         key = (program_key(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
-        first = 1 if i.index else 0
-        # Each further round prescribes shardings that XLA chose wrongly: those of at least one more result, or of all inputs.
         for _ in range(len(results) + 2):
             out = tuple(prescribed.get(v) for v in results)
             donate = [first + k for k in self.reusable(i, out)]
             donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
-            given, open_ones = list(map(self.spec, values)), [k for k in donate if self.known[values[k]] is None]
+            given, open_ones = list(map(self.spec, values)), [k for k in donate if self.shardings[values[k]] is None]
             try:
                 compiled = self.executables.compile(Request(key, body(i), given, donate, out))
             except (RuntimeError, ValueError):
@@ -189,33 +217,27 @@ class _Lowering:
                 compiled = self.executables.compile(Request(key, body(i), given, sorted({*donate} - {*open_ones}), out))
             else:
                 open_ones = []
-            settled = self.take_inputs(values, compiled) and not open_ones
-            more = self.demands(results, compiled, prescribed, pairs)
+            settled = self.record_input_shardings(values, compiled) and not open_ones
+            more = self.sharding_mismatches(results, compiled, prescribed, pairs)
             if settled and not more:
-                break
+                return compiled
             prescribed |= more
-        else:
-            raise RuntimeError(f"XLA's shardings for {i.name!r} @ {i.placement} change with every compilation")
-        for v, s in zip(results, compiled.output_shardings, strict=True):
-            self.known[v] = prescribed.get(v) or on_own_mesh(s, v)
-            if v in pairs and self.known[pairs[v]] is None:
-                self.known[pairs[v]] = self.known[v]
-        self.executables.compiled[i] = compiled
+        raise RuntimeError(f"XLA's shardings for {i.name!r} @ {i.placement} change with every compilation")
 
     def spec(self, v: Value) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v], weak_type=v.aval.weak_type)
+        return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.shardings[v], weak_type=v.aval.weak_type)
 
-    def take_inputs(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
+    def record_input_shardings(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
         """Records the shardings that XLA chose for arguments; returns whether all of them were understood."""
         settled = True
         for v, s in zip(values, compiled.input_shardings[0], strict=True):
-            if self.known[v] is None:
-                chosen = on_own_mesh(s, v)
+            if self.shardings[v] is None:
+                chosen = to_placement_sharding(s, v)
                 settled &= chosen is not None
-                self.known[v] = chosen or replicated(v)
+                self.shardings[v] = chosen or replicated(v)
         return settled
 
-    def demands(
+    def sharding_mismatches(
         self,
         results: Sequence[Value],
         compiled: jax.stages.Compiled,
@@ -227,10 +249,10 @@ class _Lowering:
         for v, s in zip(results, compiled.output_shardings, strict=True):
             if v in prescribed:
                 continue
-            made, enter = on_own_mesh(s, v), self.known[pairs[v]] if v in pairs else None
-            if enter is not None:
-                if made is None or not _same(enter, made, v):
-                    more[v] = enter
+            made, carried = to_placement_sharding(s, v), self.shardings[pairs[v]] if v in pairs else None
+            if carried is not None:
+                if made is None or not _same(carried, made, v):
+                    more[v] = carried
             elif made is None:
                 more[v] = replicated(v)
             elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
@@ -243,7 +265,7 @@ class _Lowering:
         room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(i.outputs, out, strict=False)]
         open_choice = None in out
         for k in i.donated:
-            value, at = i.inputs[k], self.known[i.inputs[k]]
+            value, at = i.inputs[k], self.shardings[i.inputs[k]]
             for place in room:
                 if place[:2] == (value.aval.shape, value.aval.dtype) and (open_choice or place[2] == at):
                     room.remove(place)
@@ -260,12 +282,12 @@ class _Lowering:
         """Compiles a Move's copy: within its placement, or after a transfer that may have shared memory."""
         taken = i.sources if i.is_copy else i.results
         for v in taken:
-            self.known[v] = self.known[v] or replicated(v)
-        out = tuple(self.known[v] or replicated(v) for v in i.results)
+            self.shardings[v] = self.shardings[v] or replicated(v)
+        out = tuple(self.shardings[v] or replicated(v) for v in i.results)
         self.executables.compiled[i] = self.executables.compile(Request("copy", _copy, list(map(self.spec, taken)), (), out))
 
     def alloc(self, i: Alloc) -> None:
-        out = tuple(self.known[v] or replicated(v) for v in i.results)
+        out = tuple(self.shardings[v] or replicated(v) for v in i.results)
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
 
         def empty() -> tuple[jax.Array, ...]:
@@ -298,16 +320,16 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
     return a.is_equivalent_to(b, len(value.aval.shape))
 
 
-def suited(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
+def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
     """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
     warn_of_known_faults(program, placement.mesh)
-    program = repaired(program, placement.mesh)
-    return compacted(program) if kernels_matter(placement) else program
+    program = apply_xla_workarounds(program, placement.mesh)
+    return compacted(program) if is_single_accelerator(placement) else program
 
 
 def body(run: Run) -> Callable[..., Any]:
     """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows."""
-    evaluate = jaxpr_as_fun(suited(run.jaxpr, run.placement))
+    evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
 
     def fn(*args: Any) -> tuple[Any, ...]:
         index, *rest = args if run.index is not None else (None, *args)

@@ -22,7 +22,7 @@ _WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
 
 
 @dataclass
-class Sent:
+class DeltaStats:
     """What a Move has sent so far.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sent:
 
 
 @dataclass(frozen=True, eq=False)
-class Patching:
+class DeltaTransfer:
     """The programs of a Move that sends changes."""
 
     changes: Changes
@@ -74,7 +74,7 @@ def label_of(value: Value) -> str:
     return value.packed.label if value.packed else value.label
 
 
-def compile_patching(move: Move, changes: Changes, executables: Executables) -> Patching:
+def compile_patching(move: Move, changes: Changes, executables: Executables) -> DeltaTransfer:
     """Compiles the programs of a Move that sends changes.
 
     Raises:
@@ -132,7 +132,7 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     vectors = [jax.ShapeDtypeStruct((words,), _WORD, sharding=s) for s in (here, there)]
     arrived = [jax.ShapeDtypeStruct((capacity,), dtype, sharding=there) for dtype in (_PLACE, _WORD)]
     to = [at[v] for v in move.results]
-    return Patching(
+    return DeltaTransfer(
         changes, words,
         program("words", lambda *xs: (join(*xs),), values, [here]),
         program("changes", compare, [vectors[0], *values], [here] * 4),
@@ -147,11 +147,11 @@ class Sender:
 
     def __init__(
         self,
-        patching: Patching,
+        patching: DeltaTransfer,
         programs: Sequence[Callable[..., Any]],
         put: Callable[..., Sequence[jax.Array]],
         wait: Callable[[jax.Array], Any],
-        sent: Sent,
+        sent: DeltaStats,
     ):
         """`programs` run those of `patching` in their order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
         self._patching, self._put, self._wait = patching, put, wait

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import Executor, Slots, Step
+from msrl_jax.fragments.runtime.execute import Call, CallKind, Executor, Slots, Step
 from msrl_jax.fragments.runtime.send_changed import changes_of
 from msrl_jax.fragments.runtime.transfer import Leaves
 
@@ -119,13 +119,13 @@ class _Clock:
 
     def loop(self, i: Loop) -> None:
         for c in i.carry:
-            self.ready[c.enter] = self.ready.get(c.init, 0.0)
+            self.ready[c.body_in] = self.ready.get(c.init, 0.0)
         for _ in range(i.length):
             self.run(i.body)
-            left = [self.ready.get(c.leave, 0.0) for c in i.carry]
-            self.ready.update(zip((c.enter for c in i.carry), left, strict=True))
+            left = [self.ready.get(c.body_out, 0.0) for c in i.carry]
+            self.ready.update(zip((c.body_in for c in i.carry), left, strict=True))
         for c in i.carry:
-            self.ready[c.result] = self.ready[c.enter]
+            self.ready[c.result] = self.ready[c.body_in]
 
 
 def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
@@ -147,7 +147,7 @@ def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int
     for iteration in range(2 * ahead + 8):
         clock.run(schedule.body)
         ends.append(max([clock.host, *clock.ready.values()]))
-        clock.ready = {enter: clock.ready.get(leave, 0.0) for enter, leave in copies}
+        clock.ready = {body_in: clock.ready.get(body_out, 0.0) for body_in, body_out in copies}
         if iteration >= ahead:
             clock.host = max(clock.host, ends[iteration - ahead])
     steady = ends[-4:]
@@ -164,3 +164,51 @@ def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int
             transfers += times * (costs[i].total + delay)
             exchanges += times
     return Prediction((steady[-1] - steady[0]) / (len(steady) - 1), dict(programs), transfers, dispatch, exchanges)
+
+
+_ITERATIONS = 5
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What the host does to dispatch one iteration, in processor time of the thread that does it. Waiting takes none.
+
+    Programs of a few operations for a CPU, which XLA runs in that thread, count.
+    """
+
+    instructions: int  # programs, transfers and allocations of one iteration; those in loops count in every repetition
+    microseconds: float  # time per instruction
+    python_microseconds: float  # the part of it outside of calls of JAX, with that for loops and for the release of arrays
+    call_microseconds: float  # time of one call of a compiled program, without the rest of its instruction
+
+
+def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
+    """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
+    in_jax: list[float] = []  # seconds of this thread in each call of JAX
+    in_programs: list[float] = []  # those in compiled programs
+
+    def around(call: Call, what: CallKind) -> Call:
+        def timed(*args: Any) -> Any:
+            start = time.thread_time()
+            results = call(*args)
+            in_jax.append(time.thread_time() - start)
+            if what == "program":
+                in_programs.append(in_jax[-1])
+            return results
+
+        return timed
+
+    execute = Executor(schedule, executables, around)
+    instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))
+    rows = []
+    for _ in range(1 + _ITERATIONS):
+        in_jax.clear()
+        in_programs.clear()
+        start = time.thread_time()
+        leaves, *_ = execute(leaves)
+        seconds = time.thread_time() - start
+        jax.block_until_ready(leaves)
+        outside = seconds - sum(in_jax)
+        rows.append((seconds / instructions, outside / instructions, sum(in_programs) / max(len(in_programs), 1)))
+    # JAX prepares a program in its first call.
+    return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))

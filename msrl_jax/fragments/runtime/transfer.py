@@ -180,21 +180,19 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
         moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
         for k, x in zip(elsewhere, moved, strict=True):
             arrays[k] = x
-    by_mesh: dict[Any, list[int]] = {}
-    for k, (_, s) in enumerate(targets):
-        if fresh[k]:
-            by_mesh.setdefault(s.mesh, []).append(k)
-    for ks in by_mesh.values():
-        out = [targets[k][1] for k in ks]
-        for k, x in zip(ks, _copier(tuple(out))([arrays[k] for k in ks]), strict=True):
-            arrays[k] = x
+    again = [k for k, is_fresh in enumerate(fresh) if is_fresh]
+    for k, x in zip(again, _copied([arrays[k] for k in again]), strict=True):
+        arrays[k] = x
     it = iter(arrays)
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
 
-@functools.lru_cache(maxsize=128)  # making a new jitted function costs more than copying a small state
-def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
+def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies arrays in place; compiles nothing for those of this process: a program for each shape would stay in memory."""
+    own = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
+    moved = jax.device_put([arrays[k] for k in own], [arrays[k].sharding for k in own], may_alias=False)
+    copies = dict(zip(own, moved, strict=True))
+    return [copies[k] if k in copies else jax.jit(jnp.copy, out_shardings=x.sharding)(x) for k, x in enumerate(arrays)]
 
 
 def initialize(

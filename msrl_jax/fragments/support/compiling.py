@@ -1,8 +1,9 @@
 """How JAX starts: on virtual CPU devices; with XLA's programs on disk, from the last start; and compiling in other threads.
 
 On disk is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
-environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX bounds the folder's size only with a lock that every reading
-takes, so here its oldest files are removed at the start of a process.
+environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX never replaces an incomplete file. It can bound the folder's
+size, but then every reading takes a lock, and a process that is killed while it writes ends all later writing. So incomplete
+files and the least recently used ones are removed here, at the start of a process.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import platform
 import shutil
 import sys
 import threading
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -130,8 +130,7 @@ def _prepared(choice: str) -> str | None:
             raise PermissionError(f"no permission to write to {own}")
         if shutil.disk_usage(own).free < _FREE_BYTES:
             raise OSError(f"the disk of {own} is full")
-        _remove_damaged(own)
-        _remove_oldest(folder)
+        _tidy(folder, own)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"compiled programs are not kept on disk, so each start compiles them again: {error}. {VARIABLE} names another "
@@ -144,16 +143,24 @@ def _prepared(choice: str) -> str | None:
     return str(own)
 
 
-def _remove_damaged(folder: Path) -> None:
-    """Removes files that a process that was killed, or a full disk, left incomplete; each new file is looked at once."""
-    stamp, now = folder / _CHECKED, time.time_ns()
-    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    for path in folder.glob("*-cache"):
+def _tidy(folder: Path, own: Path) -> None:
+    """Removes programs of any machine that are incomplete, and those that have not been used for longest, until the rest is
+    small enough; `own`, the folder of this machine, tells since when. The folder may hold other files, which are the user's."""
+    checked, checking = own / _CHECKED, own / f"{_CHECKED}-{os.getpid()}"
+    since = checked.stat().st_mtime_ns if checked.exists() else 0
+    checking.touch()
+    found: list[tuple[int, os.stat_result, Path]] = []
+    for path in folder.glob(f"{_OWN}/*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            if path.stat().st_mtime_ns >= since and not _is_whole(path.read_bytes()):
+            about = path.stat()
+            found += [(max(about.st_atime_ns, about.st_mtime_ns), about, path)] if path.is_file() else []
+    total = 0
+    for _, about, path in sorted(found, reverse=True):
+        total += about.st_size
+        with contextlib.suppress(FileNotFoundError):
+            if total > MOST_BYTES or (about.st_mtime_ns >= since and not _is_whole(path.read_bytes())):
                 path.unlink()
-    stamp.touch()
-    os.utime(stamp, ns=(now, now))
+    checking.replace(checked)
 
 
 def _is_whole(data: bytes) -> bool:
@@ -163,25 +170,6 @@ def _is_whole(data: bytes) -> bool:
     with contextlib.suppress(zlib.error):
         stream.decompress(data)
     return stream.eof
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Removes the programs of any machine that have not been used for longest, until the rest is small enough.
-
-    The folder may hold other files, which are the user's.
-    """
-    found: list[tuple[int, int, Path]] = []
-    for path in folder.glob(f"{_OWN}/*-cache"):
-        with contextlib.suppress(FileNotFoundError):
-            about = path.stat()
-            if path.is_file():
-                found.append((max(about.st_atime_ns, about.st_mtime_ns), about.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= MOST_BYTES:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
 
 
 def in_background(work: Callable[[], T]) -> Callable[[], T]:

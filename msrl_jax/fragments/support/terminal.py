@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 
-class Lasting:
+class TolerantStream:
     """A text stream that drops its text after a write fails: the reader left, the disk is full, the stream is closed."""
 
     def __init__(self, stream: TextIO | None):
@@ -54,10 +54,10 @@ class Lasting:
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[Lasting]:
-    """Wraps the process's standard streams in `Lasting` within the context, and gives the wrapped `sys.stdout`."""
+def tolerant_streams() -> Iterator[TolerantStream]:
+    """Wraps the process's standard streams in `TolerantStream` within the context, and gives the wrapped `sys.stdout`."""
     before = sys.stdout, sys.stderr
-    out, err = map(Lasting, before)
+    out, err = map(TolerantStream, before)
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
     try:
         yield out
@@ -71,9 +71,9 @@ def lasting() -> Iterator[Lasting]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def progress_stream() -> Lasting:
+def progress_stream() -> TolerantStream:
     """The stream that shows progress: stderr."""
-    return Lasting(sys.stderr)
+    return TolerantStream(sys.stderr)
 
 
 def _width() -> int:

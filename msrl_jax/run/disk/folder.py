@@ -16,12 +16,12 @@ import contextlib
 import csv
 import fcntl
 import importlib.metadata
-import io
+import itertools
 import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,13 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Appends rows of the history to `metrics.jsonl`; a file that cannot take them all keeps its size."""
     file = path / ROWS
     size = file.stat().st_size if file.exists() else 0
     try:
         with writing(file), file.open("a", newline="") as lines:
-            lines.write("".join(json.dumps(to_json(row)) + "\n" for row in rows))
+            lines.writelines(json.dumps(to_json(row)) + "\n" for row in rows)
     except OSError:
         with contextlib.suppress(OSError):
             os.truncate(file, size)
@@ -161,53 +161,68 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_table(path: Path) -> None:
-    """Writes the rows of `metrics.jsonl` to `metrics.csv`."""
-    write_csv(path / TABLE, [scalars(row) | {name: int(row[name]) for name in _COUNTS} for row in read_rows(path)])
+    """Writes the rows of `metrics.jsonl` to `metrics.csv`, one row in memory at a time."""
+    write_csv(path / TABLE, lambda: (scalars(row) | {name: int(row[name]) for name in _COUNTS} for row in each_row(path)))
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a CSV file, in which nan and what a row lacks are empty cells, as `write_json` does."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-    table.writeheader()
-    table.writerows({k: "" if isinstance(x, float) and math.isnan(x) else x for k, x in row.items()} for row in rows)
-    with replacing(path) as partial:
-        partial.write_text(text.getvalue(), newline="")
+def write_csv(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    """Writes a CSV file, in which nan and what a row lacks are empty cells, as `write_json` does.
+
+    `rows` is called twice: for the names of the columns, and for their values.
+    """
+    columns = list(dict.fromkeys(name for row in rows() for name in row))
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, restval="")
+        table.writeheader()
+        table.writerows({k: "" if isinstance(x, float) and math.isnan(x) else x for k, x in row.items()} for row in rows())
 
 
 def rewind_rows(path: Path, count: int) -> None:
     """Removes the rows of a killed run that are newer than its checkpoint."""
     file = path / ROWS
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    with replacing(file) as partial:
-        partial.write_text("".join(lines[:count]), newline="")
+    if file.exists():
+        with writing(file), file.open("rb+") as lines:
+            lines.truncate(sum(map(len, itertools.islice(lines, count))))
 
 
 def read_rows(path: Path, count: int | None = None) -> list[Row]:
     """Reads the rows of `metrics.jsonl` in a run's folder: the first ones that a checkpoint counts, or all that are whole."""
-    file = path / ROWS
-    try:
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []  # the last line is empty, or cut off
-    except OSError as error:
-        raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines[:count], 1):
-        try:
-            row = {name: _from_json(value) for name, value in parse_json(line).items()}
-            if not all(isinstance(row.get(name), int | float) for name in _COUNTS) or not all(map(_is_number, row.values())):
-                raise ValueError
-            if rows and any(row[name] <= rows[-1][name] for name in _COUNTS):
-                raise ValueError
-            if rows and any(np.shape(value) != np.shape(rows[0].get(name, value)) for name, value in row.items()):
-                raise ValueError
-        except (ValueError, AttributeError):
-            raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run") from None
-        rows.append(row)
+    rows = list(each_row(path, count))
     if count is not None and len(rows) < count:
         raise RunFolderError(
-            f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
+            f"{path / ROWS} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
         )
     return rows
+
+
+def each_row(path: Path, count: int | None = None) -> Iterator[Row]:
+    """Reads rows one after another; see `read_rows`."""
+    file = path / ROWS
+    first, last = dict[str, Any](), dict.fromkeys(_COUNTS, -math.inf)
+    try:
+        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
+            for number, line in enumerate(itertools.islice(lines, count), 1):
+                if not line.endswith(b"\n"):  # cut off
+                    return
+                row = _row_of(line)
+                first = first or row
+                differs = any(np.shape(value) != np.shape(first.get(name, value)) for name, value in row.items())
+                if not row or differs or any(row[name] <= last[name] for name in _COUNTS):
+                    raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run")
+                yield row
+                last = {name: row[name] for name in _COUNTS}
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
+
+
+def _row_of(line: bytes) -> Row:
+    """A row of `metrics.jsonl`; empty if it is damaged."""
+    try:
+        row = {name: _from_json(value) for name, value in parse_json(line).items()}
+        is_sound = all(isinstance(row.get(name), int | float) for name in _COUNTS) and all(map(_is_number, row.values()))
+    except (ValueError, AttributeError):
+        return {}
+    return row if is_sound else {}
 
 
 def _is_number(value: Any) -> bool:

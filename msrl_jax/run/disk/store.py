@@ -235,7 +235,7 @@ def save(result: Result, path: Path) -> Path:
     folder.write_json(partial / folder.CONFIG, result.description)
     folder.write_text(partial / folder.REPEAT, repeating(result.experiment, result.description))
     count = len(result.history.get("step", ()))
-    folder.append_rows(partial, [{name: column[i] for name, column in result.history.items()} for i in range(count)])
+    folder.append_rows(partial, ({name: column[i] for name, column in result.history.items()} for i in range(count)))
     timings = {name: result.timings.get(name, 0.0) for name in TIMINGS}
     times = {"wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds, **timings}
     progress = progress_of(result.description, count, result.evaluation, times)

@@ -17,7 +17,7 @@ from msrl_jax.envs.masks import check_played, mask_of, observation_type
 from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized, with_source
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.history import decimals
@@ -245,7 +245,7 @@ class Evaluator:
     """Plays greedy episodes."""
 
     behavior: Behavior
-    play: Fitting  # maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`
+    play: MemoryCheckedJit  # maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`
     env: VectorEnvironment  # the environments that it plays in
 
     @property
@@ -325,7 +325,7 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         played |= {"metrics": episode_metrics.so_far(env, end.metrics)} if end.metrics else {}
         return played | {"agent_returns": end.agent_returns} if several else played
 
-    fits = Fitting(
+    fits = MemoryCheckedJit(
         jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
         "Play fewer episodes; several evaluations with other seeds play as many in less memory",
     )  # fmt: skip

@@ -47,27 +47,34 @@ _EPISODES = 100  # how many of the last episodes of each member tell its success
 
 @dataclasses.dataclass(frozen=True)
 class LastEpisodes:
-    """The scores of the last episodes of each member, by the iteration in which they ended, however chunks were cut."""
+    """The scores of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
 
-    iterations: np.ndarray  # `[K]`
-    total: np.ndarray  # their sums; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+    Each member has at most 100 entries, the newest one last; one that has fewer than another begins with entries of 0.
+    """
+
+    iterations: np.ndarray  # in which they ended. `[K]` or `[K, M]`
+    total: np.ndarray  # their sums
     count: np.ndarray  # numbers of episodes
 
     def add(self, first: int, scores: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
         """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
         new = _sums(scores, finite)
-        iterations = np.append(self.iterations, first + 1 + np.arange(len(new.total)))
-        total = np.concatenate([self.total.reshape(-1, *new.total.shape[1:]), new.total])
-        count = np.concatenate([self.count.reshape(-1, *new.count.shape[1:]), new.count])
-        later = np.cumsum(count[::-1], axis=0)[::-1] - count
-        needed = (count > 0) & (later < _EPISODES)
-        kept = needed.any(axis=tuple(range(1, needed.ndim)))
-        return LastEpisodes(iterations[kept], np.where(needed, total, 0.0)[kept], np.where(needed, count, 0.0)[kept])
+        ended = np.full_like(new.total, first + 1) + np.arange(len(new.total)).reshape(-1, *[1] * (new.total.ndim - 1))
+        pairs = zip((self.iterations, self.total, self.count), (ended, new.total, new.count), strict=True)
+        joined = LastEpisodes(*(np.concatenate([old.reshape(-1, *x.shape[1:]), x]) for old, x in pairs))
+        later = np.cumsum(joined.count[::-1], axis=0)[::-1] - joined.count
+        return joined._only((joined.count > 0) & (later < _EPISODES))
 
     def until(self, iteration: int) -> "LastEpisodes":
         """Those that had ended after an iteration."""
-        kept = self.iterations <= iteration
-        return LastEpisodes(self.iterations[kept], self.total[kept], self.count[kept])
+        return self._only((self.count > 0) & (self.iterations <= iteration))
+
+    def _only(self, kept: np.ndarray) -> "LastEpisodes":
+        """Some of the entries."""
+        most = np.count_nonzero(kept, axis=0).max(initial=0)
+        order = np.argsort(kept, axis=0, kind="stable")[len(kept) - most :]  # those that are kept, last and in their order
+        columns = (self.iterations, self.total, self.count)
+        return LastEpisodes(*(np.take_along_axis(np.where(kept, x, 0.0), order, axis=0) for x in columns))
 
     def mean(self) -> float | np.ndarray:
         """The mean of each member; nan if none of its episodes has ended."""

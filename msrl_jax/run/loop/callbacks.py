@@ -19,7 +19,7 @@ import numpy as np
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.fragments.runtime.transfer import put
 from msrl_jax.fragments.support.checks import shown, whole
-from msrl_jax.fragments.support.terminal import Lasting, progress_stream, significant
+from msrl_jax.fragments.support.terminal import TolerantStream, progress_stream, significant
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
 from msrl_jax.run.evaluation.history import scalars, team_of
@@ -245,7 +245,7 @@ def choose_display(progress: Progress) -> Display:
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython else None
         is_notebook = shell is not None and "IPKernelApp" in shell.config
-        progress = "notebook" if is_notebook else "bar" if Lasting(sys.stderr).isatty() else "lines"
+        progress = "notebook" if is_notebook else "bar" if TolerantStream(sys.stderr).isatty() else "lines"
     displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
     if progress not in displays:
         raise ValueError(f"progress={shown(progress)}: choose one of {['auto', *displays]}, or False")

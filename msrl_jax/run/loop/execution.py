@@ -33,9 +33,9 @@ class Execution(Protocol):
     ) -> contextlib.AbstractContextManager[Any]:  # fmt: skip
         """A context whose value is the program of the run: a `Program`, or an object that has what a run uses of one.
 
-        That is `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and `unrepeatable`; `begin`,
-        `warm_up`, `initialize`, `place`, `unwrap` and `run`. `run` may return after fewer iterations than were asked for; its
-        metrics have a row for each. The context ends after the last hook.
+        That is `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and
+        `nondeterminism_reason`; `begin`, `warm_up`, `initialize`, `place`, `unwrap` and `run`. `run` may return after fewer
+        iterations than requested; its metrics have a row for each. The context ends after the last hook.
 
         Args:
           experiment: what the run computes.

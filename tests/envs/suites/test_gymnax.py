@@ -143,7 +143,7 @@ def test_a_gymnax_environment_with_its_own_step_is_refused():
         def step(self, key, state, action, params=None):
             return super().step(key, state, 1 - action, params)
 
-    with pytest.raises(ValueError, match="Odd replaces gymnax's step, which is not called here"):
+    with pytest.raises(ValueError, match="Odd overrides gymnax's step, which is not called here"):
         GymnaxEnvironment(Odd())
 
 

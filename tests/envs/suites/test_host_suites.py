@@ -94,7 +94,7 @@ def test_environments_of_envpool_conform():
         ("envpool:Pong-v5:stack=3", ValueError, r"envpool:Pong-v5 has no parameter 'stack' \(did you mean 'stack_num'\?\)"),
         ("envpool:Pong-v5:num_threads=0", ValueError, "num_threads=0: use an integer of at least 1"),
         ("envpool:Pong-v5:metrics='live=last'", ValueError,
-         r"Pong-v5 reports no 'live' \(did you mean 'lives'\?\); its info has elapsed_step, lives, reward, terminated$"),
+         r"Pong-v5 has no metric 'live' \(did you mean 'lives'\?\); its info has elapsed_step, lives, reward, terminated$"),
         ("envpool:CartPole-v1:metrics=elapsed_step", ValueError, "cannot read metrics='elapsed_step' of envpool:CartPole-v1"),
         ("gymnasium:HalfCheeta-v5", ValueError, r"no environment 'HalfCheeta-v5' \(did you mean 'HalfCheetah-v5'\?\)"),
         ("gymnasium:CartPole-v1:length=3", ValueError, "CartPole-v1 cannot be made with .*unexpected keyword argument"),

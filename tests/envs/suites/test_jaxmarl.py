@@ -243,7 +243,7 @@ def test_specs_of_suites(spec, name, params):
         ("MPE_simple_spread_v3", {"num_agent": 5}, r"no parameter 'num_agent' \(did you mean 'num_agents'\?\)"),
         ("HeuristicEnemySMAX", {"scenario": "4m"}, r"no scenario '4m'.*; it has .*2s3z, 3m"),
         ("overcooked", {"layout": "cramped"}, r"no layout 'cramped' \(did you mean 'cramped_room'\?\); it has asymm"),
-        ("overcooked", {"shaped_reward": -1}, r"jaxmarl:overcooked: shaped_reward=-1 is not a weight; use a number of float32"),
+        ("overcooked", {"shaped_reward": -1}, r"jaxmarl:overcooked: shaped_reward=-1 is not a weight; use a finite float32"),
         ("overcooked_v2", {"layout": "cramped"}, r"jaxmarl:overcooked_v2 cannot be made with .*: Invalid layout: cramped"),
         ("LearnedPolicyEnemySMAX", {}, r"cannot be made with {}: .* missing 2 required positional arguments: 'policy'"),
     ],

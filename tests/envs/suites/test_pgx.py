@@ -105,10 +105,10 @@ def test_both_players_of_a_game_are_trained_and_evaluated():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("tictactoe", {}, r"pgx has no game of two players 'tictactoe' \(did you mean 'tic_tac_toe'\?\); it has animal"),
+        ("tictactoe", {}, r"pgx has no two-player game 'tictactoe' \(did you mean 'tic_tac_toe'\?\); it has animal"),
         ("hex", {"size": 5}, r"pgx:hex has no parameter 'size'; it has none"),
-        ("sparrow_mahjong", {}, r"pgx:sparrow_mahjong is no game of two players, and only those are environments here: an"),
-        ("minatar-breakout", {}, r"no game of two players.*; gymnax has MinAtar's games, such as Breakout-MinAtar"),
+        ("sparrow_mahjong", {}, r"pgx:sparrow_mahjong is not a two-player game, and only those are supported: an"),
+        ("minatar-breakout", {}, r"not a two-player game.*; gymnax has MinAtar's games, such as Breakout-MinAtar"),
     ],
 )
 def test_what_is_no_game_of_two_players_is_refused(name, params, message):

@@ -207,7 +207,7 @@ def test_keys_of_info_that_are_no_metrics_are_refused(metrics, message):
 
 @pytest.mark.long
 def test_a_key_that_some_steps_lack_ends_the_run_with_a_sentence():
-    message = "the info of a step has no metric 'step'; it has even, text, pair; every step has to report it"
+    message = "the info of a step has no metric 'step'; it has even, text, pair; every step must report it"
     with pytest.raises(ValueError, match=f"Counting: {message}"):  # found by an episode of random actions
         envs.GymnasiumEnvironment(lambda: Counting(lambda steps, length: steps == length), "Counting", metrics="step=max")
     env = envs.GymnasiumEnvironment(

@@ -27,7 +27,7 @@ OFTEN = {  # the others are slow to compile
 }  # fmt: skip
 TEAMS = ("Cleaner-v0", "Connector-v3", "JobShop-v0", "LevelBasedForaging-v0", "MMST-v0", "MultiCVRP-v0", "RobotWarehouse-v0",
          "SearchAndRescue-v0")  # fmt: skip
-BROKEN = {"swimmer": r"brax:swimmer fails in a step of its own, .* JAX .*: clip\(\) got an unexpected keyword argument 'a_min'"}
+BROKEN = {"swimmer": r"brax:swimmer fails in its own step, .* JAX .*: clip\(\) got an unexpected keyword argument 'a_min'"}
 """Environments that do not work with the JAX that is installed, and what they say."""
 FETCHED = ("Sokoban-v0",)
 """Environments that download what they need, as do all of Playground's but those of the DeepMind Control Suite."""
@@ -191,7 +191,7 @@ def test_teams_of_jumanji_conform_and_step_as_the_suite_does(name):
         ("brax:reacher:backend=mjy", r"brax:reacher cannot be made with \{'backend': 'mjy'\}: "),
         ("brax:reacher:episode_length=0", "brax:reacher: episode_length=0: use an integer of at least 1"),
         ("craftax:Craftax-Classic-Symbolic-v1:max_timesteps=9.5", r"max_timesteps=9.5 does not fit; its default is 10000"),
-        ("xminigrid:MiniGrid-Empty-5x5:benchmark='small-1m'", "has one task; only those named XLand-MiniGrid"),
+        ("xminigrid:MiniGrid-Empty-5x5:benchmark='small-1m'", "has a single task; only XLand-MiniGrid"),
         ("xminigrid:XLand-MiniGrid-R1-9x9:benchmark='easy'", r"has no benchmark 'easy'.*; it has .*trivial-21k"),
         ("jumanji:Snake-v1:num_row=3", r"jumanji:Snake-v1 has no parameter 'num_row' \(did you mean 'num_rows'\?\)"),
     ],

@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax._compat import jaxpr_as_fun, jaxprs_in, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes.compact import compacted
-from msrl_jax.fragments.runtime import executables, lower
+from msrl_jax.fragments.runtime import fused_loop, lower
 
 
 def assert_equal_bits(expected, found):
@@ -109,8 +109,8 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
         return (key, flag, count, level, half, large), {"rows": rows[0], "flag": flag, "count": count, "half": half}
 
     def ran(packs):
-        for module in (lower, executables):
-            monkeypatch.setattr(module, "kernels_matter", lambda placement: packs)
+        for module in (lower, fused_loop):
+            monkeypatch.setattr(module, "is_single_accelerator", lambda placement: packs)
         program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
         whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
         return whole, parts, program.compiled(5)[0].as_text().count("get-tuple-element")

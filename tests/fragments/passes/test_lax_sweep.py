@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from tests.fragments.passes.lax_close import CLOSE
 from tests.fragments.passes.lax_exact import EXACT
 from tests.fragments.passes.lax_inputs import Inputs
@@ -173,7 +173,7 @@ def differences(split: Split, fns: dict[tuple[str, str], Callable]) -> list[str]
     closed, shapes = jax.make_jaxpr(every, return_shape=True)(*inputs)
     specs = [*[split.spec] * 4, P(), P()]
     placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(inputs, specs, strict=True)]
-    found = jax.tree.unflatten(jax.tree.structure(shapes), jax.jit(jaxpr_as_fun(repaired(closed, mesh)))(*placed))
+    found = jax.tree.unflatten(jax.tree.structure(shapes), jax.jit(jaxpr_as_fun(apply_xla_workarounds(closed, mesh)))(*placed))
     wrong = []
     for (kind, name), *results in zip(fns, found, jax.jit(every)(*inputs), strict=True):
         exact = kind == "exact" and not split.kind.endswith("grad")

@@ -38,8 +38,8 @@ def follow(instructions, held, shared, leaves, later):
         elif isinstance(i, Loop):
             given = [c.init for c in i.carry]
             assert not {*given} & {*i.consts}, f"gives away what the body reads: {i}"
-            body = {c.enter for c in i.carry}
-            follow(i.body, body, shared | {*i.consts, *i.indices}, [c.leave for c in i.carry], [])
+            body = {c.body_in for c in i.carry}
+            follow(i.body, body, shared | {*i.consts, *i.indices}, [c.body_out for c in i.carry], [])
         assert len({*given}) == len(given) and {*given} <= alive, f"gives away what is not its own: {i}"
         alive -= {*given}
         assert not alive & {*i.makes()}

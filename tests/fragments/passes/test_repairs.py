@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax._compat import JAXLIB, jaxpr_as_fun
-from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from tests.support import processes
 from tests.support.slow import slow_unless
 
@@ -152,7 +152,7 @@ def test_the_upper_half_of_a_product_has_all_carries(dtype):
     x, y = rng.integers(limits.min, limits.max, (2, 999), dtype, endpoint=True)
     x[:4], y[:4] = [limits.min, limits.max, limits.min, limits.max], [limits.min, limits.min, limits.max, limits.max]
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
-    program = jaxpr_as_fun(repaired(jax.make_jaxpr(jax.lax.mulhi)(x, y), mesh))
+    program = jaxpr_as_fun(apply_xla_workarounds(jax.make_jaxpr(jax.lax.mulhi)(x, y), mesh))
     want = [int(a) * int(b) >> 32 for a, b in zip(x, y, strict=True)]
     assert np.asarray(jax.jit(program)(over(3, x), over(3, y))[0]).tolist() == want
 
@@ -193,7 +193,7 @@ def test_an_update_reads_its_array_before_it_writes(devices):
     x = jnp.arange(1, 13, dtype=jnp.float32).reshape(4, 3)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("devices",))
     for name, f in UPDATES.items():
-        program = jaxpr_as_fun(repaired(jax.make_jaxpr(f)(x, 1), mesh))
+        program = jaxpr_as_fun(apply_xla_workarounds(jax.make_jaxpr(f)(x, 1), mesh))
         with jax.disable_jit():
             right = f(x, 1)
         np.testing.assert_array_equal(jax.jit(program)(x, 1)[0], right, err_msg=name)

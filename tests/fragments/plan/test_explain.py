@@ -6,14 +6,14 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.apply_policy import Fit
+from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.plan.explain import warn_of_idle
 from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy
 
 
 def fit(policy, num_envs, num_devices=8):
-    return Fit(policy, tuple(jax.devices()[:num_devices]), {"env": [("state.obs", num_envs)]})
+    return PlacedPolicy(policy, tuple(jax.devices()[:num_devices]), {"env": [("state.obs", num_envs)]})
 
 
 IDLE = [
@@ -77,7 +77,7 @@ def test_an_error_of_a_policy_is_reported():
 
 
 def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
-    it = Fit(SingleLearnerCoarse(), tuple(jax.devices()), {"env": [("state.obs", 64), ("state.replay.count", 8)]})
+    it = PlacedPolicy(SingleLearnerCoarse(), tuple(jax.devices()), {"env": [("state.obs", 64), ("state.replay.count", 8)]})
     assert it.sizes == {"env": 8}
     assert warn_of_idle(it) == (
         "3 of 8 devices stay idle (cpu:5, cpu:6, cpu:7): SingleLearnerCoarse() uses 5. SingleLearnerCoarse(learners=4) would "

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Run
-from msrl_jax.fragments.runtime.executables import Executables, Request, lower, threefry2x32
+from msrl_jax.fragments.runtime.cpu_lowering import lower, threefry2x32
+from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support import processes, toy
 from tests.support.compare import assert_close, run_plain
 

@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from msrl_jax.fragments.runtime import transfer
-from msrl_jax.fragments.runtime.execute import HostQueue
+from msrl_jax.fragments.runtime.host_queue import HostQueue
 from msrl_jax.policies import Central
 from tests.support import toy
 

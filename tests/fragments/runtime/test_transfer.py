@@ -1,7 +1,13 @@
 """What several processes hold and send, planned in one."""
 
 import dataclasses
+import gc
 
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
 from msrl_jax.fragments.runtime import transfer
 
 
@@ -18,3 +24,18 @@ def test_gathered_blocks_have_one_sender():
     """Of equal blocks, the device of the lowest process and number sends its own."""
     a, b, c = FakeDevice(0, 1), FakeDevice(9, 0), FakeDevice(1, 1)
     assert transfer.first_holders({a: ((0, 2),), b: ((0, 2),), c: ((2, 4),)}) == {((0, 2),): b, ((2, 4),): c}
+
+
+def test_a_program_that_is_gone_leaves_no_compiled_code():
+    """A sweep compiles programs of many shapes: what placing their states compiles must not outlive them."""
+
+    def live(size):
+        start = np.zeros(size, np.float32)
+        program = msrl.compile(lambda x: (x + 1, {}), start, policy=msrl.policies.GPUOnly(), axes=P("env"))
+        assert (np.asarray(program.run(program.place(start), 2)[0]) == 2).all()
+        del program
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    counts = [live(8 * n) for n in range(1, 6)]
+    assert counts[1:] == counts[:1] * 4

@@ -10,13 +10,13 @@ import pytest
 
 from msrl_jax import data
 from msrl_jax.fragments.support.checks import writing
-from msrl_jax.fragments.support.terminal import Lasting, lasting
+from msrl_jax.fragments.support.terminal import TolerantStream, tolerant_streams
 from msrl_jax.run.disk import folder
 
 
 def test_a_stream_without_a_character_writes_a_question_mark():
     raw = io.BytesIO()
-    stream = Lasting(io.TextIOWrapper(raw, encoding="ascii"))
+    stream = TolerantStream(io.TextIOWrapper(raw, encoding="ascii"))
     print("5 ± 1", file=stream, flush=True)
     assert raw.getvalue() == b"5 ? 1\n" and stream.error is None
 
@@ -24,14 +24,14 @@ def test_a_stream_without_a_character_writes_a_question_mark():
 def test_a_closed_stream_takes_text():
     closed = io.StringIO()
     closed.close()
-    for stream in (Lasting(closed), Lasting(None)):
+    for stream in (TolerantStream(closed), TolerantStream(None)):
         print("text", file=stream, flush=True)
         assert not stream.isatty()
 
 
 def test_the_standard_streams_come_back(monkeypatch):
     before = sys.stdout, sys.stderr
-    with pytest.raises(KeyError), lasting():
+    with pytest.raises(KeyError), tolerant_streams():
         assert sys.stdout is not before[0]
         raise KeyError
     assert (sys.stdout, sys.stderr) == before

@@ -150,7 +150,7 @@ def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
 def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
     path, options = tmp_path / "run", {"devices": 4, "anneal_learning_rate": False}
     train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)
-    with pytest.raises(ValueError, match=r"first\.npz\.parts has 0 of the 4 parts .* record the further steps to another file"):
+    with pytest.raises(ValueError, match=r"first\.npz\.parts has 0 of the 4 parts .* record further steps to another file"):
         msrl.train(resume=path, total_steps=24 * 64, progress=False)
     with pytest.raises(ValueError, match=r"first\.npz exists already"):
         (tmp_path / "again").mkdir()

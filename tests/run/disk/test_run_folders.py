@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+import tracemalloc
 import warnings
 
 import jax
@@ -17,7 +18,7 @@ from msrl_jax import cli
 from msrl_jax.run import Result
 from msrl_jax.run.disk import checkpoint
 from msrl_jax.run.disk.checkpoint import CheckpointError, complete
-from msrl_jax.run.disk.folder import NotSavedError, SaveWarning, append_rows, locked, rewind_rows, write_table
+from msrl_jax.run.disk.folder import NotSavedError, SaveWarning, append_rows, each_row, locked, rewind_rows, write_table
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
 from msrl_jax.run.disk.store import complete as complete_folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
@@ -275,6 +276,28 @@ def test_columns_that_come_later_are_added_to_the_table(tmp_path):
     ]
     rewind_rows(tmp_path, 2)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_table_of_a_run_is_written_row_by_row(tmp_path):
+    """The memory of writing, reading and rewinding is that of a row, however many there are."""
+
+    def peak(rows):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        append_rows(folder, ({"step": i, "iteration": i, "x": np.arange(2_000) / 7 + i} for i in range(1, rows + 1)))
+        tracemalloc.start()
+        write_table(folder)
+        assert sum(1 for _ in each_row(folder)) == rows
+        rewind_rows(folder, rows - 1)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        table = (folder / "metrics.csv").read_text().splitlines()
+        assert len(table) == rows + 1 and table[-1].startswith(f"{rows},{rows},")
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == rows - 1
+        return used
+
+    few, many = peak(10), peak(40)
+    assert many < 1.2 * few
 
 
 def test_a_folder_tells_how_its_run_ended_and_what_its_steps_are(copy):

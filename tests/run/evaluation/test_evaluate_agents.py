@@ -54,7 +54,7 @@ def test_returns_of_agents_and_teams_are_those_of_their_rewards(played):
     assert again.mean_length == LIMIT
 
 
-class Lasting:
+class TolerantStream:
     """Two agents who are paid 1 and 2 in every step of an episode of one to six steps."""
 
     agents = ("one", "two")
@@ -69,7 +69,7 @@ class Lasting:
 
 
 def test_returns_of_agents_stop_at_the_end_of_each_episode():
-    env = Lasting()
+    env = TolerantStream()
     agent = algorithms.get("ippo")(num_envs=4, unroll_length=4, num_minibatches=1, hidden_sizes=(4,)).build(env)
     found = make_evaluator(Behavior(agent, env), 32)(jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1))
     assert len(set(found.lengths.tolist())) > 3

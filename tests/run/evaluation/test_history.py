@@ -60,9 +60,20 @@ def test_the_last_hundred_episodes_count_however_chunks_were_cut(chunk):
     for first in range(0, 12, chunk):
         rows = slice(first, first + chunk)
         kept = kept.add(first, Mean(np.float32(value * count)[rows], np.float32(count)[rows]))
-    assert kept.iterations.tolist() == [5, 7, 10, 12] and kept.count.sum(0).tolist() == [100, 150]
+    assert kept.iterations.T.tolist() == [[7, 10, 12], [0, 0, 5]] and kept.count.sum(0).tolist() == [100, 150]
     np.testing.assert_allclose(kept.mean(), [(30 * 12 + 30 * 18 + 40 * 22) / 100, 9])
-    assert kept.until(9).iterations.tolist() == [5, 7]
+    assert kept.until(9).iterations.T.tolist() == [[7], [5]]
+
+
+def test_the_last_episodes_of_many_members_take_no_more_memory_than_those_of_the_busiest():
+    """Members end an episode in iterations of their own: 300 of them have 3 entries each, and not one for each iteration."""
+    count = np.zeros((900, 300))
+    count[np.arange(900), np.arange(900) % 300] = 40
+    kept = NO_EPISODES
+    for first in range(0, 900, 90):
+        kept = kept.add(first, Mean(count[first : first + 90], count[first : first + 90]))
+    assert kept.count.shape == (3, 300) and (kept.count == 40).all()
+    np.testing.assert_array_equal(kept.iterations, 1 + np.arange(900).reshape(3, 300))
 
 
 def test_rows_become_columns():

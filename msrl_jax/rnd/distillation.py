@@ -1,9 +1,9 @@
-"""Random network distillation (Burda et al., 2018, arXiv 1810.12894): advantages of what is new, for the actor-critics.
+"""Random network distillation (Burda et al., 2018, arXiv 1810.12894): intrinsic advantages for the actor-critic algorithms.
 
-The target is a random network of observations, and the predictor learns to give the same. Its error is the intrinsic reward of
-the step before an observation: large where few observations were alike. Intrinsic returns go on when an episode ends. They have
-a value network of their own, in place of the paper's second head, so that the networks of algorithms stay as they are. In the
-shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
+The target is a fixed random network, and the predictor is trained to match it. Its error at an observation is the intrinsic
+reward of the previous step: large if few similar observations were seen. Intrinsic returns continue across episodes. They have
+a separate value network instead of the paper's second head, so that the networks of algorithms need no change. In the shape
+descriptions, `T` is the length of an unroll and `E` the number of environments.
 """
 
 import math
@@ -31,45 +31,45 @@ from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments import fragment
 
 DISCOUNT, LAMBDA = 0.99, 0.95
-"""Of intrinsic returns, per step, and of their advantages."""
+"""Discount factor per step and lambda of intrinsic returns and advantages."""
 CLIP = 5.0
-"""Largest size of a standardized observation."""
+"""Maximum size of a standardized observation."""
 NUM_TAUGHT = 32
-"""Environments whose experience the predictor learns from: with more, a random share of all experience (the paper's rule)."""
+"""Number of environments whose data train the predictor: with more, a random share of all data is used (the paper's rule)."""
 
 
-class Novelty(NamedTuple):
+class RNDState(NamedTuple):
     """The state of RND."""
 
-    target: Any  # parameters of the target, which stay
-    params: Any  # of the predictor and the value
+    target: Any  # parameters of the target network, which are constant
+    params: Any  # parameters of the predictor and the value network
     opt_state: optax.OptState
-    key: jax.Array  # shuffles, and draws what the predictor learns from; every iteration folds its number in. []
+    key: jax.Array  # for shuffling and for choosing the predictor's data; iterations fold in their numbers. []
     observations: RunningStatistics
-    returns: RunningStatistics  # of intrinsic rewards' discounted sums
+    returns: RunningStatistics  # of the discounted sums of intrinsic rewards
     discounted_return: jax.Array  # these sums so far, [E]
 
 
 class Exploring(NamedTuple):
-    """The state of an agent that is rewarded for what is new."""
+    """The state of an agent with intrinsic rewards."""
 
     inner: Any  # the state of the agent
-    novelty: Novelty
+    rnd: RNDState
 
 
 def exploring(agent: Agent, config: Any) -> Agent:
-    """An agent that is also rewarded for what is new.
+    """Adds intrinsic rewards to an agent.
 
     Args:
-      agent: an actor-critic, whose iteration takes a function that adds a bonus to its trajectory.
-      config: what `random_network_distillation` takes, and its optimizer.
+      agent: an actor-critic whose iteration takes a function that adds a bonus to its trajectory.
+      config: the config for `random_network_distillation`, and its optimizer.
 
     Returns:
-      The agent.
+      The new agent.
     """
     epsilon, rms_decay = getattr(config, "epsilon", 1e-5), getattr(config, "rms_decay", 0.99)
     optimizer = make_optimizer(config, epsilon=epsilon, rms_decay=rms_decay)
-    begin, explore = random_network_distillation(config, agent.env, optimizer)
+    begin, add_intrinsic_rewards = random_network_distillation(config, agent.env, optimizer)
 
     def init(key: jax.Array) -> Exploring:
         return Exploring(agent.init(key), begin(key))
@@ -78,13 +78,13 @@ def exploring(agent: Agent, config: Any) -> Agent:
         found = []
 
         def add_bonus(trajectory: Trajectory, last_obs: Any) -> Trajectory:
-            novelty, trajectory, metrics = explore(state.novelty, trajectory, last_obs, progress)
-            found.append((novelty, metrics))
+            rnd, trajectory, metrics = add_intrinsic_rewards(state.rnd, trajectory, last_obs, progress)
+            found.append((rnd, metrics))
             return trajectory
 
         inner, metrics = agent.iteration(state.inner, progress, add_bonus)
-        ((novelty, own),) = found
-        return Exploring(inner, novelty), {**metrics, **own}
+        ((rnd, own),) = found
+        return Exploring(inner, rnd), {**metrics, **own}
 
     axes: Any = Exploring(agent.axes, P())  # type: ignore[arg-type]
     return wrapped(agent, init=init, iteration=iteration, axes=axes)
@@ -93,16 +93,16 @@ def exploring(agent: Agent, config: Any) -> Agent:
 def random_network_distillation(
     config: Any, venv: VectorEnvironment, optimizer: optax.GradientTransformationExtraArgs
 ) -> tuple[Callable[[jax.Array], Any], Callable[[Any, Trajectory, Any, Progress], tuple[Any, Trajectory, Metrics]]]:
-    """Makes `key -> novelty` and `(novelty, trajectory, last_obs, progress) -> (novelty, trajectory, metrics)`.
+    """Makes `key -> rnd` and `(rnd, trajectory, last_obs, progress) -> (rnd, trajectory, metrics)`.
 
     Args:
-      config: has `intrinsic_coef`, and what networks, unrolls and optimizers need.
+      config: has `intrinsic_coef`, and the settings of networks, unrolls and optimizers.
       venv: the vector environment.
-      optimizer: that of the policy, for predictor and value.
+      optimizer: the policy's optimizer, also used for predictor and value network.
 
     Returns:
-      What starts RND, and what adds a `bonus` to a trajectory, then learns from it.
-      Statistics of observations have those of the trajectory first, in place of the paper's steps at random before training.
+      A function that initializes RND, and one that adds a `bonus` to a trajectory and then learns from it. Statistics of
+      observations are updated with the trajectory first, instead of with the paper's random steps before training.
     """
     space, prepare, networks = _networks(venv.observation_space, config)
     example = spaces.zeros(space)
@@ -113,12 +113,12 @@ def random_network_distillation(
         num_minibatches=math.gcd(config.unroll_length, getattr(config, "num_minibatches", 1)),
     )
 
-    def init(key: jax.Array) -> Novelty:
-        key, *keys = jax.random.split(jax.random.fold_in(key, 1_000), 4)  # the algorithm has the first splits of this key
+    def init(key: jax.Array) -> RNDState:
+        key, *keys = jax.random.split(jax.random.fold_in(key, 1_000), 4)  # the algorithm uses the first splits of this key
         params = {name: network.init(k, example) for (name, network), k in zip(networks.items(), keys, strict=True)}
         target = params.pop("target")
-        nothing = running.empty(spaces.struct(space)), running.empty(jax.ShapeDtypeStruct((), jnp.float32))
-        return Novelty(target, params, optimizer.init(params), key, *nothing, jnp.zeros(config.num_envs, jnp.float32))
+        empty = running.empty(spaces.struct(space)), running.empty(jax.ShapeDtypeStruct((), jnp.float32))
+        return RNDState(target, params, optimizer.init(params), key, *empty, jnp.zeros(config.num_envs, jnp.float32))
 
     def standardized(observations: RunningStatistics, obs: Any) -> jax.Array:
         x = (prepare(obs) - observations.mean) / jnp.sqrt(observations.var + 1e-8)
@@ -129,12 +129,12 @@ def random_network_distillation(
         return jnp.square(difference).mean(-1)
 
     @fragment(role="learner")
-    def surprise(novelty, t, last_obs):
-        """What is rewarded: all observations but the first, the first of episodes too, and the last of none."""
-        observations = running.update(novelty.observations, prepare(flatten(t.obs)))
+    def intrinsic_advantages(rnd, t, last_obs):
+        """Intrinsic rewards: for all observations but the first, including the first of episodes, but not the last."""
+        observations = running.update(rnd.observations, prepare(flatten(t.obs)))
         stream = jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), t.obs, last_obs)
         x = standardized(observations, flatten(stream))
-        reward = unflatten(error(novelty.target, novelty.params, x), config.unroll_length + 1)[1:]
+        reward = unflatten(error(rnd.target, rnd.params, x), config.unroll_length + 1)[1:]
         if t.present is not None:
             reward = jnp.where(t.present, reward, 0.0)
 
@@ -142,26 +142,26 @@ def random_network_distillation(
             total = DISCOUNT * total + reward
             return total, total
 
-        discounted_return, sums = jax.lax.scan(add, novelty.discounted_return, reward)
-        returns = running.update(novelty.returns, flatten(sums))
+        discounted_return, sums = jax.lax.scan(add, rnd.discounted_return, reward)
+        returns = running.update(rnd.returns, flatten(sums))
         reward /= jnp.sqrt(returns.var + 1e-8)
-        value = unflatten(networks["value"].apply(novelty.params["value"], x)[..., 0], config.unroll_length + 1)
+        value = unflatten(networks["value"].apply(rnd.params["value"], x)[..., 0], config.unroll_length + 1)
         never = jnp.zeros_like(t.terminated)
         advantage = gae(reward, value[:-1], value[1:], never, never, t.present, discount=DISCOUNT, gae_lambda=LAMBDA)
-        novelty = novelty._replace(observations=observations, returns=returns, discounted_return=discounted_return)
-        return novelty, advantage, value[:-1] + advantage, mean(reward, t.present)
+        rnd = rnd._replace(observations=observations, returns=returns, discounted_return=discounted_return)
+        return rnd, advantage, value[:-1] + advantage, mean(reward, t.present)
 
     @fragment(role="learner")
-    def distill(params, batch, novelty, chosen):
+    def distill(params, batch, rnd, chosen):
         times, key = chosen
         obs, present, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
-        x, taught = standardized(novelty.observations, obs), jax.random.bernoulli(key, share, goal.shape)
+        x, taught = standardized(rnd.observations, obs), jax.random.bernoulli(key, share, goal.shape)
         if present is not None:
             taught &= present
 
         def loss(params):
             value = networks["value"].apply(params["value"], x)[..., 0]
-            distilled = mean(error(novelty.target, params, x), taught)
+            distilled = mean(error(rnd.target, params, x), taught)
             return distilled + mean(value_loss(value, goal), present), {"rnd_loss": distilled}
 
         return jax.grad(loss, has_aux=True)(params)
@@ -173,30 +173,30 @@ def random_network_distillation(
         return optax.apply_updates(params, updates), opt_state
 
     @fragment(role="learner")
-    def explore(novelty, t, last_obs, progress):
-        novelty, advantage, goal, reward = surprise(novelty, t, last_obs)
-        key, times = shuffle(jax.random.fold_in(novelty.key, progress.iteration.low), plan)
-        rate = step_size(config, progress)  # one that adapts stays at its start
+    def add_intrinsic_rewards(rnd, t, last_obs, progress):
+        rnd, advantage, goal, reward = intrinsic_advantages(rnd, t, last_obs)
+        key, times = shuffle(jax.random.fold_in(rnd.key, progress.iteration.low), plan)
+        rate = step_size(config, progress)  # an adaptive rate keeps its initial value
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal
 
         def update(learned, chosen):
-            grads, metrics = distill(learned[0], batch, novelty, chosen)
+            grads, metrics = distill(learned[0], batch, rnd, chosen)
             return apply_update(learned, grads, rate), metrics
 
-        (params, opt_state), stats = jax.lax.scan(update, (novelty.params, novelty.opt_state), minibatches)
+        (params, opt_state), stats = jax.lax.scan(update, (rnd.params, rnd.opt_state), minibatches)
         trajectory = t._replace(bonus=config.intrinsic_coef * advantage)
         metrics = {"intrinsic_reward": reward, "rnd_loss": stats["rnd_loss"].mean()}
-        return novelty._replace(params=params, opt_state=opt_state), trajectory, metrics
+        return rnd._replace(params=params, opt_state=opt_state), trajectory, metrics
 
-    return init, explore
+    return init, add_intrinsic_rewards
 
 
 def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
-    """The space of what the networks see, the function that makes it of observations `[B, ...]`, and the networks.
+    """The space of the networks' inputs, the function that computes them from observations `[B, ...]`, and the networks.
 
-    They see images, or vectors of numbers. The predictor has two layers more than the target (the paper's appendix). RND
-    does not use custom networks here, since they may not take standardized observations.
+    Inputs are images or numeric vectors. The predictor has two more layers than the target (the paper's appendix). RND does
+    not use custom networks here, since they may not accept standardized observations.
     """
     kind = config.network if isinstance(config.network, str) else "auto"
     sizes, size = config.hidden_sizes, config.hidden_sizes[-1]

@@ -1,0 +1,135 @@
+"""A policy applied to devices and sizes: the layout, once everything fits."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement
+from msrl_jax.fragments.support.checks import shown, suggestion
+
+
+def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices as a tuple, if there are some, each is a device and appears once."""
+    if isinstance(devices, np.ndarray):  # such as those of a mesh
+        devices = devices.ravel().tolist()
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
+    if not devices:
+        raise ValueError("devices is empty; give at least one, such as jax.devices()[:1], or leave it out for all")
+    if wrong := [device for device in devices if not hasattr(device, "process_index")]:
+        raise TypeError(f"devices holds {shown(wrong[0])}, which is no device; give those of jax.devices()")
+    twice = [device for i, device in enumerate(devices) if device in devices[:i]]
+    if twice:
+        raise ValueError(f"devices names {twice[0]} twice; name every device once")
+    return tuple(devices)
+
+
+def round_robin_by_process(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Interleaves devices over processes: the first of each process, then the second of each, and so on.
+
+    A policy then takes equally many devices from each process, so that parts exchange data within a process.
+    """
+    hands: dict[int, list[Device]] = {}
+    for device in devices:
+        hands.setdefault(device.process_index, []).append(device)
+    turns = itertools.zip_longest(*hands.values())
+    return tuple(device for turn in turns for device in turn if device is not None)
+
+
+def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
+
+    def only_members(placement: Placement) -> Placement:
+        rules = [rule for rule in placement.rules if rule[0] == "member"]
+        if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
+            return placement
+        others = [rule for rule in placement.rules if rule[0] != "member"]
+        return replace(placement, rules=(*rules, *others), separate=())
+
+    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
+
+
+@dataclass(frozen=True)
+class PlacedPolicy:
+    """A policy, with the devices and axis sizes that it splits."""
+
+    policy: DistributionPolicy
+    devices: tuple[Device, ...]
+    leaves: Mapping[str, Sequence[tuple[str, int]]]  # logical axis -> the leaves of the state with it: path, size along it
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # how many adjacent entries of it stay on one device
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The policy's layout, if its devices, groups and logical axes fit."""
+        if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
+            name = self.policy if isinstance(self.policy, str) else "GPUOnly"
+            raise TypeError(
+                f"policy={shown(self.policy)} is no policy: it needs a method layout(devices, sizes), as that of "
+                f"msrl_jax.policies.get({name!r}) has"
+            )
+        self._check_groups()
+        layout = self.policy.layout(list(self.devices), self.sizes)
+        if not isinstance(layout, Layout):
+            raise TypeError(f"{shown(self.policy)}.layout(...) returned {shown(layout)}; return a msrl_jax.policies.Layout")
+        layout = _members_first(layout, self.sizes)
+        known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
+        for axis, leaves in self.leaves.items():
+            if axis not in known:
+                raise ValueError(
+                    f"axes of {leaves[0][0]} name the logical axis {axis!r}, which no placement of {layout.policy} splits"
+                    f"{suggestion(axis, known)}; the axes are {', '.join(dict.fromkeys(known))}"
+                )
+        for placement in layout.placements:
+            self._check(placement, layout.policy)
+        return layout
+
+    @property
+    def idle(self) -> tuple[Device, ...]:
+        """The devices that the policy does not use."""
+        return tuple(d for d in self.devices if d not in self.layout.devices)
+
+    def _check_groups(self) -> None:
+        if not isinstance(self.groups, Mapping):
+            raise TypeError(f"groups={shown(self.groups)} must map logical axes to numbers, such as {{'env': 4}}")
+        for axis, group in self.groups.items():
+            if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
+                raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")
+            if axis not in (known := [*AXES, *self.leaves]):
+                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, known)}")
+            for path, size in self.leaves.get(axis, ()):
+                if size % group:
+                    raise ValueError(
+                        f"groups[{axis!r}]={group} does not divide the {size} entries of {path}; use a divisor of {size}"
+                    )
+
+    def _check(self, placement: Placement, policy: str) -> None:
+        given = [rule for rule in placement.rules if rule[0] in self.leaves]
+        # The work is divided over the first axis. Others that do not divide stay whole, unless they are of separate arrays.
+        for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
+            ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
+            if self.sizes[axis] % ways:
+                fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
+                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
+                raise ValueError(
+                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{' or '.join(map(str, fit))} devices in {policy}"
+                )
+
+    def _indivisible(self, axis: str, ways: int) -> str:
+        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
+        path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
+        if len({size for _, size in self.leaves[axis]}) == 1:
+            return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
+                axis, f"the size of axis {axis!r}={size}"
+            )
+        return f"axis {axis!r} of {path}, which is of size {size},"

@@ -1,0 +1,265 @@
+"""What XLA prints of a compiled program, read: its computations, the collectives in it, and the fragment of each operation.
+
+No other module reads this text. XLA counts the body of a loop once, so what is found is multiplied by the lengths of loops.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+COLLECTIVES = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")  # root, name, shape, kind, rest
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_WHILE = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(COLLECTIVES)})(?:-start)?\(")
+_SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_BRACKETS = re.compile(r"[()\[\]{},]")
+_QUOTED = re.compile(r'"[^"]*"')
+_COPIES = ("copy", "copy-start", "copy-done", "bitcast")
+
+
+class Instruction(NamedTuple):
+    """An instruction of a computation."""
+
+    name: str
+    kind: str  # such as "fusion", which is also that of one that runs beside others
+    shape: str  # as XLA writes it
+    rest: str  # operands and attributes: the text behind the opening parenthesis
+    is_root: bool  # whether its value is that of the computation
+    line: str
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return _OPERAND.findall(self.rest.split(")", 1)[0])
+
+    @property
+    def loop(self) -> tuple[str, str] | None:
+        """The names of the condition and of the body of a loop; None if it is none."""
+        match = _WHILE.search(self.rest) if self.kind == "while" else None
+        return (match[1], match[2]) if match else None
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that it calls once, or one of which it calls."""
+        branches = _BRANCHES.search(self.rest)
+        return [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(self.rest)
+
+    @property
+    def source(self) -> str | None:
+        """JAX's name for the operation that caused it, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`."""
+        match = _OP_NAME.search(self.rest)
+        return match[1] if match else None
+
+
+class Module:
+    """A compiled program.
+
+    Attributes:
+      text: what XLA prints of it.
+      name: its name.
+      entry: the name of the computation that it begins with.
+      computations: the instructions of each computation, by name.
+    """
+
+    def __init__(self, text: str):
+        match = _MODULE.search(text)
+        self.text, self.name, self.entry = text, match[1] if match else "", ""
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            if match := _COMPUTATION.match(line):
+                current = self.computations.setdefault(match[2], {})
+                self.entry = match[2] if match[1] else self.entry
+            elif match := _INSTRUCTION.match(line):
+                root, name, shape, kind, rest = match.groups()
+                kind = "fusion" if kind == "fusion-start" else kind
+                current[name] = Instruction(name, kind, shape, rest, bool(root), line)
+
+    def instructions(self, computation: str) -> list[Instruction]:
+        """The instructions of a computation; none if the text has no such computation."""
+        return list(self.computations.get(computation, {}).values())
+
+    def root(self, computation: str) -> str:
+        """The name of the value of a computation."""
+        return next((x.name for x in self.instructions(computation) if x.is_root), "")
+
+    def trip_count(self, loop: Instruction, around: str) -> int | None:
+        """How often a loop in a computation runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1; None
+        if it is unknown."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        condition, body = loop.loop or ("", "")
+        counts = re.fullmatch(r"entry (\d+) < (\d+)", self._value(condition, self.root(condition)))
+        if not counts:
+            return None
+        number = int(counts[1])
+        from_zero = self._value(around, loop.operands[0], number) == "0"
+        by_one = self._value(body, self.root(body), number) == f"entry {number} + 1"
+        return int(counts[2]) if from_zero and by_one else None
+
+    def _value(self, computation: str, name: str, number: int | None = None) -> str:
+        """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has none."""
+        made = self.computations.get(computation, {}).get(name)
+        if made is None:
+            return ""
+        kind, operands = made.kind, made.operands
+        if kind in _COPIES:
+            return self._value(computation, operands[0], number)
+        if kind == "tuple" and number is not None:
+            return self._value(computation, operands[number]) if number < len(operands) else ""
+        if kind == "constant":
+            return made.rest.split(")", 1)[0]
+        if kind == "get-tuple-element" and self._value(computation, operands[0]) == "parameter":
+            return f"entry {made.rest.rpartition('index=')[2].partition(',')[0]}"
+        if kind == "add" or (kind == "compare" and "direction=LT" in made.rest):
+            return {"add": " + ", "compare": " < "}[kind].join(self._value(computation, x) for x in operands)
+        return kind
+
+
+def module_of(compiled: jax.stages.Compiled) -> Module:
+    """Reads a compiled program."""
+    return Module(compiled.as_text() or "")
+
+
+def nbytes_of(shape: str) -> int:
+    """The bytes of a shape as XLA writes it, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
+    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
+
+
+def _width(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1  # pred
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program."""
+
+    kind: str  # such as "all-reduce"
+    nbytes: int  # bytes of its result on each device
+    times: int  # executions per run. A loop of unknown length counts once; a conditional counts all branches
+    source: str  # JAX's name for the operation that caused it
+
+
+class CollectiveReport(NamedTuple):
+    """The collectives of a program."""
+
+    collectives: list[Collective]
+    lengths_known: bool  # whether every loop around them has a known length
+    understood: bool  # whether the list is complete; if not, part of the text was not understood
+
+
+def collectives(module: Module) -> CollectiveReport:
+    """Finds the collectives of a compiled program."""
+    known, read = True, set[str]()
+
+    def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
+        nonlocal known
+        for made in module.instructions(name):
+            kind = made.kind.removesuffix("-start")
+            if kind in COLLECTIVES:
+                known &= sure
+                read.add(made.line)
+                shape = _result(made.shape) if kind not in (made.kind, "all-reduce") else made.shape
+                yield Collective(kind, nbytes_of(shape), times, made.source or "")
+            if made.loop:
+                trips = module.trip_count(made, name)
+                length, sure_inside = 1 if trips is None else trips, sure and trips is not None
+                condition, body = made.loop
+                yield from visit(condition, times * (1 if trips is None else length + 1), sure_inside)
+                yield from visit(body, times * length, sure_inside)
+            elif made.kind not in ("async-update", "async-done"):  # they repeat the computation that async-start calls
+                for inner in made.called:
+                    yield from visit(inner, times, sure)
+
+    found = list(visit(module.entry, 1, True))
+    mentioned = {line for line in module.text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
+    return CollectiveReport(found, known, bool(module.instructions(module.entry)) and mentioned <= read)
+
+
+def _result(shape: str) -> str:
+    """The result's shape within that of an asynchronous start, a tuple of operands, results and possibly contexts."""
+    if not shape.startswith("("):
+        return shape
+    depth, commas = 0, []
+    for bracket in _BRACKETS.finditer(shape):
+        if bracket[0] == ",":
+            commas += [bracket.start()] if depth == 1 else []
+        else:
+            depth += 1 if bracket[0] in "([{" else -1
+    return shape[commas[0] : commas[1] if len(commas) > 1 else None]
+
+
+class Operation(NamedTuple):
+    """An operation of a program."""
+
+    kind: str  # such as "fusion"
+    fragment: str | None  # the innermost one; "" outside of fragments, None if not known
+    holder: str = ""  # the operation that it is a part of, such as a loop; empty if there is none
+
+
+def operations(module: Module, fragments: Collection[str]) -> dict[str, Operation]:
+    """The operations of a program by their names.
+
+    One without a name of JAX is of the fragment of what it fuses, else of the loop that it is in.
+
+    Args:
+      module: the program.
+      fragments: the names of the fragments that it may hold.
+    """
+    find = innermost(fragments)
+    found: dict[str, Operation] = {}
+    users: dict[str, str] = {}  # the operation that each computation is a part of
+    inside: dict[str, str] = {}  # the computation that each operation is in
+    for computation, instructions in module.computations.items():
+        for name, made in instructions.items():
+            inside[name] = computation
+            users |= dict.fromkeys(made.loop or made.called, name)
+            found[name] = Operation(made.kind, _of(module, find, made))
+    for name, (kind, fragment, _) in found.items():
+        around = name
+        while fragment is None and (user := users.get(inside[around])) is not None:
+            around, fragment = user, found[user].fragment
+        found[name] = Operation(kind, fragment, users.get(inside[name], ""))
+    return found
+
+
+def _of(module: Module, find: Callable[[Instruction], str | None], made: Instruction) -> str | None:
+    """The fragment of an instruction: as its own name says, or for a fusion, the last of its parts that has one."""
+    if (own := find(made)) is not None or made.kind != "fusion":
+        return own
+    parts = (find(inner) for part in made.called for inner in module.instructions(part))
+    return next((fragment for fragment in reversed([*parts]) if fragment is not None), None)
+
+
+def innermost(fragments: Collection[str]) -> Callable[[Instruction], str | None]:
+    """Finds the innermost of these fragments that an instruction is of; "" if it is of none, None if its text does not tell."""
+    written: Mapping[str, str] = {_as_written(name): name for name in fragments}
+    names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
+    fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
+
+    def find(made: Instruction) -> str | None:
+        found = fragment.findall(made.source or "") if fragment else []
+        return None if made.source is None else written[found[-1]] if found else ""
+
+    return find
+
+
+def _as_written(name: str) -> str:
+    """A name as XLA writes it between quotes: bytes beyond ASCII in octal."""
+    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(c if c.isascii() else "".join(f"\\{byte:03o}" for byte in c.encode()) for c in quoted)

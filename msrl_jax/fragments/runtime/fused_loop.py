@@ -1,0 +1,86 @@
+"""A training loop as one program, if one placement holds every fragment."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
+from msrl_jax.fragments.passes.instructions import Value
+from msrl_jax.fragments.runtime.executables import Executables, Request, replicated, to_placement_sharding
+
+_Packed: TypeAlias = tuple[Any, list[jax.Array]]
+_Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
+"""Iterations done, the leaves of the state, and the rows of the metrics."""
+
+
+@dataclass(frozen=True)
+class FusedLoop:
+    """Iterations as one program, if one placement holds every fragment."""
+
+    iteration: Callable[..., Sequence[jax.Array]]  # maps the state's leaves to those of the next state and of the metrics
+    leaves: Sequence[Value]
+    shardings: Sequence[NamedSharding]
+    metrics: Sequence[Value]
+    rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
+
+    @property
+    def packs(self) -> bool:
+        """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
+        return bool(self.leaves) and is_single_accelerator(self.leaves[0].placement)
+
+    def begin(self, executables: Executables, most: int) -> None:
+        """Has another thread compile the program; `compile` then waits for that."""
+        executables.begin(self._request(most, True, [None] * len(self.metrics)))
+
+    def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
+        """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
+
+        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
+        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
+        axis of length `most`, of which only the rows of iterations that ran have a meaning.
+        """
+        for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
+            compiled = executables.compile(self._request(most, donate, prescribed))
+            made = compiled.output_shardings[len(self.leaves) :]
+            if all(to_placement_sharding(s, v) for s, v in zip(made, self.metrics, strict=True)):
+                return compiled
+        raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
+
+    def _request(self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
+        before = [] if most is None else [count]
+        args = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
+            for v, s in zip(self.leaves, self.shardings, strict=True)
+        ]
+        donated = range(len(before), len(before) + len(args)) if donate else ()
+        fn = self._once if most is None else self._iterations(most)
+        return Request(("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed])
+
+    def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(self.iteration(*leaves))
+
+    def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+        state = SmallArrayPacker([v.aval for v in self.leaves], self.packs and self.rewritten)
+        metrics = SmallArrayPacker([v.aval for v in self.metrics], self.packs)
+
+        def step(carry: _Loop) -> _Loop:
+            done, before, rows = carry
+            results = list(self.iteration(*state.unpack(*before)))
+            row = metrics.pack(results[len(self.leaves) :])
+            return done + 1, state.pack(results[: len(self.leaves)]), jax.tree.map(lambda x, r: put(x, r, done, 0), rows, row)
+
+        def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+            row = jax.eval_shape(metrics.pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.metrics])
+            empty = jax.tree.map(lambda x: jax.lax.empty((most, *x.shape), x.dtype), row)
+            start = (jnp.zeros_like(count), state.pack(leaves), empty)
+            _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
+            return (*state.unpack(*after), *metrics.unpack(*rows))
+
+        return iterations

@@ -1,0 +1,108 @@
+"""The queue of what waits for calls of the host.
+
+While a function that the host calls works, what does not need its results runs. The order is a function of the instructions
+alone, not of time: a call is started when its turn comes, and instructions that read its results wait. If a call needs a
+pending result, the oldest pending call is completed first, then its dependents. So with two groups of environments one group
+is simulated while the other is acted for.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from msrl_jax.fragments.graph.host_calls import HostFunction
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something that waits: a call of the host that was started, or a function with arguments that are not there yet."""
+
+    fn: Callable[..., Sequence[jax.Array]]
+    args: Sequence[Any] = ()
+    donated: Sequence[int] = ()
+    is_host_call: bool = False
+    results: Sequence[jax.Array] | None = None
+
+    def run(self) -> None:
+        self.results = self.fn(*map(resolved, self.args))
+        self.args = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostFuture:
+    """A result that is not there yet."""
+
+    task: _Task
+    index: int
+
+
+def resolved(x: Any) -> Any:
+    """An array, or the result that a `HostFuture` stands for if that is there."""
+    return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
+
+
+@dataclass(eq=False)
+class HostQueue:
+    """What waits for calls of the host, in program order."""
+
+    _waiting: deque[_Task] = field(default_factory=deque)
+
+    def call(
+        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
+    ) -> Sequence[Any]:
+        """Calls a function, at once if its arguments are there; else returns `HostFuture`s for its `count` results."""
+        task = _Task(fn, [resolved(x) for x in args], donated)
+        if self._is_ready(task, self._waiting):
+            return fn(*task.args)
+        return self._wait(task, count)
+
+    def start(
+        self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
+    ) -> Sequence[Any]:
+        """Starts a call of the host, after what it needs; `place` puts its results on their device.
+
+        Returns `HostFuture`s for its `count` results; the results themselves if it cannot be started without waiting for them.
+        """
+        while any(type(resolved(x)) is HostFuture for x in args):
+            self._finish_oldest()
+        finish = function.start(*map(resolved, args))
+        if not function.can_start:
+            return place(finish())
+        return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
+
+    def drain(self) -> None:
+        """Finishes all that waits."""
+        while self._waiting:
+            self._finish_oldest()
+
+    def clear(self) -> None:
+        """Forgets all that waits, after an error."""
+        self._waiting.clear()
+
+    def _wait(self, task: _Task, count: int) -> list[HostFuture]:
+        self._waiting.append(task)
+        return [HostFuture(task, k) for k in range(count)]
+
+    def _finish_oldest(self) -> None:
+        """Finishes the oldest call of the host, and runs what then need not wait."""
+        oldest = next(task for task in self._waiting if task.is_host_call)
+        oldest.run()
+        before, self._waiting = self._waiting, deque()
+        for task in before:
+            if task is oldest:
+                continue
+            if not task.is_host_call and self._is_ready(task, self._waiting):
+                task.run()
+            else:
+                self._waiting.append(task)
+
+    def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
+        """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
+        args = [resolved(x) for x in task.args]
+        if any(type(x) is HostFuture for x in args):
+            return False
+        consumed = {id(args[k]) for k in task.donated}
+        return not consumed or all(id(resolved(x)) not in consumed for other in before for x in other.args)
