@@ -1,10 +1,11 @@
 """PQN (Gallici et al., 2024, arXiv 2407.04811): Q-learning in parallel environments, without a buffer and a target network.
 
 Layer normalization keeps the values from diverging. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and
-`A` the number of actions.
+`A` the number of actions. A minibatch holds some time steps of all environments. With a recurrent core, it holds whole unrolls
+of some environments, and gradients flow back to the first step.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,24 @@ from msrl_jax.algorithms.agent import (
     steps_before,
     training_env,
 )
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
+from msrl_jax.algorithms.config import (
+    Activation,
+    CoreKind,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    TunableOrNone,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, shuffle
+from msrl_jax.algorithms.kernels.time import truncated_values
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
 from msrl_jax.algorithms.loops.trajectory import next_values
-from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
-from msrl_jax.algorithms.networks.q_network import epsilon_greedy, q_network
+from msrl_jax.algorithms.networks.layers import Carry, first_steps, forget
+from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import Annealed, PerEnv
 from msrl_jax.algorithms.returns.advantages import gae, mean
@@ -47,6 +60,7 @@ class PQNState(NamedTuple):
     actor_keys: jax.Array  # one per environment, which explores, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
 class Experience(NamedTuple):
@@ -58,6 +72,11 @@ class Experience(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None  # which steps count; all if None
+
+    @property
+    def is_first(self) -> jax.Array:
+        """Where a carry is cleared within the unroll: at the first step of an episode; before the unroll it was. bool"""
+        return first_steps(self.terminated | self.truncated)
 
 
 @config("pqn")
@@ -83,11 +102,13 @@ class PQN:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized (LayerNorm). Usual: True.")
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer; "min_gru" is fastest. Usual: "none", "gru".')
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: False.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: False.")
 
     def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
+        """Raises ValueError unless `num_minibatches` divides `unroll_length`, or `num_envs` with a recurrent core."""
         check_minibatches(self)
 
     def build(self, env: Environment) -> Agent:
@@ -95,28 +116,31 @@ class PQN:
         action_space = check_discrete("PQN", env.action_space)
         to_env_action = action_transform(action_space)
         venv = training_env(env, self)
-        network = q_network(make_torso(venv.observation_space, self), action_space)
+        heads = lambda torso: value_heads(torso, action_space, self, dueling=False)  # noqa: E731
+        network = recurrent_network(venv.observation_space, heads, self)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
-
-        def action_values(params: Any, obs: Any) -> jax.Array:
-            """The values `[B, A]` of the actions, -inf of illegal ones, in observations `[B, ...]`."""
-            return only_legal(network.apply(params, obs)[..., 0], obs)
 
         def init(key: jax.Array) -> PQNState:
             params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs)
+            params, carry = network.init(params_key), network.initial_carry((self.num_envs,))
             actor_keys = jax.random.split(actor_key, self.num_envs)
-            return PQNState(params, optimizer.init(params), learner_key, actor_keys, env_state, obs)
+            return PQNState(params, optimizer.init(params), learner_key, actor_keys, env_state, obs, carry)
 
         axes = logical_axes(
-            PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+            PQNState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), carry=P("env")
         )
 
+        def values(params: Any, obs: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+            """The values `[N, A]` of actions, -inf of illegal ones, in observations `[N, ...]`; and the carries after these."""
+            outputs, carry = network.step(params, obs, carry)
+            return only_legal(outputs, obs), carry
+
         @fragment(role="actor")
-        def explore(params, obs, keys, steps):
-            greedy = action_values(params, obs).argmax(-1).astype(jnp.int32)
-            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n)
+        def explore(params, obs, keys, steps, carry):
+            found, carry = values(params, obs, carry)
+            greedy = found.argmax(-1).astype(jnp.int32)
+            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n), carry
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -128,26 +152,28 @@ class PQN:
 
         # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
         @fragment(role="actor")
-        def bootstrap(params, final_obs):
-            return unflatten(action_values(params, flatten(final_obs)).max(-1), self.unroll_length)
+        def bootstrap(params, final_obs, carries, truncated):
+            largest = lambda params, final: values(params, *final)[0].max(-1)  # noqa: E731
+            return truncated_values(largest, params, (final_obs, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def lambda_targets(params, t, last_obs, bootstrap_value):
+        def lambda_targets(params, t, bootstrap_value, carry):
             """The returns Q(lambda) of the greedy policy, `lambda_return` for steps that are `present`. `[T, E]`"""
-            value = unflatten(action_values(params, flatten(t.obs)).max(-1), self.unroll_length)
-            next_value = next_values(value, action_values(params, last_obs).max(-1), bootstrap_value, t.truncated)
+            value = only_legal(network.unroll(params, t.obs, t.is_first, carry)[0], t.obs).max(-1)
+            next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
             return value + gae(
                 t.reward, value, next_value, t.terminated, t.truncated, t.present,
                 discount=self.discount, gae_lambda=self.q_lambda,
             )  # fmt: skip
 
         @fragment(role="learner")
-        def gradients(params, batch, times):
-            minibatch, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+        def gradients(params, batch, carry, chosen):
+            minibatch, target = take(self, batch, chosen)
+            carry = take_carry(self, carry, chosen)
 
             def loss(params):
-                outputs = network.apply(params, minibatch.obs)[..., 0]
-                taken = jnp.take_along_axis(outputs, minibatch.action[:, None], 1)[:, 0]
+                outputs, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
+                taken = jnp.take_along_axis(outputs, minibatch.action[..., None], -1)[..., 0]
                 total = mean(optax.l2_loss(taken, target), minibatch.present)
                 return total, {"loss": total, "value": mean(taken, minibatch.present)}
 
@@ -159,13 +185,13 @@ class PQN:
             return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, t, last_obs, bootstrap_value):
-            batch = t, lambda_targets(params, t, last_obs, bootstrap_value)
+        def learn(params, opt_state, progress, key, t, bootstrap_value, carry):
+            batch = t, lambda_targets(params, t, bootstrap_value, carry)
             learning_rate = step_size(self, progress)
             key, minibatches = shuffle(key, self)
 
-            def update(learned, times):
-                grads, metrics = gradients(learned[0], batch, times)
+            def update(learned, chosen):
+                grads, metrics = gradients(learned[0], batch, carry, chosen)
                 *learned, grad_norm = apply_update(*learned, grads, learning_rate)
                 return tuple(learned), metrics | {"grad_norm": grad_norm}
 
@@ -173,25 +199,26 @@ class PQN:
             return params, opt_state, key, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate)
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
-            def step(carry, inputs):
-                env_state, obs = carry
-                action = explore(state.params, obs, *inputs)
+            def step(before, inputs):
+                env_state, obs, carry = before
+                action, carry = explore(state.params, obs, *inputs, carry)
                 env_state, t = env_step(env_state, action)
                 experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs), (experience, t.final_obs)
+                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            steps = steps_before(self, progress)
-            (env_state, obs), (experience, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
-            bootstrap_value = bootstrap(state.params, final_obs)
+            start, inputs = (state.env_state, state.obs, state.carry), (keys, steps_before(self, progress))
+            (env_state, obs, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, inputs)
+            bootstrap_value = bootstrap(state.params, final_obs, carries, experience.truncated)
             env_state, episodes = pop_episodes(env_state)
             params, opt_state, key, metrics = learn(
-                state.params, state.opt_state, progress, state.key, experience, obs, bootstrap_value
+                state.params, state.opt_state, progress, state.key, experience, bootstrap_value, state.carry
             )
-            return PQNState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
+            return PQNState(params, opt_state, key, actor_keys, env_state, obs, carry), {**metrics, **episodes}
 
         def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-            return to_env_action(action_values(state.params, obs).argmax(-1)), carry
+            found, carry = values(state.params, obs, carry)
+            return to_env_action(found.argmax(-1)), carry
 
         return Agent(
             init=init,
@@ -201,4 +228,6 @@ class PQN:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
+            initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
+            env_group=self.num_minibatches if has_core(self) else 1,
         )

@@ -20,8 +20,8 @@ from msrl_jax.fragments.support.naming import reference as reference
 from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
 from msrl_jax.fragments.support.tracebacks import entry
 
-_WITH_MEMORY = {"dqn": "r2d2", "apex_dqn": "r2d2"}
-"""Algorithms whose form with a memory is another algorithm."""
+_WITH_CORE = {"dqn": "r2d2", "apex_dqn": "r2d2"}
+"""Algorithms whose form with a recurrent core is another algorithm."""
 
 
 def names() -> list[str]:
@@ -88,8 +88,8 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
-            if name == "core" and (with_memory := _WITH_MEMORY.get(base.name)):
-                near = f": {base.name} with a memory is {with_memory}"
+            if name == "core" and (with_core := _WITH_CORE.get(base.name)):
+                near = f": {base.name} with a core is {with_core}"
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new = with_values(base, overrides)
     words.check(new)

@@ -87,7 +87,7 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='a memory, learned from sequences. Usual: "none", or "gru".')
+    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer, for sequences. Usual: "none", "gru".')
     memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")

@@ -99,6 +99,7 @@ PARTICULAR["a2c+memory"] = PARTICULAR["a2c_rnd"] = {"core": "lstm", "memory_size
 PARTICULAR["ppo_rnd+memory"] = PARTICULAR["ppo"] | {"core": "gru", "memory_size": 16}
 PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru", "memory_size": 16}
 PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru", "memory_size": 16}
+PARTICULAR["pqn+memory"] = PARTICULAR["pqn"] | {"core": "gru", "memory_size": 16}
 PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
 _WINDOWS = {"memory_size": 16, "burn_in": 2, "trace_length": 4}

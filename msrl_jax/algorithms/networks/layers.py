@@ -270,7 +270,7 @@ def first_steps(ended: jax.Array) -> jax.Array:
 
 
 class Core(NamedTuple):
-    """A layer with a memory as pure functions of its parameters: `I` numbers come in, `F` go out."""
+    """A recurrent layer as pure functions of its parameters: `I` numbers come in, `F` go out."""
 
     init: Callable[[jax.Array, int], Any]  # (key, input_size) -> params
     initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros

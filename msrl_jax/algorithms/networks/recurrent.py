@@ -45,8 +45,8 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
         raise ValueError("network=Whole(...) has no place for a core before its last layers; give a module of features")
     if isinstance(config.core, str):
         raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")
-    memory = config.core(torso.num_features)
-    space = Box(-np.inf, np.inf, (memory.num_outputs,))
+    core = config.core(torso.num_features)
+    space = Box(-np.inf, np.inf, (core.num_outputs,))
     head_torso: Any = Torso(space, (), config.activation)
     if isinstance(torsos, TwoTorsos):
         head_torso = TwoTorsos(head_torso, torsos.critic.clone(sees="both"))
@@ -57,27 +57,27 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
         example = zeros(observation_space)
         return {
             "torso": torso.init(torso_key, example),
-            "core": memory.init(core_key, torso.num_features),
-            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, memory.num_outputs), jnp.float32))),
+            "core": core.init(core_key, torso.num_features),
+            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, core.num_outputs), jnp.float32))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
         return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
 
     def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        outputs, carry = memory.step(params["core"], features(params, obs), carry)
+        outputs, carry = core.step(params["core"], features(params, obs), carry)
         return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
         inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
-        outputs, carries = memory.unroll(params["core"], inputs, is_first, carry)
+        outputs, carries = core.unroll(params["core"], inputs, is_first, carry)
         return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carries
 
     def value(params: Any, features: Any) -> Any:
         return heads.value(params["heads"], features) if isinstance(features, PrivilegedObservation) else features
 
-    return RecurrentNetwork(init, memory.initial_carry, step, unroll, value)
+    return RecurrentNetwork(init, core.initial_carry, step, unroll, value)
 
 
 def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:

@@ -29,10 +29,10 @@ def greedy_returns(name, **options):
 
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
-def test_a_memory_makes_up_for_a_speed_that_nobody_sees(name):
+def test_a_core_makes_up_for_a_speed_that_nobody_sees(name):
     assert (greedy_returns(name, **COMMON, **GRU) > -400).all()
 
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
-def test_without_a_memory_it_does_not_swing_up(name):
+def test_without_a_core_it_does_not_swing_up(name):
     assert (greedy_returns(name, **COMMON, batch_size=256) < -600).all()
