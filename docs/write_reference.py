@@ -2,14 +2,13 @@
 
 import dataclasses
 import inspect
-import re
 from pathlib import Path
-from typing import get_type_hints
 
 import msrl_jax as msrl
 from msrl_jax._rooms import rooms
 from msrl_jax.algorithms.fields import all_fields
-from msrl_jax.cli.handlers import COMMANDS
+from msrl_jax.cli.commands import COMMANDS
+from msrl_jax.cli.options import REQUIRED, arguments_of
 
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
@@ -86,16 +85,10 @@ def algorithm_page(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def arguments_of(function: object) -> dict[str, str]:
-    """The arguments in a docstring, by name."""
-    (text,) = re.findall(r"^Args:\n(.*?)^(?=Returns:)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^  (\*{0,2}\w+): (.*?)(?=^  \*{0,2}\w+: |\Z)", text, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(about.split()) for name, about in found}
-
-
 def train_page() -> str:
     """The arguments of `train` by theme."""
     arguments, lines = arguments_of(msrl.train), ["# Arguments of `train`", ""]
+    arguments["**overrides"] = arguments.pop("overrides")
     if missing := set(arguments).symmetric_difference(name for names in THEMES.values() for name in names):
         raise ValueError(f"the themes of the arguments of train lack or invent {sorted(missing)}; correct THEMES")
     for theme, names in THEMES.items():
@@ -108,16 +101,11 @@ def command_page() -> str:
     """The commands and their options, what is given without a name first."""
     lines = ["# The command line", "", "Fields of the config of an algorithm are flags, too. A command ends with one of the"]
     lines += ["[exit codes](../runs.md#how-a-run-ends).", ""]
-    for name, (kind, _) in COMMANDS.items():
-        hints = get_type_hints(kind, include_extras=True)
-        fields = [field for field in dataclasses.fields(kind) if field.metadata.get("doc")]
-        named = {field.name: "Positional" not in repr(hints[field.name]) for field in fields}
-        lines += [f"## {name}", "", prose(kind.__doc__ or ""), "", "| option | default | what it is |", "|---|---|---|"]
-        for field in sorted(fields, key=lambda field: named[field.name]):
-            flag = f"--{field.name.replace('_', '-')}" if named[field.name] else field.name.upper()
-            has_default = not any(field.default is none for none in (dataclasses.MISSING, None, False)) and field.default != ()
-            default = f"`{field.default}`" if has_default else ""
-            lines.append(f"| `{flag}` | {cell(default)} | {cell(field.metadata['doc'])} |")
+    for name, command in COMMANDS.items():
+        lines += [f"## {name}", "", prose(command.about), "", "| option | default | what it is |", "|---|---|---|"]
+        for option in sorted(command.options().values(), key=lambda option: not option.is_positional):
+            default = "" if option.default in (REQUIRED, None, False, ()) else f"`{option.default}`"
+            lines.append(f"| `{option.flag}` | {cell(default)} | {cell(option.doc)} |")
         lines.append("")
     return "\n".join(lines)
 

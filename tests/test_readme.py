@@ -21,7 +21,9 @@ import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.fields import tunable_fields
-from msrl_jax.cli import command_line
+from msrl_jax.cli import launch
+from msrl_jax.cli.command import Command, Outcome
+from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
 from msrl_jax.run import Experiment, recipes
@@ -675,17 +677,17 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
-    options, _ = command_line.COMMANDS[command]
-    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.update(given=given) or 0))
-    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: seen.update(devices=count))
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Outcome())
+    monkeypatch.setattr(launch, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
-    args, config = seen["given"]
+    known, given = COMMANDS[command].options(), seen["given"]
+    config = {name: x for name, x in given.items() if name not in known}
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
     rates = {"3e-4": 3e-4, "1e-3,1e-2": (1e-3, 1e-2), "1e-4,3e-4,1e-3": (1e-4, 3e-4, 1e-3)}
-    given = arguments[arguments.index("--learning-rate") + 1] if "--learning-rate" in arguments else None
-    assert config.get("learning_rate") == rates.get(given)
+    rate = arguments[arguments.index("--learning-rate") + 1] if "--learning-rate" in arguments else None
+    assert config.get("learning_rate") == rates.get(rate)
     assert "--recipe" in arguments or all(f"--{field.replace('_', '-')}" in arguments for field in config)
-    named = getattr(args, "policy", None) or ()
+    named = given.get("policy", ())
     names = [named] if isinstance(named, str) else named
     for policy in map(msrl.policies.get, (name for name in names if name != "auto")):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
@@ -699,10 +701,8 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
-    options, _ = command_line.COMMANDS[command]
-    monkeypatch.setitem(command_line.COMMANDS, command, (options, lambda *given: seen.append(given) or 0))
-    monkeypatch.setattr(command_line, "use_cpu_devices", lambda count: None)
-    monkeypatch.setattr(command_line, "launched", lambda args, argv: None)
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Outcome())
+    monkeypatch.setattr(launch, "start", lambda argv, **options: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)
 

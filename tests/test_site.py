@@ -13,7 +13,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms.fields import all_fields
-from msrl_jax.cli.handlers import COMMANDS
+from msrl_jax.cli.commands import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
@@ -46,7 +46,7 @@ def test_every_field_argument_and_option_has_a_row(pages):
     assert sorted(rows(pages["train.md"])) == sorted("**overrides" if name == "overrides" else name for name in arguments)
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", pages["command_line.md"], re.MULTILINE | re.DOTALL))
     assert list(sections) == list(COMMANDS)
-    assert "--total-steps" in rows(sections["train"]) and rows(sections["export"])[:2] == ["RUN", "FILE"]
+    assert "--total-steps" in rows(sections["train"]) and rows(sections["export"])[:2] == ["RUN", "PATH"]
 
 
 def test_public_names_are_documented(pages):

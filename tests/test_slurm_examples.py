@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from msrl_jax.cli import flags
-from msrl_jax.cli.handlers import COMMANDS
+from msrl_jax.cli.command import parse
+from msrl_jax.cli.commands import COMMANDS
 from tests.support import processes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -42,14 +42,14 @@ def run(tmp_path):
 
 def parsed(ran):
     """The arguments of the commands, as the command line understands them."""
-    return [flags.parse(words[0], COMMANDS[words[0]][0], words[1:])[0] for words in map(shlex.split, ran.splitlines())]
+    return [parse(words[0], COMMANDS[words[0]], words[1:]).given for words in map(shlex.split, ran.splitlines())]
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 143])
 def test_a_job_goes_into_the_queue_again_if_its_run_reached_the_time_limit_and_only_then(run, code):
     ended, written = run("cluster.md", code)
     assert ended == code and written.get("requeued") == ("requeue 7\n" if code == 75 else None)
-    assert parsed(written["ran"])[0].distributed
+    assert parsed(written["ran"])[0]["distributed"]
 
 
 @pytest.mark.parametrize("code", [0, 75, 143])

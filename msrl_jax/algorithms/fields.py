@@ -14,7 +14,6 @@ import math
 import numbers
 import operator
 import re
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform
@@ -24,7 +23,7 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax.fragments.support.checks import name_of, shown, suggestion
-from msrl_jax.fragments.support.text_values import Call, read_call, write_call
+from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_call
 from msrl_jax.fragments.support.tracebacks import entry
 
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
@@ -150,11 +149,6 @@ def check_declaration(cls: type, where: str) -> None:
 def is_option(value: Any) -> bool:
     """Whether a value is an alternative of a field, or the class of one."""
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
-
-
-def parts_of(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; another type alone."""
-    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
 def choices(field: dataclasses.Field[Any]) -> list[Any]:

@@ -7,21 +7,21 @@ Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:lea
 import contextlib
 import errno
 import importlib.metadata
+import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax.cli import config_file, flags, launch
-from msrl_jax.cli.commands import Train
-from msrl_jax.cli.flags import UsageError
-from msrl_jax.cli.handlers import COMMANDS, DIVERGED, NOT_SAVED, check, launched, use_cpu_devices
+from msrl_jax.cli import config_file, launch
+from msrl_jax.cli.command import Command, Parsed, parse
+from msrl_jax.cli.commands import COMMANDS, DIVERGED, NOT_SAVED
+from msrl_jax.cli.config_file import ConfigFile
+from msrl_jax.cli.options import UsageError
 from msrl_jax.fragments.support import compiling, terminal
 from msrl_jax.fragments.support.checks import suggestion
-from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
 
 PROG = "msrl-jax"
@@ -31,28 +31,13 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 def _overview() -> str:
     lines = [f"usage: {PROG} COMMAND [OPTIONS], or {PROG} --version", ""]
-    lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
+    lines += [f"  {name:<10}{command.about.splitlines()[0]}" for name, command in COMMANDS.items()]
     about = [
         f"{PROG} COMMAND --help lists the options of a command.",
-        flags.ABOUT_FILES,
+        "--config FILE.toml takes options from a file; --print-config writes that file, with all options.",
         f"Compiled programs are kept in the user's cache folder; {compiling.VARIABLE} is another folder, or off.",
     ]
     return "\n".join([*lines, "", *about])
-
-
-def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
-    """Adds the algorithm of a run that goes on, because it decides which other flags there are."""
-    if command != "train" or "--resume" not in argv or flags.values_of(argv, "--algo"):
-        return argv
-    from msrl_jax.run.disk import store
-    from msrl_jax.run.experiment.trust import algorithm_of, code_of
-
-    path = Path(next(iter(flags.values_of(argv, "--out")), ""))
-    if not (path / "config.json").exists():
-        return argv
-    algo = algorithm_of(store.read_description(path))
-    check_trust(f"the run in {path}", code_of({"algo": algo}), "--trust" in argv)
-    return [*argv, "--algo", algo]
 
 
 def _is_of_disk(error: BaseException) -> bool:
@@ -145,27 +130,14 @@ def _run(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"{PROG} {importlib.metadata.version(PROG)}")
         return 0
-    name, *rest = argv
-    file = config_file.ConfigFile()
+    name, *words = argv
+    parsed = Parsed({}, ConfigFile(), [], [])
     try:
         if name not in COMMANDS:
             known = [*COMMANDS, "--help", "--version"]
             raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
-        command, (rest, file, prints) = COMMANDS[name][0], config_file.taken(name, rest)
-        words, defaults = file.as_flags(command, rest)
-        rest = _with_saved_algo(name, [*rest, *words])
-        args, config = flags.parse(f"{PROG} {name}", command, rest, defaults)
-        if prints:
-            if isinstance(args, Train):
-                check(args, config)
-            print(config_file.text(name, command, rest, args), end="")
-            return 0
-        if name != "train" or args.processes is None or launch.INDEX in os.environ:
-            use_cpu_devices(getattr(args, "cpu_devices", None))
-        if isinstance(args, Train) and (code := launched(args, argv)) is not None:
-            return code
-        with contextlib.nullcontext() if name == "list" else compiling.on_disk():
-            return COMMANDS[name][1](args, config)
+        parsed = parse(f"{PROG} {name}", COMMANDS[name], words)
+        return _carried_out(name, COMMANDS[name], parsed, argv)
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
@@ -176,5 +148,28 @@ def _run(argv: list[str]) -> int:
         is_lost = type(error).__name__ == "ProcessError"
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
-        _complain(file.located(error, flags.given_fields(argv)))
+        _complain(parsed.file.located(error, parsed.given))
         return launch.LOST if is_lost else NOT_SAVED if _is_of_disk(error) else BAD_INPUT
+
+
+def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str]) -> int:
+    given, general = parsed.given, parsed.general
+    if general.print_config:
+        if command.check is not None:
+            command.check(given)
+        print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
+        return 0
+    processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
+    if (code := launch.start(argv, **processes)) is not None:
+        return code
+    with contextlib.nullcontext() if name == "list" else compiling.on_disk():
+        text, data, code = command(given)
+    if general.json and data is not None:
+        if "jax" in sys.modules:  # else data are plain
+            from msrl_jax.run.experiment.plain_data import to_json
+
+            data = to_json(data)
+        print(json.dumps(data))
+    elif text != "":
+        print(text)
+    return code

@@ -1,317 +1,468 @@
-"""The commands of the command line and their options; the text of a class is what `--help` shows."""
+"""What the commands do. Their options are those of the library functions that they name, and the arguments in their docstrings.
 
+Slow imports are inside the functions, so that devices can be configured before JAX starts.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal
 
-import tyro
+from msrl_jax import _rooms
+from msrl_jax.cli import launch, listing
+from msrl_jax.cli.command import Command, Outcome, command
+from msrl_jax.cli.config_file import recipe_file
+from msrl_jax.cli.options import Part, UsageError
+from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.compiling import use_cpu_devices
+from msrl_jax.run import recipes
 
-T = TypeVar("T")
-Progress = Literal["auto", "bar", "lines", "none"]
-Checkpoint = Literal["newest", "best"] | int
-PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
+DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
+NOT_SAVED, OUT_OF_TIME = 3, 75
 
-
-def option(default: Any = dataclasses.MISSING, doc: str = "") -> Any:
-    """An option of a command, and its line of text."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
-def command(cls: type[T]) -> type[T]:
-    """Makes a class the options of a command."""
-    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+TRAIN = "msrl_jax.run.training:train"
+_note = functools.partial(print, file=sys.stderr, flush=True)
 
 
-@command
-class Command:
-    """What all commands have that compute."""
+def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest", trust: bool = False) -> Any:
+    """The result of a run.
 
-    cpu_devices: int | None = option(None, "compute on this many virtual CPU devices.")
-    json: bool = option(False, "print the outcome as one line of JSON, the last on stdout.")
-    trust: bool = option(
-        False, "run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms."
-    )  # fmt: skip
+    Args:
+      run: folder of a run.
+      checkpoint: newest, best, or the iterations after which it was written.
+    """
+    from msrl_jax.run import Result
 
-
-@command
-class What(Command):
-    """What a command runs."""
-
-    algo: str = option(
-        "ppo", "name of the algorithm (see `msrl-jax list`), file of one such as my_ppo.py, or MODULE:CLASS; the fields of its "
-        "config are flags."
-    )  # fmt: skip
-    env: str = option("CartPole-v1", "environment, NAME or NAME:param=value,...")
-    env_params: str | None = option(
-        None, "parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode."
-    )
-    policy: str | None = option(
-        None, "distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1, or "
-        "MODULE:CLASS, or auto: the fastest, by a short calibration; GPUOnly if not given, or MultiLearner if the host "
-        "simulates the environment."
-    )  # fmt: skip
+    return Result.load(run, checkpoint=checkpoint, trust=trust)
 
 
-@command
-class OfAgent(Command):
-    """What a command does with the agent of a run."""
+def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
+    """A new folder, named after what is trained."""
+    from msrl_jax import algorithms
 
-    run: tyro.conf.Positional[Path] = option(doc="folder of a run.")
-    seed: int = option(0, "the seed of all randomness.")
-    member: int | None = option(None, "number of the member, in a run of several; the best one if not given.")
-
-
-@command
-class Again(OfAgent):
-    """What a command does with the agent of a run in its environment."""
-
-    env_params: str | None = option(
-        None, "the same with other parameters of the environment, such as length=1.5; those of the run if not given."
-    )
+    name: str = algorithms.get(asked.get("algo", "ppo")).name  # type: ignore[attr-defined]
+    words = [name, asked.get("env", "CartPole-v1"), *parts]
+    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(str(word) for word in words if word is not None))
 
 
-@command
-class Train(What):
-    """Train an agent; with no arguments, PPO on CartPole-v1."""
+def check_train(asked: dict[str, Any]) -> None:
+    """Raises the error of `train` for what is wrong whatever the environment, the data and the devices are."""
+    from msrl_jax import policies
+    from msrl_jax.run.prepare import experiment_of
 
-    recipe: str | None = option(
-        None, "take options from a recipe, such as ppo-cartpole (see `msrl-jax list --recipes`); others may be given beside it."
-    )
-    total_steps: int = option(500_000, "environment steps per seed.")
-    seed: int = option(0, "the seed of all randomness.")
-    seeds: int = option(1, "number of runs to train at once, with the seeds seed, seed + 1, ...")
-    pbt: str | None = option(
-        None, "train a population, such as members=8,every=20,learning_rate=log_uniform:1e-5:1e-2; members copy better ones."
-    )
-    rank_by: str = option(
-        "return", "what tells which checkpoint and which member is the best, and whom members of a population copy: return, or "
-        "a metric of the environment, of which more is better."
-    )  # fmt: skip
-    out: Path | None = option(None, "folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.")
-    resume: bool = option(
-        False, "go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy "
-        "and devices may change (give cpu_devices again), and more total_steps extend it."
-    )  # fmt: skip
-    actors_at: str | None = option(
-        None, "HOST:PORT at which this learner listens for actors, which `msrl-jax act` starts and which may come and go."
-    )  # fmt: skip
-    chunk: int | None = option(None, "iterations between updates of the display; they grow to about a second if not given.")
-    eval_episodes: int = option(32, "episodes per greedy evaluation; 0 never evaluates.")
-    eval_every: int | None = option(None, "environment steps between evaluations; one at the end if not given.")
-    video_every: int | None = option(None, "steps between films of an episode, videos/STEPS.gif in the folder of the run.")
-    checkpoint_every: str | None = option(None, "steps between checkpoints, or time such as 10m; about a minute if not given.")
-    keep_checkpoints: int = option(2, "number of checkpoints to keep, besides the best one.")
-    time_limit: str | None = option(
-        None, "time after which the run is saved and ends, such as 5h50m; the exit code is then 75."
-    )
-    guard: Literal["halt", "skip", "rollback", "ignore"] = option(
-        "halt", "what to do about nan and infinities: halt, skip (drop the update), rollback (to the last good state, with "
-        "half the learning rate) or ignore; halt if not given."
-    )  # fmt: skip
-    record: Path | None = option(None, "file for a data set of all environment steps, such as experience.npz")
-    tensorboard: bool = option(False, "also log to TensorBoard, in the run's folder.")
-    wandb: str | None = option(None, "also log to Weights & Biases, in the project with this name.")
-    progress: Progress = option("auto", "kind of progress display on stderr.")
-    processes: int | None = option(None, "start this many processes here; each has one CPU device, or --cpu-devices.")
-    distributed: bool = option(False, "be one of the processes of a cluster, which JAX finds: SLURM, Open MPI, GKE, a TPU pod.")
-    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+    if not asked.get("resume"):  # else the folder has what is not given
+        known = {option.name for option in Part(TRAIN).options()} | TRAIN_COMMAND.options().keys()
+        names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
+        fields = {name: x for name, x in asked.items() if name not in known}
+        experiment_of(**{name: asked[name] for name in names if asked.get(name) is not None}, overrides=fields)
+    if asked.get("policy") is not None:
+        policies.get(asked["policy"])
 
 
-@command
-class Sweep(What):
+@command(Part(TRAIN, without=("devices", "callbacks")), others=(launch.start, recipe_file), check=check_train)
+def train(
+    asked: dict[str, Any],
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    video_every: int | None = None,
+    tensorboard: bool = False,
+    wandb: str | None = None,
+) -> Outcome:
+    """Train an agent; with no arguments, PPO on CartPole-v1.
+
+    Args:
+      out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
+      resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
+        devices may change (give cpu_devices again), and more total_steps extend it.
+      video_every: steps between films of an episode, videos/STEPS.gif in the folder of the run.
+      tensorboard: also log to TensorBoard, in the run's folder.
+      wandb: also log to Weights & Biases, in the project with this name.
+    """
+    if resume and out is None:
+        raise UsageError("--resume needs --out, the folder of the run")
+    if video_every is not None:
+        _can_draw()
+    from msrl_jax import run
+    from msrl_jax.run import processes
+
+    first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
+    out = out or _folder("runs", asked, asked.get("policy"), asked.get("seed", 0), processes.gathered(now)[0])
+    with contextlib.ExitStack() as stack:
+        loggers: list[Any] = []
+        if tensorboard and first:
+            loggers.append(stack.enter_context(contextlib.closing(run.TensorBoard(out))))
+        if wandb and first:
+            # The same folder is the same run there, so that a run that goes on appends to it.
+            number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+            logger = run.WandB(project=wandb, name=out.name, id=number, resume="allow", config=asked)
+            loggers.append(stack.enter_context(contextlib.closing(logger)))
+        if video_every is not None:
+            loggers.append(run.Filming(whole("video_every", video_every)))
+        result = run.train(**asked | {"out": out, "callbacks": loggers})
+    code = NOT_SAVED if result.save_error else exit_code(result)
+    return Outcome(result, result.summary() | {"folder": result.folder}, code) if first else Outcome(code=code)
+
+
+TRAIN_COMMAND = train
+
+
+@command(Part("msrl_jax.search.sweep:sweep", without=("devices",)), sweeps=True)
+def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Outcome:
     """Train many settings of an algorithm, side by side, and rank them.
 
     A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2; one of words
-    or sequences does too, such as --activation tanh,relu --hidden-sizes 64 64,128.
+    does too, such as --activation tanh,relu. One of sequences takes several words: --hidden-sizes 64,64 128.
+
+    Args:
+      out: folder of the sweep; sweeps/<algo>-<env>-<method>-<seed>-<time> if not given.
+      plot: file for a figure, such as sweep.png
     """
+    if asked.get("resume") and out is None:
+        raise UsageError("--resume needs --out, the folder of the sweep")
+    from msrl_jax import search
 
-    SWEEPS: ClassVar[bool] = True
-
-    num: int | None = option(None, "number of trials; of a grid, the points of each field between bounds.")
-    method: Literal["random", "grid", "sobol", "optuna"] = option(
-        "random", "how trials are chosen; grid takes all combinations, optuna asks Optuna's TPE sampler."
-    )
-    total_steps: int = option(500_000, "environment steps of every member.")
-    seed: int = option(0, "the seed of the choice of trials, and the first seed of each.")
-    seeds: int = option(1, "members of each trial, with the seeds seed, seed + 1, ...")
-    out: Path | None = option(None, "folder of the sweep; sweeps/<algo>-<env>-<method>-<seed>-<time> if not given.")
-    resume: bool = option(False, "go on with the sweep in the folder, or start it if there is none; give the same options.")
-    halving: int | None = option(
-        None, "successive halving with this factor: the best 1/FACTOR of the trials go on for FACTOR times as many steps."
-    )
-    rungs: int | None = option(None, "number of comparisons of successive halving; as many as leave one trial if not given.")
-    min_steps: int | None = option(None, "steps up to the first comparison, in place of rungs.")
-    members_at_once: int | None = option(None, "members that are trained side by side; as many as memory holds if not given.")
-    eval_episodes: int = option(32, "greedy episodes of each member, whose mean return ranks it; 0 takes the training return.")
-    rank_by: str = option("return", "what ranks the trials: return, or a metric of the environment, of which more is better.")
-    checkpoint_every: str | None = option(
-        None, "steps between checkpoints of a run, or time such as 10m; a minute if not given."
-    )
-    time_limit: str | None = option(
-        None, "time after which the sweep is saved and ends, such as 5h50m; the exit code is then 75."
-    )
-    plot: Path | None = option(None, "file for a figure, such as sweep.png")
-    progress: Progress = option("auto", "kind of progress display on stderr.")
+    parts = asked.get("method", "random"), asked.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
+    result = search.sweep(**asked | {"out": out or _folder("sweeps", asked, *parts)})
+    text = str(result)
+    if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
+        text += f"\nthe best setting again: {result.command()}"
+        if plot is not None:
+            result.plot(plot)
+    return Outcome(text, result.summary(), exit_code(result))
 
 
-@command
-class Evaluate(Again):
+def exit_code(result: Any) -> int:
+    """The exit code of a run, or a sweep, that is over."""
+    return _code_of(result.stop_reason) if result.interrupted else 0
+
+
+def _code_of(stop_reason: str) -> int:
+    return 128 + getattr(signal, stop_reason) if stop_reason.startswith("SIG") else OUT_OF_TIME
+
+
+def about_agent(result: Any, member: int | None) -> tuple[str, dict[str, Any]]:
+    """What is said of an agent that acts, as a line, which is empty if its run has one member, and as data."""
+    from msrl_jax.run.evaluation.history import in_words
+
+    number = result.member(member) if result.has_members else None
+    chosen = ", the best one" * (member is None)
+    line = "" if number is None else f"member {number} ({in_words(result.settings[number])}{chosen})\n"
+    return line, {key: result.description[key] for key in ("algorithm", "env")} | {"member": number}
+
+
+@command(run_of, "msrl_jax.run.result:Result.evaluate")
+def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
     """Play greedy episodes with a trained agent."""
+    from msrl_jax.data.check_spaces import agents_of
 
-    episodes: int = option(128, "number of episodes.")
-    checkpoint: Checkpoint = option("newest", "newest, best, or the iterations after which it was written.")
-    max_steps: int = option(10_000, "maximum length of an episode, in steps.")
-
-
-@command
-class Record(Again):
-    """Let a trained agent act, and write its steps to a data set."""
-
-    steps: int = option(doc="number of rows of the data set.")
-    out: Path = option(doc="file of the data set, such as medium.npz")
-    epsilon: float | None = option(
-        None, "probability of a random action; other actions are the most probable ones. If not given, actions are sampled "
-        "from the policy."
-    )  # fmt: skip
-    num_envs: int = option(16, "number of parallel environments.")
+    result = run_of(**run)
+    played = result.evaluate(**asked)
+    line, about = about_agent(result, asked.get("member"))
+    data = about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played)
+    return Outcome(f"{line}{played}", data)
 
 
-@command
-class Explain(What):
-    """Print the plan of an algorithm under a distribution policy: programs, placements and transfers."""
+@command(Part(run_of, without=("checkpoint",)), Part("msrl_jax.data.rollout:record", without=("result", "path")))
+def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Outcome:
+    """Let a trained agent act, and write its steps to a data set.
 
-    devices: tuple[str, ...] = option(
-        (), "plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared in "
-        "a table."
-    )  # fmt: skip
-    envs_per_device: int | None = option(None, "environments for each of these devices, instead of num_envs.")
-    beside: tuple[str, ...] = option((), "other distribution policies; a table compares their plans.")
-    seeds: int = option(1, "number of runs to train at once.")
-    out: Path | None = option(None, "write pictures of the plans: a page, FILE.html, or one plan, FILE.svg.")
+    Args:
+      steps: number of rows of the data set.
+      out: file of the data set, such as medium.npz
+    """
+    from msrl_jax import data
 
-
-@command
-class Bench(Command):
-    """Measure steps, updates and, where the host drives the loop, its time per instruction, over a grid of several values."""
-
-    algo: tuple[str, ...] = option(("ppo",), "names of algorithms; the fields that all their configs have are flags too.")
-    env: tuple[str, ...] = option(("CartPole-v1",), "environments, each NAME or NAME:param=value,...")
-    env_params: str | None = option(
-        None, "parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode."
-    )
-    policy: tuple[str, ...] = option(("GPUOnly",), "distribution policies, each NAME or NAME:param=value,...")
-    num_envs: PerAlgorithm = option((), "numbers of environments.")
-    unroll_length: PerAlgorithm = option((), "lengths of an unroll.")
-    repeats: int = option(3, "timed runs per setting; the median counts.")
-    seconds: float = option(1.0, "approximate length of a timed run.")
-    against: Literal["jit"] | None = option(
-        None, "compare with the same iteration in a plain jax.jit(jax.lax.scan(...)); the timed runs alternate."
-    )
+    dataset = data.record(run_of(**run), path=out, **asked)
+    return Outcome(dataset, dataset.describe() | {"file": out})
 
 
-@command
-class Profile(What):
-    """Measure where the time of training goes: simulation, inference, learning, transfers, Python, and every fragment."""
+@command(Part(TRAIN, only=("algo", "env", "env_params", "policy", "seeds")))
+def explain(
+    asked: dict[str, Any],
+    *,
+    devices: tuple[str, ...] = (),
+    envs_per_device: int | None = None,
+    beside: tuple[str, ...] = (),
+    out: Path | None = None,
+    cpu_devices: int | None = None,
+) -> Outcome:
+    """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
-    run: Path | None = option(
-        None, "folder of a run, whose training is measured in place of --algo and --env; reports about it show the profile."
-    )
-    iterations: int | None = option(None, "iterations of each measurement; about two seconds if not given.")
-    repeats: int = option(3, "measurements that calibrate, and as many that count.")
-    out: Path | None = option(None, "a file: a figure, FILE.svg, the numbers, FILE.json, or the trace, FILE.trace.json.gz.")
-    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+    Args:
+      devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared in
+        a table.
+      envs_per_device: environments for each of these devices, instead of num_envs.
+      beside: other distribution policies; a table compares their plans.
+      out: write pictures of the plans: a page, FILE.html, or one plan, FILE.svg.
+    """
+    if devices and cpu_devices is not None:
+        raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{cpu_devices} is enough")
+    if envs_per_device is not None and not devices:
+        raise UsageError("--envs-per-device needs --devices")
+    if devices:
+        from msrl_jax.fragments.plan.topologies import cpus_of
+
+        use_cpu_devices(max(1, *map(cpus_of, devices)))
+    from msrl_jax import policies
+    from msrl_jax.fragments.plan.picture import page_of
+    from msrl_jax.policies.base import spec
+    from msrl_jax.report.scaling import format_table, plans
+    from msrl_jax.run.auto_policy import choose_policy, is_auto
+    from msrl_jax.run.disk.folder import write_text
+    from msrl_jax.run.prepare import make_experiment
+
+    common = {name: asked.pop(name) for name in ("env_params", "seeds") if name in asked}
+    algo, env, policy = (asked.pop(name, usual) for name, usual in (("algo", "ppo"), ("env", "CartPole-v1"), ("policy", None)))
+    experiment = make_experiment(algo, env, overrides=asked, **common)
+    names = list(dict.fromkeys(name or experiment.usual_policy for name in (policy, *beside)))
+    if out is not None:
+        _check_picture(out, max(1, len(devices)) * len(names))
+    rows, reasons, placed = [], [], []
+    if devices:
+        for name in names:
+            rows += plans(algo, env, name, devices, envs_per_device, **common, **asked)
+    else:
+        reasons = [choose_policy(experiment, note=_note)] if any(map(is_auto, names)) else []
+        each = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
+        placed = {spec(policy): policy for policy in each}.values()
+    found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
+    if out is not None:
+        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, f"{algo} on {env}"))
+    if len(rows) > 1:
+        return Outcome(format_table(rows), [row.to_dict() for row in rows])
+    parts = experiment.parameters
+    lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
+    chosen = {"choice": reasons[0].to_dict()} if reasons else {}
+    data = [plan.to_dict() | {"parameters": parts} | chosen for plan in found]
+    return Outcome("\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]), data if len(data) > 1 else data[0])
 
 
-@command
-class Video(Again):
-    """Show what a trained agent does: a film of greedy episodes."""
-
-    out: Path = option(Path("video.gif"), "the file: .gif, .mp4 or .html")
-    episodes: int = option(1, "number of episodes, one after another.")
-    max_steps: int = option(1000, "steps after which an episode is cut.")
-    fps: float | None = option(None, "pictures per second; those of the environment if not given.")
-    checkpoint: Literal["newest", "best"] | int = option(
-        "newest", "newest, best, or the iterations after which it was written."
-    )
+def _check_picture(out: Path, number: int) -> None:
+    """Raises UsageError if a picture of so many plans cannot be written."""
+    if out.suffix not in (".html", ".svg"):
+        raise UsageError(f"--out {out}: name a page, such as plan.html, or a picture, such as plan.svg")
+    if out.suffix == ".svg" and number > 1:
+        raise UsageError(f"--out {out}: a picture has one plan, and there are {number}; name a page, such as {out.stem}.html")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
 
 
-@command
-class Export(Command):
+def _can_draw() -> None:
+    """Lets MuJoCo draw where there are no windows."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
+
+@command(run_of, Part("msrl_jax.run.result:Result.video", without=("path",)))
+def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Outcome:
+    """Show what a trained agent does: a film of greedy episodes.
+
+    Args:
+      out: the file: .gif, .mp4 or .html
+    """
+    _can_draw()
+    made = run_of(**run).video(out, **asked)
+    lengths = [len(episode) - 1 for episode in made.episodes]
+    return Outcome(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
+
+
+@command(run_of, "msrl_jax.run.result:Result.export")
+def export(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
     """Write the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
-
-    run: tyro.conf.Positional[Path] = option(doc="folder of a run.")
-    file: tyro.conf.Positional[Path] = option(doc="the file: policy.jaxexport or policy.onnx")
-    member: int | None = option(None, "number of the member, in a run of several; the best one if not given.")
-    checkpoint: Literal["newest", "best"] | int = option(
-        "newest", "newest, best, or the iterations after which it was written."
-    )
-    sample: bool = option(False, "sample actions, by the data of a key; the most probable ones if not given.")
-    batch: int | None = option(None, "observations per call; any number if not given.")
+    file = run_of(**run).export(**asked)
+    return Outcome(file, {"file": str(file)})
 
 
-@command
-class Report(Command):
-    """Write a page about runs: returns and curves of each setting, what they differ in, times, and how to repeat each."""
+@command(Part("msrl_jax.report.runs_page:runs_page", without=("path",)))
+def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Outcome:
+    """Write a page about runs: returns and curves of each setting, what they differ in, times, and how to repeat each.
 
-    runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
-    out: Path = option(Path("report.html"), "the page, one file that loads nothing.")
-    metrics: tuple[str, ...] = option((), "columns of the histories to draw; returns if not given.")
-    title: str | None = option(None, "its title.")
-    plans: bool = option(False, "draw the plan of each run; it needs as many devices as the run had (--cpu-devices).")
+    Args:
+      out: the page, one file that loads nothing.
+    """
+    from msrl_jax.report import runs_page
 
-
-@command
-class Plot(Command):
-    """Draw a curve for each setting of each run with its interval over seeds, as a figure for a paper."""
-
-    runs: tyro.conf.Positional[tuple[Path, ...]] = option(doc="folders of runs.")
-    out: Path = option(Path("curves.pdf"), "the figure: .pdf, .svg or .png")
-    metrics: tuple[str, ...] = option((), "columns of the histories to draw; returns if not given.")
-    x: Literal["steps", "time"] = option("steps", "draw against steps, or against seconds of training.")
+    page = runs_page(**asked, path=out)
+    return Outcome(page, {"page": str(page)})
 
 
-@command
-class Reproduce(Command):
-    """Train recipes on several seeds, and say whether their scores agree with the recorded ones."""
+@command(Part("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
+def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
+    """Draw a curve for each setting of each run with its interval over seeds, as a figure for a paper.
 
-    names: tyro.conf.Positional[tuple[str, ...]] = option((), doc="names of recipes, or patterns such as 'ppo-*'.")
-    seeds: int | None = option(None, "number of seeds; as many as the record has if not given, or 10.")
-    seed: int | None = option(None, "the first seed; that of the record if not given.")
-    policy: str | None = option(None, "distribution policy; as in train.")
-    records: Path | None = option(None, "folder of the records; benchmarks/records of the clone if not given.")
-    out: Path = option(Path("reproduced"), "folder in which each recipe has one, with which the same command goes on.")
-    time_limit: str | None = option(
-        None, "time after which what runs is saved and ends, such as 5h50m; the exit code is then 75."
-    )
-    update: bool = option(False, "write the new records to the folder of the records, in place of those there.")
-    pages: Path | None = option(None, "folder to write the pages of all records to; names may then be left out.")
-    progress: Progress = option("auto", "kind of progress display on stderr.")
+    Args:
+      out: the figure: .pdf, .svg or .png
+    """
+    from msrl_jax.report import plot_runs
+
+    plot_runs(**asked, path=out)
+    return Outcome(out, {"figure": str(out)})
 
 
-@command
-class Copy:
+@command(Part("msrl_jax.report.bench:bench", without=("devices", "on_stage", "on_measurement")))
+def bench(asked: dict[str, Any]) -> Outcome:
+    """Measure steps, updates and, where the host drives the loop, its time per instruction, over a grid of several values."""
+    from msrl_jax.report import bench as report
+
+    measurements = report.bench(**asked, on_stage=_note, on_measurement=_note)
+    return Outcome(report.format_table(measurements), measurements)
+
+
+@command(Part("msrl_jax.report.profiling:profile", without=("devices", "on_stage")))
+def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Outcome:
+    """Measure where the time of training goes: simulation, inference, learning, transfers, Python, and every fragment.
+
+    Args:
+      run: folder of a run, whose training is measured in place of --algo and --env; reports about it show the profile.
+      out: a file: a figure, FILE.svg, the numbers, FILE.json, or the trace, FILE.trace.json.gz.
+    """
+    from msrl_jax.report import profile, profiles
+
+    if run is not None and (more := sorted(asked.keys() - {"iterations", "repeats", "trust"})):
+        raise UsageError(f"--run {run} says what is measured; leave out {', '.join(more)}")
+    if out is not None:
+        profiles.check_profile(out)
+    measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
+    made = profile(**asked, **measured, on_stage=_note)
+    for file in filter(None, (run and run / profiles.OF_RUN, out)):
+        made.save(file)
+    return Outcome(made, made.to_dict())
+
+
+@command(Part("msrl_jax.report.reproduction:reproduce", without=("name", "out", "compare", "devices")))
+def reproduce(
+    asked: dict[str, Any],
+    *names: str,
+    out: Path = Path("reproduced"),
+    update: bool = False,
+    pages: Path | None = None,
+    records: Path | None = None,
+    time_limit: float | str | None = None,
+) -> Outcome:
+    """Train recipes on several seeds, and say whether their scores agree with the recorded ones.
+
+    Args:
+      *names: names of recipes, or patterns such as 'ppo-*'.
+      out: folder in which each recipe has one, with which the same command goes on.
+      update: write the new records to the folder of the records, in place of those there.
+      pages: folder to write the pages of all records to; names may then be left out.
+    """
+    if not names and pages is None:
+        raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
+    chosen = recipes.matching(names)
+    from msrl_jax.report import pages as pages_of
+    from msrl_jax.report import reproduce
+    from msrl_jax.run.loop.hooks import seconds
+
+    folder = recipes.records_folder(records)
+    if folder is None:
+        if update or pages is not None:
+            raise UsageError(recipes.NO_RECORDS)
+        _note(recipes.NO_RECORDS)
+    elif update and not os.access(folder, os.W_OK):
+        raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {out}")
+    if pages is not None:  # what is refused is told before anything is trained
+        pages_of.check_pages(pages)
+        for name in set(recipes.names()) - set(chosen):
+            recipes.record_of(recipes.find(name), folder)
+    compared = {name: _can_compare(name, folder, asked, update=update) for name in chosen}
+    found, code = [], 0
+    ends = None if time_limit is None else time.monotonic() + seconds("time_limit", time_limit)
+    for name in chosen:
+        left = None if ends is None else max(1e-3, ends - time.monotonic())
+        each = reproduce(name, **asked | {"compare": compared[name], "out": out / name, "time_limit": left})
+        found.append(each)
+        _note(each)
+        if each.record is None:
+            code = _code_of(each.stop_reason)
+            break
+        if update and folder is not None:
+            each.record.write(recipes.record_path(name, folder))
+        code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
+    text = [str(each) for each in found]
+    if pages is not None:
+        text.append(f"{len(pages_of.write_pages(pages, folder))} files in {pages}")
+    return Outcome("\n".join(text), [each.summary() for each in found], code)
+
+
+def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, update: bool) -> bool:
+    """Whether a recipe has a record to compare with; says if the seeds are too few for that. With `update`, one that is
+    damaged or of other settings is no error."""
+    from msrl_jax.report.reproduction import comparable, seeds_of
+    from msrl_jax.report.statistics import fewest
+
+    try:
+        recorded = comparable(recipes.find(name), folder)
+    except recipes.RecordError as error:
+        if not update:
+            raise
+        _note(f"the old record is not compared with: {error}")
+        return False
+    if recorded is None:
+        return False
+    seeds = seeds_of(recorded, asked.get("seeds"), asked.get("seed"))
+    if update and folder and not set(recorded.seeds) <= set(seeds):
+        raise UsageError(
+            f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
+            f"without some of them; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
+        )
+    least = fewest(len(recorded.seeds))
+    if least is None or len(seeds) < least:
+        remedy = "write one of more seeds (--update)" if least is None else f"with --seeds {least} they can"
+        fact = f"{len(seeds)} of them cannot be told from the {len(recorded.seeds)} of its record"
+        _note(f"{name}: {fact}; {remedy}")
+    return True
+
+
+@command("msrl_jax.algorithms.copying:copy")
+def copy(asked: dict[str, Any]) -> Outcome:
     """Copy the file of an algorithm under a new name, to change it; `--algo FILE` then trains it."""
+    from msrl_jax import algorithms
 
-    algorithm: tyro.conf.Positional[str] = option(doc="name of the algorithm (see `msrl-jax list`), or a file of one.")
-    file: tyro.conf.Positional[Path] = option(doc="a new file, such as my_ppo.py, after which the copy is named.")
-
-
-@command
-class List:
-    """List the algorithms, environments, distribution policies, and the suites of environments that can be installed."""
-
-    recipes: bool = option(False, "the recipes instead, with what they reach.")
-    records: Path | None = option(None, "with --recipes, folder of the records; benchmarks/records of the clone if not given.")
-    envs: bool = option(False, "only the environments and their suites.")
-    json: bool = option(False, "print the names as one line of JSON instead.")
+    path = algorithms.copy(**asked)
+    lines = len(path.read_text("utf-8").splitlines())
+    next_ = f"msrl-jax train --algo {shlex.quote(str(path))} trains it"
+    return Outcome(f"{path} has {asked['algorithm']} in {lines} lines; {next_}", {"file": str(path), "lines": lines})
 
 
-@command
-class CheckEnv(Command):
+@command()
+def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = False) -> Outcome:
+    """List the algorithms, environments, distribution policies, and the suites of environments that can be installed.
+
+    Args:
+      recipes: the recipes instead, with what they reach.
+      records: with --recipes, folder of the records; benchmarks/records of the clone if not given.
+      envs: only the environments and their suites.
+    """
+    if records is not None and not recipes:
+        raise UsageError("--records is for --recipes; give both, or leave it out")
+    return Outcome(*(listing.recipes_in(records) if recipes else listing.names(only_envs=envs)))
+
+
+@command("msrl_jax.envs.check_values:check")
+def check_env(asked: dict[str, Any]) -> Outcome:
     """Try an environment out with random actions, and say where it breaks the protocol."""
+    from msrl_jax.envs import check
 
-    env: tyro.conf.Positional[str] = option(doc="NAME or NAME:param=value,...; one of your own is MODULE:CLASS.")
-    steps: int = option(200, "steps of each copy.")
-    num_envs: int = option(4, "number of copies.")
-    seed: int = option(0, "seed of keys and actions.")
+    found = check(**asked)
+    return Outcome(found, dataclasses.asdict(found) | {"ok": found.ok}, 0 if found.ok else DOES_NOT_CONFORM)
+
+
+COMMANDS: _rooms.Registry[Command] = _rooms.Registry(
+    "commands",
+    {
+        "train": train, "sweep": sweep, "evaluate": evaluate, "record": record, "explain": explain, "bench": bench,
+        "profile": profile, "video": video, "export": export, "report": report, "plot": plot, "reproduce": reproduce,
+        "copy": copy, "list": list_, "check-env": check_env,
+    },
+)  # fmt: skip

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from msrl_jax.cli.options import UsageError
+from msrl_jax.fragments.support.compiling import use_cpu_devices
 from msrl_jax.fragments.support.naming import paths
 
 # Environment variables that tell a process where process 0 is, how many there are, and which one it is.
@@ -20,6 +22,32 @@ LOST = 76  # exit code if a process ended, so that the others stopped too
 PATIENCE = 10  # seconds that the others have to stop by themselves after one has failed
 
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
+
+
+def start(
+    argv: Sequence[str], *, processes: int | None = None, distributed: bool = False, cpu_devices: int | None = None
+) -> int | None:
+    """Starts the processes of a run, or makes this one a part of it; returns the exit code if the run is over.
+
+    Args:
+      processes: start this many processes here; each has one CPU device, or --cpu-devices.
+      distributed: be one of the processes of a cluster, which JAX finds: SLURM, Open MPI, GKE, a TPU pod.
+    """
+    child = os.environ.get(INDEX)
+    if processes is not None and distributed:
+        raise UsageError("--processes starts processes on this machine, and --distributed joins those of a cluster; give one")
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes {processes}: use at least 1")
+    if processes is not None and child is None:
+        return launch(argv, processes)
+    if child is not None:
+        end_with_parent()
+    use_cpu_devices(1 if cpu_devices is None and child is not None else cpu_devices)
+    if child is not None or distributed:
+        from msrl_jax.run import processes as all_processes
+
+        all_processes.start(*(() if child is None else (os.environ[ADDRESS], int(os.environ[COUNT]), int(child))))
+    return None
 
 
 def launch(argv: Sequence[str], count: int) -> int:

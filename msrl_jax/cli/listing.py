@@ -1,21 +1,19 @@
 """What `msrl-jax list` prints: recipes, and the names of algorithms, environments, policies and suites."""
 
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from msrl_jax import _rooms
-from msrl_jax.cli.commands import List
-from msrl_jax.cli.flags import UsageError
 from msrl_jax.envs.suites import catalog
 from msrl_jax.fragments.support.terminal import table
 from msrl_jax.run import recipes
 
 
-def _list_recipes(args: List) -> int:
-    rows, cells, folder = [], [], recipes.records_folder(args.records)
+def recipes_in(records: Path | None) -> tuple[str, Any]:
+    """The recipes, with what they reach by the records in a folder: as text, and as data."""
+    rows, cells, folder = [], [], recipes.records_folder(records)
     if folder is None:
         print(recipes.NO_RECORDS, file=sys.stderr)
     for name in recipes.names():
@@ -39,35 +37,23 @@ def _list_recipes(args: List) -> int:
             wall = f"{about['seconds']:,.0f} s, {about['seeds']} seeds, {record.place}"
         rows.append(about | {"about": recipe.about})
         cells.append([about["recipe"], about["algo"], about["env"], f"{about['total_steps']:,}", reached, wall])
-    if args.json:
-        print(json.dumps(rows))
-        return 0
-    print("\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)))
-    return 0
+    return "\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)), rows
 
 
-def list_names(args: List, config: dict[str, Any]) -> int:
-    """What `msrl-jax list` does."""
-    if args.records is not None and not args.recipes:
-        raise UsageError("--records is for --recipes; give both, or leave it out")
-    if args.recipes:
-        return _list_recipes(args)
+def names(*, only_envs: bool) -> tuple[str, Any]:
+    """The names of algorithms, environments, policies and suites: as text, and as data."""
     if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
         from msrl_jax import algorithms, envs, policies
 
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
         known = names_in_sources()
-    if args.envs:
+    if only_envs:
         known = {"environments": known["environments"]}
-    if args.json:
-        suites = {x: {"version": s.version(), "install": s.install} for x, s in catalog.SUITES.items()}
-        print(json.dumps(known | {"suites": suites}))
-        return 0
-    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in catalog.SUITES.items()]}
-    for kind, lines in (known | suites).items():
-        print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
-    return 0
+    suites = {x: {"version": s.version(), "install": s.install} for x, s in catalog.SUITES.items()}
+    lines = known | {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in catalog.SUITES.items()]}
+    text = "\n".join(f"{kind}\n" + "".join(f"  {line}\n" for line in found) for kind, found in lines.items())
+    return text, known | {"suites": suites}
 
 
 def names_in_sources() -> dict[str, list[str]]:

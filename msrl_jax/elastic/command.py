@@ -4,30 +4,16 @@ import functools
 import sys
 from typing import Any
 
-import tyro
-
-from msrl_jax.cli.commands import Command, command, option
-from msrl_jax.cli.handlers import print_json
+from msrl_jax.cli.command import Outcome, command
+from msrl_jax.cli.options import Part, UsageError
 
 
-@command
-class Act(Command):
+@command(Part("msrl_jax.elastic.actor:act", without=("experiment", "say")))
+def act(asked: dict[str, Any]) -> Outcome:
     """Act for a learner that `msrl-jax train --actors-at` started, until its run is over."""
-
-    addresses: tyro.conf.Positional[tuple[str, ...]] = option(
-        doc="HOST:PORT of the learner, or the path of a file that contains it, such as /shared/learner, which may be written "
-        "later; with several, act for several learners, each with its own run."
-    )  # fmt: skip
-    wait: str = option("10m", "how long to wait for the learner while it is away.")
-
-
-def _act(args: Act, config: dict[str, Any]) -> int:
     from msrl_jax.elastic.actor import act
 
-    unrolls = act(*args.addresses, wait=args.wait, trust=args.trust, say=functools.partial(print, file=sys.stderr, flush=True))
-    if args.json:
-        print_json({"unrolls": unrolls})
-    return 0
-
-
-ACT = (Act, _act)
+    if not (addresses := asked.pop("addresses", ())):
+        raise UsageError("ADDRESSES are missing: give HOST:PORT of a learner, or the path of a file with it")
+    unrolls = act(*addresses, **asked, say=functools.partial(print, file=sys.stderr, flush=True))
+    return Outcome(data={"unrolls": unrolls})

@@ -193,11 +193,11 @@ def measure(
 
 
 def bench(
-    algos: Sequence[Any] = ("ppo",),
-    envs: Sequence[str] = ("CartPole-v1",),
-    policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
+    algo: Sequence[Any] = ("ppo",),
+    env: Sequence[str] = ("CartPole-v1",),
+    policy: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (),
-    unroll_lengths: Sequence[int] = (),
+    unroll_length: Sequence[int] = (),
     *,
     repeats: int = 3,
     seconds: float = 1.0,
@@ -211,11 +211,11 @@ def bench(
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
     Args:
-      algos: names of algorithms, or their configs.
-      envs: names of environments, or environments.
-      policies: distribution policies, or their names.
+      algo: names of algorithms, or their configs.
+      env: names of environments, or environments.
+      policy: distribution policies, or their names.
       num_envs: numbers of environments; each algorithm's default if there is none.
-      unroll_lengths: lengths of an unroll; each algorithm's default if there is none.
+      unroll_length: lengths of an unroll; each algorithm's default if there is none.
       repeats: timed runs per setting; the median counts.
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
@@ -233,26 +233,26 @@ def bench(
     """
     if repeats < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
-    for name, values in {"algos": algos, "envs": envs, "policies": policies}.items():
+    for name, values in {"algo": algo, "env": env, "policy": policy}.items():
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
-    for algo in algos:
-        if algorithms.get(algo).offline:
+    for each in algo:
+        if algorithms.get(each).offline:
             raise ValueError(
-                f"algorithm {algo!r} steps no environment, so it has no environment steps per second; its runs report updates "
+                f"algorithm {each!r} steps no environment, so it has no environment steps per second; its runs report updates "
                 "per second (Result.steps_per_second)"
             )
-    given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
+    given = {"num_envs": num_envs, "unroll_length": unroll_length}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
-        (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), get_policy(policy))
-        for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
+        (make_experiment(of, on, overrides=overrides | size, env_params=env_params), get_policy(under))
+        for of, on, under, size in itertools.product(algo, env, policy, sizes)
     ]
-    for experiment, policy in grid:
-        experiment.compile(policy, devices)
+    for experiment, place in grid:
+        experiment.compile(place, devices)
     note, measurements = on_stage or (lambda line: None), []
-    for experiment, policy in grid:
-        measured = measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
+    for experiment, place in grid:
+        measured = measure(experiment, place, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
         measurements.append(measured)
         if on_measurement is not None:
             on_measurement(measured)

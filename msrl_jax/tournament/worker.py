@@ -31,7 +31,7 @@ from msrl_jax.run.disk.store import ResumeWarning, check_saved
 from msrl_jax.run.experiment.agent_transforms import fold_keys
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop import hooks
-from msrl_jax.run.loop.callbacks import Callback, Tick
+from msrl_jax.run.loop.callbacks import Callback, Progress, Tick
 from msrl_jax.run.loop.guard import DivergedError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.result import Result
@@ -45,7 +45,7 @@ def compete(
     algo: Any = "ppo",
     env: str | Environment = "CartPole-v1",
     *,
-    round_steps: int,
+    round_steps: int = 100_000,
     total_steps: int = 10_000_000,
     rounds: int | None = None,
     time_limit: float | str | None = None,
@@ -58,7 +58,7 @@ def compete(
     eval_episodes: int = 64,
     env_params: GivenParams | None = None,
     callbacks: Sequence[Callback] = (),
-    progress: Any = False,
+    progress: Progress = False,
     **overrides: Any,
 ) -> Leaderboard:
     """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and returns it if it improved.

@@ -10,8 +10,10 @@ import pytest
 from msrl_jax import PBT, Experiment, Result, algorithms, envs, train
 from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.fields import all_fields, value_of
-from msrl_jax.cli import config_file, flags, main
-from msrl_jax.cli.handlers import COMMANDS
+from msrl_jax.cli import main
+from msrl_jax.cli.command import parse
+from msrl_jax.cli.commands import COMMANDS, TRAIN
+from msrl_jax.cli.options import Part
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_run
@@ -26,19 +28,20 @@ PLACE = {
 
 def parsed(command, *words):
     """What a command gets."""
-    base = COMMANDS[command][0]
-    rest, file, _ = config_file.taken(command, words)
-    found, defaults = file.as_flags(base, rest)
-    args, config = flags.parse(command, base, [*rest, *found], defaults)
-    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(base) if f.name != "given"}
-    return options, config, getattr(args, "given", set())
+    return parse(f"msrl-jax {command}", COMMANDS[command], words).given
+
+
+def split(given):
+    """The arguments of `train` in what the command gets, and the fields of the config."""
+    known = {option.name for option in Part(TRAIN).options()} | COMMANDS["train"].options().keys()
+    return tuple({name: x for name, x in given.items() if (name in known) == own} for own in (True, False))
 
 
 def experiment_of(file, *words):
     """The experiment that `train --config` computes."""
-    options, config, given = parsed("train", "--config", str(file), *words)
-    names = [f.name for f in dataclasses.fields(Experiment) if f.name in options and f.name in given]
-    return make_experiment(options["algo"], overrides=config, **{name: options[name] for name in names})
+    options, fields = split(parsed("train", "--config", str(file), *words))
+    names = [f.name for f in dataclasses.fields(Experiment) if options.get(f.name) is not None]
+    return make_experiment(options["algo"], overrides=fields, **{name: options[name] for name in names})
 
 
 def changed(config):
@@ -71,18 +74,20 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
     words = ["--algo", algo, "--seed", "3", "--total-steps", "1e6", "--guard", "skip", "--out", "a 'b'", *teams]
     words += [word for name, value in others.items() for word in flag(name, value)]
     expected = parsed("train", *words)
-    assert len(expected[1]) == len(others) + bool(teams) and main(["train", *words, "--print-config"]) == 0
+    assert expected.keys() >= others.keys() and main(["train", *words, "--print-config"]) == 0
     file = tmp_path / "run.toml"
     file.write_text(capsys.readouterr().out)
     found = parsed("train", "--config", str(file))
-    assert found[:2] == expected[:2] and found[2] == expected[2] | {"env"}
+    assert found == expected | {"config": file}
     assert main(["train", "--config", str(file), "--print-config"]) == 0 and capsys.readouterr().out == file.read_text()
     # Everything that can be said is in the file, with its line of text; what has its default is a comment.
     named = re.findall(r"^#?\"?([\w.]+)\"? = ", file.read_text(), re.MULTILINE)
-    fields = all_fields(type(config))
-    assert {*named, "recipe", "trust"} == {*expected[0], *fields} and len(named) == len(set(named))
+    options, fields = COMMANDS["train"].options(), all_fields(type(config))
+    assert {*named, "recipe", "trust", "config", "print_config"} == {*options, *fields} and len(named) == len(set(named))
     (file.parent / "all.toml").write_text(re.sub(r"^#(\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
-    assert parsed("train", "--config", str(file.parent / "all.toml"))[0] == expected[0]
+    uncommented, _ = split(parsed("train", "--config", str(file.parent / "all.toml")))
+    usual = {name: option.default for name, option in options.items()} | {"config": file.parent / "all.toml"}
+    assert uncommented == {name: (usual | expected)[name] for name in uncommented}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +96,8 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
         ("train", ["--learning-rate", "1e-4,3e-4", "--policy", "SingleLearnerCoarse:learners=2", "--clip-value", "None"]),
         ("train", ["--learning-rate", "1e-4,", "--no-normalize-rewards", "--checkpoint-every", "1000", "--processes", "2"]),
         ("train", ["--pbt", "members=4,every=2,learning_rate=log_uniform:1e-5:1e-2", "--network", "a.nets:Mine", "--trust"]),
-        ("sweep", ["--learning-rate", "log:1e-4:1e-2", "--hidden-sizes", "64", "64,128", "--activation", "relu,tanh"]),
-        ("sweep", ["--num-envs", "8,16", "--method", "grid", "--halving", "3", "--hidden-sizes", "8", "8"]),
+        ("sweep", ["--learning-rate", "log:1e-4:1e-2", "--hidden-sizes", "64,64", "128", "--activation", "relu,tanh"]),
+        ("sweep", ["--num-envs", "8,16", "--method", "grid", "--halving", "3", "--hidden-sizes", "8,8"]),
         ("explain", ["--algo", "sac", "--devices", "tpu:v5e:8x8", "gpu:h100:8", "--envs-per-device", "4", "--json"]),
         ("bench", ["--algo", "dqn", "ppo", "--num-envs", "8", "16", "--learning-rate", "1e-3", "--against", "jit"]),
         ("compete", ["board", "--fresh", "0.5", "--rounds", "3"]),
@@ -105,7 +110,8 @@ def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     assert main([command, *words, "--print-config"]) == 0
     (tmp_path / "a.toml").write_text(capsys.readouterr().out)
     trust = ["--trust"] if "--trust" in words else []
-    assert parsed(command, "--config", str(tmp_path / "a.toml"), *trust)[:2] == parsed(command, *words)[:2]
+    found = parsed(command, "--config", str(tmp_path / "a.toml"), *trust)
+    assert found.pop("config") == tmp_path / "a.toml" and found == parsed(command, *words)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +132,13 @@ def test_only_a_file_that_would_train_is_printed(words, message, capsys):
 def test_flags_win(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('algo = "dqn"\nlearning-rate = 1e-3 # a comment\ntarget = "double"\nhidden_sizes = [\n  8,\n]\nseed = 5\n')
-    options, config, _ = parsed("train", f"--config={file}", "--seed", "7", "--target", "greedy", "--hidden-sizes", "4")
+    options, fields = split(parsed("train", f"--config={file}", "--seed", "7", "--target", "greedy", "--hidden-sizes", "4"))
     assert (options["algo"], options["seed"]) == ("dqn", 7)
-    assert config == {"learning_rate": 1e-3, "target": "greedy", "hidden_sizes": (4,)}
+    assert fields == {"learning_rate": 1e-3, "target": "greedy", "hidden_sizes": (4,)}
     file.write_text('run = "there"\nepisodes = 3\n')
-    assert str(parsed("evaluate", "--config", str(file))[0]["run"]) == "there"
-    options, *_ = parsed("evaluate", "here", "--config", str(file))
-    assert (str(options["run"]), options["episodes"]) == ("here", 3)
+    assert str(parsed("evaluate", "--config", str(file))["run"]) == "there"
+    found = parsed("evaluate", "here", "--config", str(file))
+    assert (str(found["run"]), found["episodes"]) == ("here", 3)
 
 
 MISTAKES = [
@@ -140,20 +146,20 @@ MISTAKES = [
     ("seed = 1\ndata = 'x.npz'", "line 2: unknown key 'data', which is one of apex_dqn, bc,"),
     ("env = CartPole-v1", "line 1: no TOML (Invalid value); write key = value, with text in double quotes"),
     ("seed = 1\nnum_envs = 7\nseed = 2", "line 3: seed is given twice, first in line 1"),
-    ("\n# one\nseed = 1.5", "line 3: Error parsing seed: '1.5' is not a whole number"),
+    ("\n# one\nseed = 1.5", "line 3: seed is '1.5', which is not a whole number"),
     ("learning_rate = nan", "line 1: learning_rate is nan; use a finite number"),
     ("seed = 1\nlearning_rate = -1.0", "line 2: PPO.learning_rate=-1.0: use a finite number above 0"),
     ("learning_rate = [1e-3, -1.0]", "line 1: member 1 (learning_rate=-1)"),
     ("[ppo]\nlearning_rate = 1", "line 2: unknown key 'ppo.learning_rate'"),
     ("seed.x = 1", "line 1: unknown key 'seed.x'"),
-    ('algo = "dqn"\nexploration.base = 2', "line 2: DQN.exploration.base=2.0: exploration is annealed, which has no base"),
+    ('algo = "dqn"\nexploration.base = 2', "line 2: DQN.exploration.base=2: exploration is annealed, which has no base"),
     ('algo = "dqn"\nreplay.n_step = 0', "line 2: DQN.replay.n_step=0: use an integer of at least 1"),
     ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array"),
     ("hidden_sizes = []", "line 1: hidden_sizes is an empty array"),
-    ('hidden_sizes = ["--seed"]', "line 1: hidden_sizes has '--seed', which begins as a flag does"),
+    ('hidden_sizes = ["--seed"]', "line 1: PPO.hidden_sizes=('--seed',): use a tuple of positive integers"),
     ("total_steps = 2020-01-01", "line 1: total_steps is a date or time (2020-01-01)"),
-    ("normalize_rewards = 1", "line 1: normalize_rewards = 1; use true or false"),
-    ("out = 3", "line 1: out is the number 3; write the path in double quotes"),
+    ("normalize_rewards = 1", "line 1: normalize_rewards is 1; use true or false"),
+    ("out = 3", "line 1: out is the number 3; write text in double quotes"),
     ('out = "a\\u0000"', "line 1: out has a character that cannot be printed"),
     ("num_envs = 8\nnum_minibatches = 7", "line 2: PPO.unroll_length=128 cannot be split into num_minibatches=7"),
     ('config = "b.toml"', "line 1: config belongs on the command line"),
@@ -183,7 +189,7 @@ def test_a_mistake_in_a_file_is_one_line(text, message, capsys, tmp_path, monkey
         (["--config", "binary"], "--config binary is no text in UTF-8"),
         (["--config", "a.toml", "--config", "a.toml"], "--config is given 2 times"),
         (["--confg", "a.toml"], "did you mean '--config'?"),
-        (["--config", "a.toml", "--seed", "x"], "error: Error parsing --seed: 'x' is not a whole number"),
+        (["--config", "a.toml", "--seed", "x"], "error: --seed is 'x', which is not a whole number"),
     ],
 )
 def test_a_mistake_about_a_file_is_one_line(words, message, capsys, tmp_path, monkeypatch):
@@ -198,14 +204,14 @@ def test_a_mistake_about_a_file_is_one_line(words, message, capsys, tmp_path, mo
 
 def test_an_empty_file_says_nothing(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf# nothing\r\n")
-    assert parsed("train", "--config", str(tmp_path / "a.toml")) == parsed("train")
+    assert parsed("train", "--config", str(tmp_path / "a.toml")).keys() == {"config"}
 
 
 def test_help_names_the_file_once(capsys):
     for command in COMMANDS:
         with pytest.raises(SystemExit):
             main([command, "--help"])
-        assert capsys.readouterr().out.count("--config") == 1
+        assert capsys.readouterr().out.count("--config ") == 1
     assert main(["--help"]) == 0 and capsys.readouterr().out.count("--config") == 1
 
 
@@ -251,7 +257,7 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
     experiment = Experiment(algorithm=config)
     about = experiment._plain() | {"data": {"path": data.get("data"), "sha256": ""}} | PLACE
     (tmp_path / "run.toml").write_text(repeating(experiment, about))
-    options, fields, _ = parsed("train", "--config", str(tmp_path / "run.toml"))
+    options, fields = split(parsed("train", "--config", str(tmp_path / "run.toml")))
     assert algorithms.make(options["algo"], fields) == config
     assert fields.keys() == {f.name for f in dataclasses.fields(config)}
 
@@ -267,8 +273,8 @@ def test_the_file_of_a_run_asks_for_as_many_cpu_devices(devices, options, tmp_pa
     experiment = Experiment(algorithm=PPO(**TINY))
     about = dict(zip(("platform", "count", "processes"), devices, strict=True))
     (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE | {"devices": about}))
-    found, *_ = parsed("train", "--config", str(tmp_path / "run.toml"))
-    assert (found["cpu_devices"], found["processes"]) == options
+    found = parsed("train", "--config", str(tmp_path / "run.toml"))
+    assert (found.get("cpu_devices"), found.get("processes")) == options
 
 
 def test_rates_are_those_before_rollbacks(tmp_path):

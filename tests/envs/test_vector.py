@@ -181,7 +181,7 @@ STEP, RESET = r"Corridor\.step", r"Corridor\.reset"
         ),
         (
             returning(lambda s, o, r, d, t: (BrokenState(s.cell), o, r, d, t)),
-            rf"that of {RESET} has \.steps, which the state of {STEP} has not",
+            rf"that of {RESET} has \.steps, which the state of {STEP} does not have",
         ),
         (
             broken(reset=lambda key: CorridorState(jnp.int32(0), jnp.int32(0))),

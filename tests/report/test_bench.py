@@ -34,7 +34,7 @@ def measurements(measured):
 
 
 SMALL = {
-    "algos": ("a2c",), "num_envs": (8,), "unroll_lengths": (8,), "seconds": 0.05, "hidden_sizes": (8,),
+    "algo": ("a2c",), "num_envs": (8,), "unroll_length": (8,), "seconds": 0.05, "hidden_sizes": (8,),
     "normalize_observations": True,
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ DISPATCH = ["instructions", "instruction_microseconds", "python_microseconds", "
 def driven(measurements):
     """The measurement of a policy that the host drives, after that of a fused loop."""
     policies = ["SingleLearnerFine:learners=1"]
-    return [*measurements, *bench(**SMALL, policies=policies, repeats=1, devices=jax.devices()[:3])]
+    return [*measurements, *bench(**SMALL, policy=policies, repeats=1, devices=jax.devices()[:3])]
 
 
 @pytest.mark.long
@@ -132,7 +132,7 @@ def test_every_combination_of_the_grid_is_measured(monkeypatch):
 
     monkeypatch.setattr(benchmark.Experiment, "compile", lambda *arguments: None)
     monkeypatch.setattr(benchmark, "measure", noted)
-    found = bench(("a2c", "ppo"), policies=("GPUOnly", "Central"), num_envs=(8, 16), unroll_lengths=(64, 128))
+    found = bench(("a2c", "ppo"), policy=("GPUOnly", "Central"), num_envs=(8, 16), unroll_length=(64, 128))
     assert found == [(a, p, n, t) for a in ("a2c", "ppo") for p in ("GPUOnly", "Central") for n in (8, 16) for t in (64, 128)]
 
 
@@ -146,8 +146,8 @@ def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
 
 
 MISTAKES = [
-    {"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algos": ()},
-    {"algos": ("ppo", "cql")},
+    {"policy": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algo": ()},
+    {"algo": ("ppo", "cql")},
 ]
 
 

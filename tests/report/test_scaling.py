@@ -11,7 +11,7 @@ import pytest
 from benchmarks import scaling as script
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
-from msrl_jax.cli import command_line, handlers
+from msrl_jax.cli import command_line, commands, launch
 from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.report.scaling import format_table, plans
 
@@ -91,7 +91,7 @@ def explain(capsys, *flags):
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does
-    for module in (handlers, command_line):
+    for module in (commands, launch):
         monkeypatch.setattr(module, "use_cpu_devices", asked.append)
     code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
     assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
@@ -110,7 +110,7 @@ def test_explain_plans_for_named_devices(capsys, monkeypatch):
     ],
 )
 def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
-    for module in (handlers, command_line):
+    for module in (commands, launch):
         monkeypatch.setattr(module, "use_cpu_devices", lambda count: None)
     code, _, error = explain(capsys, *flags)
     assert code == command_line.BAD_INPUT and message in error and error.count("\n") == 1

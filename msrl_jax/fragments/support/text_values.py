@@ -3,10 +3,25 @@
 import ast
 import inspect
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from msrl_jax.fragments.support.checks import suggestion
+
+
+def parts_of(kind: Any) -> tuple[Any, ...]:
+    """The members of a union of types; another type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+
+
+def read_literal(text: str) -> Any:
+    """Reads a number, None, or several of them between commas, as in Python; anything else is text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 class Call(NamedTuple):

@@ -1,0 +1,173 @@
+"""Commands: a command is a function, with the options of library functions that it calls beside its own."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msrl_jax.cli import config_file, options
+from msrl_jax.cli.config_file import ConfigFile
+from msrl_jax.cli.options import REQUIRED, Option, Part, UsageError, nearest, values_of
+from msrl_jax.fragments.support.naming import check_trust
+
+
+class Outcome(NamedTuple):
+    """What a command found: its text, the same as data, and the exit code."""
+
+    text: object = ""
+    data: Any = None
+    code: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class General:
+    """The options of every command.
+
+    Args:
+      cpu_devices: compute on this many virtual CPU devices.
+      json: print the outcome as one line of JSON in place of text, the last on stdout.
+      trust: run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms.
+      config: file with options, FILE.toml, whose keys are the names of flags; flags win over the file.
+      print_config: print such a file with all options, and do nothing else.
+    """
+
+    cpu_devices: int | None = None
+    json: bool = False
+    trust: bool = False
+    config: Path | None = None
+    print_config: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+      function: what it does. It gets the arguments that are given for each of the `parts`, a dictionary each, and its own
+        options by name; it returns an `Outcome`. The first line of its docstring is the help.
+      parts: library functions whose parameters are options too; an option that several have goes to each of them.
+      others: functions whose parameters are options that the command line itself uses.
+      sweeps: whether fields of the config take several values.
+      check: raises the error of the command for wrong arguments of the first part, as far as they are known without running it.
+    """
+
+    function: Callable[..., Outcome]
+    parts: tuple[Part, ...]
+    others: tuple[Part, ...]
+    sweeps: bool
+    check: Callable[[dict[str, Any]], object] | None
+
+    @property
+    def about(self) -> str:
+        """What it does, without its options."""
+        return (inspect.getdoc(self.function) or "").partition("\n\nArgs:")[0]
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether the fields of configs are options of it."""
+        return any(part.has_fields for part in self.parts)
+
+    def options(self) -> dict[str, Option]:
+        """Its options by name, without the fields of configs."""
+        found: dict[str, Option] = {}
+        for part in (Part(self.function), *self.parts, *self.others, Part(General)):
+            found |= {option.name: option for option in part.options() if option.name not in found}
+        return found
+
+    def __call__(self, given: Mapping[str, Any]) -> Outcome:
+        """Runs the command with the values of options and fields that are given."""
+        known, own = self.options(), inspect.signature(self.function).parameters
+        of_parts = [
+            {name: x for name, x in given.items() if (part.takes(name) if name in known else part.has_fields)}
+            for part in self.parts
+        ]  # fmt: skip
+        several = next((given.get(name, ()) for name, p in own.items() if p.kind is p.VAR_POSITIONAL), ())
+        named = {name: x for name, x in given.items() if name in own and own[name].kind is inspect.Parameter.KEYWORD_ONLY}
+        return self.function(*of_parts, *several, **named)
+
+
+def command(
+    *parts: Part | str | Callable[..., Any],
+    others: Sequence[Callable[..., Any]] = (),
+    sweeps: bool = False,
+    check: Callable[[dict[str, Any]], object] | None = None,
+) -> Callable[[Callable[..., Outcome]], Command]:
+    """Makes a function a `Command`."""
+    made = tuple(part if isinstance(part, Part) else Part(part) for part in parts)
+    return lambda function: Command(function, made, tuple(map(Part, others)), sweeps, check)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A command line that has been read.
+
+    Attributes:
+      given: the values of the options and fields that are given, in the words or in the file.
+      file: the config file.
+      options: all options of the command.
+      fields: the fields of the config.
+    """
+
+    given: dict[str, Any]
+    file: ConfigFile
+    options: list[Option]
+    fields: list[Option]
+
+    @property
+    def general(self) -> General:
+        """What it says about the options of every command."""
+        return General(**{f.name: self.given[f.name] for f in dataclasses.fields(General) if f.name in self.given})
+
+
+def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
+    """Reads the words of a command line, and the file that they name.
+
+    Raises:
+      UsageError: if they cannot be read.
+      SystemExit: after `--help`.
+    """
+    argv, known = options.in_hyphens(argv), command.options()
+    flags = {word.partition("=")[0].removeprefix("--").removeprefix("no-") for word in argv if word.startswith("--")}
+    file = config_file.of(argv, has_recipes="recipe" in known)
+    file.check_trust(known, flags, trusted="--trust" in argv)
+    algos = values_of(argv, "algo") or _algos_of(file, argv, known) or ["ppo"]
+    fields = options.fields_of(algos, known, is_swept=command.sweeps) if command.has_fields else []
+    groups = {"options": [*known.values()], f"fields of the config of {', '.join(algos)}": fields}
+    parser = options.parser_of(prog, command.about, groups)
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+        word, names = unknown[0].strip("-").partition("=")[0], [option.flag.strip("-") for option in (*known.values(), *fields)]
+        near = nearest(word, names, has_fields=command.has_fields).replace("'", "'--", 1)
+        raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
+    given: dict[str, Any] = {}
+    for option in (*known.values(), *fields):
+        words = getattr(found, option.name, None)
+        if words is None or (option.is_positional and words == []):
+            continue
+        try:
+            given[option.name] = words if option.is_flag else option.read([words] if isinstance(words, str) else words)
+        except ValueError as error:
+            raise UsageError(f"{option.flag} {error}; {prog} --help lists the options") from None
+    given |= file.read([*known.values(), *fields], given, has_fields=command.has_fields)
+    for option in known.values():
+        if option.default is REQUIRED and option.name not in given:
+            raise UsageError(f"{option.flag} is missing: {option.doc}")
+    return Parsed(given, file, [*known.values()], fields)
+
+
+def _algos_of(file: ConfigFile, argv: Sequence[str], known: Mapping[str, Option]) -> list[str]:
+    """The algorithms that a file, or the folder of a run that goes on, names; they decide which fields there are."""
+    if "algo" in file.values and "algo" in known:
+        named = file.values["algo"]
+        return [*map(str, named)] if isinstance(named, list) else [str(known["algo"].take(named))]
+    path = Path(next(iter(values_of(argv, "out")), ""))
+    if "--resume" not in argv or "guard" not in known or not (path / "config.json").exists():
+        return []
+    from msrl_jax.run.disk import store
+    from msrl_jax.run.experiment.trust import algorithm_of, code_of
+
+    algo = algorithm_of(store.read_description(path))
+    check_trust(f"the run in {path}", code_of({"algo": algo}), "--trust" in argv)
+    return [algo]

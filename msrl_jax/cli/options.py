@@ -1,0 +1,336 @@
+"""Options of commands: parameters of functions, with the text of their docstrings, and the fields of configs.
+
+The type of a parameter decides how its words on the command line, and its values in a config file, are read.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import math
+import operator
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union
+
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.text_values import parts_of, read_literal, split_specs
+from msrl_jax.run.disk import toml
+
+REQUIRED = inspect.Parameter.empty
+
+
+class UsageError(ValueError):
+    """An error in the command line, or in a config file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A flag, or an argument without a name.
+
+    Attributes:
+      name: the name of the parameter or the field, which is dotted if it is one of an option of a config.
+      kind: its type.
+      default: its default; `REQUIRED` if it has to be given.
+      doc: its text.
+      is_positional: whether it is given without a name.
+      is_tunable: whether members of a run may have several values of it, or a schedule.
+      is_swept: whether it takes several values, or text about them, for the trials of a sweep.
+      defaults: the text of its default, if several configs have different ones.
+    """
+
+    name: str
+    kind: Any
+    default: Any = REQUIRED
+    doc: str = ""
+    is_positional: bool = False
+    is_tunable: bool = False
+    is_swept: bool = False
+    defaults: str = ""
+
+    @property
+    def flag(self) -> str:
+        """How it is written on the command line."""
+        return self.name.upper() if self.is_positional else f"--{self.name.replace('_', '-')}"
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The members of its type, if that is a union."""
+        return parts_of(self.kind)
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is true or false, and takes no value."""
+        return self.kind is bool
+
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """The types of items, if one value is a sequence."""
+        sequences = [part for part in self.parts if typing.get_origin(part) in (tuple, Sequence)]
+        return tuple(item for part in sequences for item in typing.get_args(part))
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether one value is a sequence."""
+        return bool(self.items)
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The types of numbers that it takes, or its items."""
+        return [kind for kind in (int, float) if kind in (*self.parts, *self.items)]
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What its words stand for. A word that is a choice, or false, has the choice `none`."""
+        words = [word for part in self.parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+        known = {str(word): word for word in words}
+        known |= {"none": False} if words and bool in self.parts else {}
+        return known | ({"None": None} if type(None) in self.parts else {})
+
+    @property
+    def metavar(self) -> str:
+        """What it takes, in short."""
+        alternatives = [f"{part.option}[:field=value,...]" for part in self.parts if hasattr(part, "option")]
+        names = [*alternatives, *(name for name in self.choices if name != "None" or alternatives)]
+        names += [kind.__name__.upper() for kind in self.numbers]
+        names += ["TEXT"] if self.numbers and str in self.parts else []
+        names += ["PATH"] if any("Path" in getattr(part, "__name__", "") for part in self.parts) else []
+        names += ["MODULE:NAME"] if names and Any in self.parts else []
+        names += ["NAME:FROM:TO", "MODULE:NAME"] if self.is_tunable and not self.is_swept else []
+        names += ["uniform:LOW:HIGH", "log:LOW:HIGH"] if self.is_swept and self.numbers and not self.is_sequence else []
+        return "|".join(names or ["TEXT"]) + "[,...]" * (self.is_tunable or self.is_swept)
+
+    def read(self, words: Sequence[str]) -> Any:
+        """Reads its words on the command line; raises ValueError if they are no value."""
+        if not words:
+            raise ValueError("has no value; give at least one, or leave the option out")
+        if "" in words:
+            raise ValueError("is empty; give a value, or leave the option out")
+        if self.is_sequence and self.is_swept:
+            found = [self._items(word) for word in words]
+            return found if len(found) > 1 else found[0]
+        if self.is_sequence:
+            return self._items(",".join(words)) if self.numbers else tuple(words)
+        if self.is_swept and not self.numbers:
+            texts = split_specs(words[0])
+            found = [self._one(text.strip()) for text in texts]
+            return found if len(found) > 1 else found[0]
+        return words[0] if self.is_swept else self._one(words[0])
+
+    def take(self, value: Any) -> Any:
+        """Reads its value in a config file; raises ValueError if it is none."""
+        if isinstance(value, Mapping):
+            if [*value] == ["object"]:
+                object_, remedy = value["object"], f"name one with {self.flag}, or use msrl.train"
+                raise ValueError(f"was an object ({object_}), which a file cannot hold; {remedy}")
+            raise ValueError("is an empty table; give it a key, or leave it out")
+        if isinstance(value, list):
+            if not value:
+                raise ValueError("is an empty array; give at least one value, or leave it out")
+            if not (self.is_sequence or self.is_tunable or self.is_swept):
+                raise ValueError(f"takes one value; {toml.value(value)} is an array")
+            items = [tuple(map(self._item, x)) if isinstance(x, list) else self._item(x) for x in value]
+            return items if isinstance(items[0], tuple) or (self.is_swept and not self.is_sequence) else tuple(items)
+        return self._plain(value)
+
+    def _item(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self._plain(value)
+
+    def _plain(self, value: Any) -> Any:
+        """Reads text, a number or a truth value of a config file."""
+        if isinstance(value, bool) != self.is_flag:
+            remedy = "true or false" if self.is_flag else "a value, not true or false"
+            raise ValueError(f"is {toml.value(value)}; use {remedy}")
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if not value.isprintable():
+                raise ValueError(f"has a character that cannot be printed ({value!r}); leave it out")
+            return self.read([value])
+        if not isinstance(value, int | float):
+            raise ValueError(f"is a date or time ({value}); write text in double quotes, or a number")
+        if not math.isfinite(value):
+            raise ValueError(f"is {value}; use a finite number")
+        if not self.numbers and Any not in self.parts:
+            raise ValueError(f"is the number {value}; write text in double quotes")
+        return self._number(value)
+
+    def _items(self, text: str) -> Any:
+        found = read_literal(text)
+        return tuple(map(self._number, found if isinstance(found, tuple) else (found,)))
+
+    def _one(self, text: str) -> Any:
+        if text in self.choices:
+            return self.choices[text]
+        if self.choices.keys() - {"None"} and not self.numbers and Any not in self.parts:
+            raise ValueError(f"is {text!r}, which is not one of {', '.join(self.choices)}{suggestion(text, self.choices)}")
+        if not self.numbers and Any not in self.parts:
+            return Path(text) if Path in self.parts else text
+        return self._number(read_literal(text))
+
+    def _number(self, value: Any) -> Any:
+        """A value as one of its type; a schedule, several values, and text if it takes text, stay as they are."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if self.is_tunable or not self.numbers or (isinstance(value, str) and (str in self.parts or Any in self.parts)):
+            return value
+        if float in self.numbers and is_number:
+            return value
+        if is_number and abs(value) >= 1e18:
+            raise ValueError(f"is {value}, which is too large; use fewer than 19 digits")
+        if is_number and value == int(value):
+            return int(value)
+        choices = "".join(f" or {name}" for name in self.choices)
+        raise ValueError(f"is {str(value)!r}, which is not a {'whole ' * (float not in self.numbers)}number{choices}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A function of which a command has the parameters as options.
+
+    Attributes:
+      of: the function, or where it is: `MODULE:NAME`, which is imported if its options are needed.
+      without: the parameters that are no options.
+      only: the parameters that are options, if not all.
+    """
+
+    of: str | Callable[..., Any]
+    without: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The function."""
+        if not isinstance(self.of, str):
+            return self.of
+        module, _, path = self.of.partition(":")
+        return operator.attrgetter(path)(importlib.import_module(module))
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether the function takes the fields of a config."""
+        return "algo" in self.parameters and any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    def takes(self, name: str) -> bool:
+        """Whether the function gets the value of an option."""
+        is_chosen = name in self.only if self.only else name not in self.without
+        return is_chosen and name in self.parameters
+
+    def options(self) -> Iterator[Option]:
+        """The parameters that the docstring of the function tells about, as options."""
+        docs = arguments_of(self.function)
+        for name, p in self.parameters.items():
+            if p.kind is p.VAR_POSITIONAL and name in docs:
+                yield Option(name, tuple[p.annotation, ...], (), docs[name], is_positional=True)
+            elif p.kind is not p.VAR_KEYWORD and name in docs and self.takes(name):
+                is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
+                yield Option(name, p.annotation, p.default, docs[name], is_positional)
+
+
+def arguments_of(function: Any) -> dict[str, str]:
+    """The texts of the arguments in the docstring of a function, by name."""
+    found, name = dict[str, str](), ""
+    for line in (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].splitlines():
+        if line and not line.startswith(" "):
+            break  # another section
+        if line.startswith("  ") and not line.startswith("   "):
+            name, _, line = line.strip().lstrip("*").partition(": ")
+        found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
+    """The fields that the configs of all these algorithms have, with the defaults of the first, as options."""
+    from msrl_jax import algorithms
+    from msrl_jax.algorithms.fields import all_fields, choices, tunable_fields, value_of
+
+    configs = {name: algorithms.get(name) for name in algos}
+    known = {name: all_fields(config) for name, config in configs.items()}
+    tunable = set.intersection(*(set(tunable_fields(config)) for config in configs.values()))
+    first, found = next(iter(known.values())), list[Option]()
+
+    def default(algo: str, name: str) -> Any:
+        made: Any = configs[algo]()
+        return value_of(made, name) if name in all_fields(made) else known[algo][name].default
+
+    for name, field in first.items():
+        if name in taken or not all(name in fields for fields in known.values()):
+            continue
+        kinds = dict.fromkeys(part for fields in known.values() for part in parts_of(fields[name].type))
+        defaults = {algo: default(algo, name) for algo in configs}
+        differ = len(set(map(repr, defaults.values()))) > 1
+        head, _, rest = name.rpartition(".")
+        having = [kind.option for kind in choices(first[head]) if rest in all_fields(kind)] if head else []
+        doc = f"of {' and '.join(having)}: {field.metadata['doc']}" if having else field.metadata["doc"]
+        found.append(Option(
+            name, Union[tuple(kinds)], next(iter(defaults.values())), doc,  # noqa: UP007
+            is_tunable=name in tunable, is_swept=is_swept and kinds.keys() != {bool},
+            defaults=", ".join(f"{x} of {algo}" for algo, x in defaults.items()) if differ else "",
+        ))  # fmt: skip
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are of this package."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; {self.prog} --help lists the options")
+
+
+def parser_of(prog: str, about: str, groups: Mapping[str, Sequence[Option]]) -> argparse.ArgumentParser:
+    """A parser that collects the words of the options that are given, by name."""
+    parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escaped(about), allow_abbrev=False, add_help=False)
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            has_default = option.default not in (REQUIRED, None, False, ()) or option.defaults
+            shown = f" (default: {option.defaults or option.default})" if has_default else ""
+            given: dict[str, Any] = {"help": _escaped(option.doc + shown), "default": argparse.SUPPRESS}
+            if option.is_flag:
+                group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, **given)
+            elif option.is_positional:
+                group.add_argument(option.name, metavar=option.flag, nargs="*" if option.is_sequence else "?", **given)
+            else:
+                count = "*" if option.is_sequence else None
+                group.add_argument(option.flag, dest=option.name, metavar=option.metavar, nargs=count, **given)
+    return parser
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def in_hyphens(argv: Sequence[str]) -> list[str]:
+    """The words, with hyphens in the names of flags."""
+    split = [word.partition("=") if word.startswith("--") else ("", "", word) for word in argv]
+    return [f"{name.replace('_', '-')}{equals}{value}" for name, equals, value in split]
+
+
+def values_of(argv: Sequence[str], name: str) -> list[str]:
+    """The words after a flag, of the last one if it is there several times; read before parsing, because they decide on other
+    flags."""
+    words: list[str] = []
+    for i, word in enumerate(argv, 1):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            words = [value] if equals else list(itertools.takewhile(lambda x: not x.startswith("-"), argv[i:]))
+    return words
+
+
+def nearest(name: str, known: Sequence[str], *, has_fields: bool) -> str:
+    """What an unknown name probably means, to follow it: one of these, or a field of the configs of other algorithms."""
+    if has_fields:
+        from msrl_jax import algorithms
+        from msrl_jax.algorithms.fields import all_fields
+
+        if having := [algo for algo in algorithms.names() if name.replace("-", "_") in all_fields(algorithms.get(algo))]:
+            return f", which is one of {', '.join(having)}"
+    return suggestion(name, known)
