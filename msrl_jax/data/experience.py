@@ -21,7 +21,7 @@ from msrl_jax.data.check_spaces import check_recordable
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.data.formats import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.envs import Environment, MultiAgentTimeStep, TimeStep, VectorEnvironment, has_agents
-from msrl_jax.envs.base import ENV_AXIS, PyTree, is_on_host, of_env
+from msrl_jax.envs.base import ENV_AXIS, PyTree, delegate, is_on_host
 from msrl_jax.envs.multi_agent import vectorize_agents
 from msrl_jax.envs.spaces import struct
 from msrl_jax.envs.vector import vectorize
@@ -98,7 +98,7 @@ class RecordedVectorEnvironment(VectorWrapper):
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
 
-    agents, num_agents, teams, state_size = map(of_env, ("agents", "num_agents", "teams", "state_size"))
+    agents, num_agents, teams, state_size = map(delegate, ("agents", "num_agents", "teams", "state_size"))
 
     def states(self, state: RecordedState) -> PyTree:
         """See `VectorizedAgents`."""

@@ -14,9 +14,9 @@ from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.formats import check_new, save
 from msrl_jax.envs import Environment, has_agents, vectorize
-from msrl_jax.envs.base import release
-from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.envs.params import GivenParams, ParamSource, with_source
+from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
+from msrl_jax.envs.params import GivenParams, ParamSampler, with_source
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
@@ -33,7 +33,7 @@ class _Acting(Protocol):
 
     @property
     def env(self) -> Environment: ...
-    def source(self, state: Any) -> ParamSource | tuple[()]: ...
+    def source(self, state: Any) -> ParamSampler | tuple[()]: ...
     def elsewhere(self, env_params: GivenParams) -> "_Acting": ...
     def take(self, state: Any) -> list[jax.Array]: ...
     def restore(self, leaves: list[jax.Array]) -> Any: ...
@@ -142,7 +142,7 @@ def record(
         for _ in range(math.ceil(length / chunk)):
             running, rows = play(leaves, running)
             parts.append(jax.device_get(rows))
-    release(env)
+    close_simulators(env)
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
     how = "sampled actions" if epsilon is None else f"greedy except for epsilon={epsilon:g}"
     description = result.description
@@ -155,7 +155,7 @@ def record(
         "trained_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
         "seed": seed,
     }
-    check_played(behavior.env, rows.reward)
+    check_returns_not_nan(behavior.env, rows.reward)
     dataset = from_lanes(columns(rows), about).select(slice(steps))
     if path is not None:
         save(dataset, path)

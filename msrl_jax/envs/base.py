@@ -231,7 +231,7 @@ class VectorEnvironment(Protocol):
         ...
 
 
-def of_env(name: str) -> Any:
+def delegate(name: str) -> Any:
     """Makes a property that returns the attribute `name` of the inner environment `env`."""
     return property(attrgetter(f"env.{name}"), doc=f"The `{name}` of the inner environment.")
 
@@ -251,8 +251,8 @@ class Wrapper:
         return super().__new__(cls)
 
     name = property(lambda self: env_name(self.env))
-    observation_space = of_env("observation_space")
-    action_space = of_env("action_space")
+    observation_space = delegate("observation_space")
+    action_space = delegate("action_space")
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
@@ -310,29 +310,29 @@ def has_agents(env: Any) -> bool:
 
 def is_on_host(env: Any) -> bool:
     """Whether an environment, or the one inside its wrappers, is simulated on the host: it has copies, but no state."""
-    return any(getattr(inner, "on_host", False) for inner in layers(env))
+    return any(getattr(inner, "on_host", False) for inner in iter_wrapped(env))
 
 
-def layers(env: Any) -> Iterator[Any]:
+def iter_wrapped(env: Any) -> Iterator[Any]:
     """Yields an environment and those inside its wrappers, outermost first."""
     while env is not None:
         yield env
         env = getattr(env, "env", None)
 
 
-def release(env: Any) -> None:
+def close_simulators(env: Any) -> None:
     """Stops the simulators of a vector environment until they are needed again; does nothing if it has none."""
-    for inner in layers(env):
+    for inner in iter_wrapped(env):
         if is_on_host(inner) and hasattr(inner, "simulators"):
             inner.simulators.close()
 
 
-def emitted(function: Callable[[jax.Array], PyTree]) -> PyTree:
+def output_shapes(function: Callable[[jax.Array], PyTree]) -> PyTree:
     """The shapes and dtypes that a function of a typed key returns, without running it."""
     return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def strong(tree: Any) -> Any:
+def drop_weak_types(tree: Any) -> Any:
     """Converts values to arrays without weak types, so that a state keeps its types in `jax.lax.scan`."""
 
     def convert(x):
@@ -342,10 +342,10 @@ def strong(tree: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
-def narrow(tree: Any) -> Any:
-    """Like `strong`, but converts 64-bit floats and integers to 32 bits: `jax_enable_x64` widens the defaults of suites."""
+def to_32_bit(tree: Any) -> Any:
+    """Like `drop_weak_types`, and converts 64-bit floats and integers, which `jax_enable_x64` makes of suites' defaults."""
 
     def convert(x):
         return x.astype({"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(x.dtype.name, x.dtype))
 
-    return jax.tree.map(convert, strong(tree))
+    return jax.tree.map(convert, drop_weak_types(tree))

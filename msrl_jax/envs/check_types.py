@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, emitted, env_name, strong
+from msrl_jax.envs.base import PyTree, drop_weak_types, env_name, output_shapes
 from msrl_jax.envs.episode_metrics import check_declared
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.fragments.support.checks import shown
@@ -41,13 +41,13 @@ def check_types(env: Any, several: bool = False) -> None:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
     )
-    state, obs = emitted(lambda key: _called(env.reset, f"{name}.reset", "state, obs", key))
+    state, obs = output_shapes(lambda key: _called(env.reset, f"{name}.reset", "state, obs", key))
     compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{each}")
 
     def step(key, state, action):
         return _called(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
 
-    next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, emitted(lambda key: key), state, action)
+    next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, output_shapes(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
     compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{each}")
     if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in _NUMBERS):
@@ -187,7 +187,7 @@ def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> 
         for path, leaf in jax.tree.leaves_with_path(part):
             if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
                 raise TypeError(f"{name}{keystr(path)} of {where} is {shown(leaf)}; return numbers or arrays of them")
-    return strong(result)
+    return drop_weak_types(result)
 
 
 def returned(result: Any, where: str, parts: str) -> tuple:

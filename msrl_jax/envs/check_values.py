@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, drop_weak_types, env_name, has_agents, is_on_host
 from msrl_jax.envs.check_types import in_short, line_of_user
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.goals import goals_of
@@ -116,7 +116,7 @@ def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]
         if plain:
             step_key, _ = jax.random.split(jax.random.split(state.key[0])[1])
             one, action = jax.tree.map(lambda x: x[0], (state.env_state, action))
-            _, *stepped = strong(venv.env.step(step_key, one, action))
+            _, *stepped = drop_weak_types(venv.env.step(step_key, one, action))
             happened["alone"] = (unmasked(stepped[0]), stepped[1].astype(jnp.float32), *stepped[2:])
         return (after, t.obs), happened
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import used_inputs
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, emitted, env_name, is_on_host, layers, strong
+from msrl_jax.envs.base import Environment, PyTree, drop_weak_types, env_name, is_on_host, iter_wrapped, output_shapes
 from msrl_jax.envs.check_types import compare_types, returned, show
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.params import RandomizeParams, with_params
@@ -79,7 +79,8 @@ def goals_of(env: Environment) -> Goals:
     achieved, desired = (spaces.struct(space.spaces[key]) for key in KEYS[1:])
     compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
     where = f"{name}.goal_reward"
-    found = jax.eval_shape(lambda *goals: strong(returned(reward_of(*goals), where, "reward, terminated")), achieved, desired)
+    reward = lambda *goals: drop_weak_types(returned(reward_of(*goals), where, "reward, terminated"))  # noqa: E731
+    found = jax.eval_shape(reward, achieved, desired)
     if any(getattr(x, "shape", None) != () for x in found) or found[1].dtype != bool:
         raise TypeError(
             f"{where} returned {', '.join(map(show, found))}; return the reward, float32[], and whether the goal terminates "
@@ -101,9 +102,9 @@ def goals_of(env: Environment) -> Goals:
 
 def _check_constant(env: Environment, *goals: PyTree) -> None:
     """Raises ValueError if `goal_reward` depends on episode parameters, which a replay buffer does not store."""
-    for inner in layers(env):
+    for inner in iter_wrapped(env):
         if isinstance(inner, RandomizeParams):
-            params = emitted(inner.reset)[0].params
+            params = output_shapes(inner.reset)[0].params
             jaxpr = jax.make_jaxpr(lambda params, *g, env=inner.env: with_params(env, params).goal_reward(*g))(params, *goals)
             for name, is_used in zip(sorted(params), used_inputs(jaxpr.jaxpr), strict=False):
                 if is_used:

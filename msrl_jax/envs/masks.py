@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host, of_env
+from msrl_jax.envs.base import (
+    Environment,
+    MaskedObservation,
+    PyTree,
+    Stepped,
+    Wrapper,
+    delegate,
+    env_name,
+    is_on_host,
+    output_shapes,
+)
 
 
 def has_masks(env: Any) -> bool:
@@ -26,7 +36,7 @@ def observation_type(env: Any) -> PyTree:
     """Shapes and dtypes of one observation, with its mask if it has one."""
     if is_on_host(env):
         return spaces.struct(env.observation_space)
-    return emitted(with_masks(env).reset)[1]
+    return output_shapes(with_masks(env).reset)[1]
 
 
 def with_masks(env: Environment) -> Environment:
@@ -43,8 +53,8 @@ class _Masked(Wrapper):
     """The environment that `with_masks` returns; `observation_space` is that of the observations without masks."""
 
     env: Any
-    report = of_env("report")
-    render = of_env("render")
+    report = delegate("report")
+    render = delegate("render")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
         state, obs = self.env.reset(key)
@@ -87,7 +97,7 @@ def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
     return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
 
 
-def check_played(env: Any, reward: np.ndarray) -> None:
+def check_returns_not_nan(env: Any, reward: np.ndarray) -> None:
     """Raises ValueError if an environment with legal actions returned nan rewards."""
     if has_masks(env) and (bad := int(np.isnan(reward).sum())):
         raise ValueError(
@@ -128,7 +138,7 @@ def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.argmax(count > which).astype(jnp.int32)
 
 
-def index_at(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+def inverse_cdf_index(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Inverts cumulative distributions at uniform numbers from [0, 1). int32 `[...]`
 
     Args:

@@ -16,14 +16,14 @@ from msrl_jax.envs.base import (
     WithoutStatistics,
     Wrapper,
     check_made,
-    emitted,
-    of_env,
-    strong,
+    delegate,
+    drop_weak_types,
+    output_shapes,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
-from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
 
@@ -39,7 +39,7 @@ class AgentsState(NamedTuple):
     return_sum: jax.Array  # `[E, A]`
     length_sum: jax.Array  # `[E]`
     num_episodes: jax.Array  # `[E]`
-    source: ParamSource | tuple[()] = ()
+    source: ParamSampler | tuple[()] = ()
     metrics: EpisodeMetrics | tuple[()] = ()
 
 
@@ -100,7 +100,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
     @property
     def state_size(self) -> int:
         """The size of a global state, `S`."""
-        return emitted(lambda key: self._global_state(*self.env.reset(key))).shape[0]
+        return output_shapes(lambda key: self._global_state(*self.env.reset(key))).shape[0]
 
     def reset(self, key: jax.Array) -> tuple[AgentsState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, A, ...]`."""
@@ -108,7 +108,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
         def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(with_source(self.env, source).reset(reset_key))
+            env_state, obs = drop_weak_types(with_source(self.env, source).reset(reset_key))
             absent = jnp.zeros(self.num_agents, bool)
             return key, env_state, absent, self._observation(env_state, obs, absent)
 
@@ -134,7 +134,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             key, step_key = jax.random.split(key)
             step_key, reset_key = jax.random.split(step_key)
             before = env_state
-            env_state, obs, reward, terminated, truncated = strong(self.env.step(step_key, before, action))
+            env_state, obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, before, action))
             if has_masks(self.env):
                 reward = self._faults(reward, before, env_state, action, absent, terminated)
             reward = jnp.where(absent, 0.0, reward.astype(jnp.float32))
@@ -142,7 +142,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             ended = truncated | terminated.all()
             final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
             reported = episode_metrics.reported(self.env, env_state)
-            fresh = strong(with_source(self.env, source).reset(reset_key))
+            fresh = drop_weak_types(with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
             gone = terminated & ~ended
             obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
@@ -161,7 +161,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
             length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
             num_episodes=state.num_episodes + t.ended,
-            source=after_step(state.source, self.num_envs),
+            source=advance_source(state.source, self.num_envs),
             metrics=episode_metrics.end(self, episode_metrics.add(self, state.metrics, t.metrics), t.ended, t.ended),
         )
         return state, t
@@ -230,13 +230,13 @@ class TeamView(Wrapper):
     env: VectorizedAgents
     num_agents: int
     central: bool = True
-    num_envs = of_env("num_envs")
-    state_size = of_env("state_size")
+    num_envs = delegate("num_envs")
+    state_size = delegate("state_size")
 
     @property
     def observation_type(self) -> JointObservation:
         """Shapes and dtypes of one joint observation."""
-        _, obs = emitted(self.env.reset)
+        _, obs = output_shapes(self.env.reset)
         obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
         state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
         return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]

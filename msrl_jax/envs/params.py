@@ -1,7 +1,7 @@
 """Environment parameters as data: drawn for every episode and changeable during a run, without recompilation.
 
 An environment with `default_params` and `with_params` has parameters as data. `RandomizeParams` draws them and keeps them in
-the state. The source they are drawn from, a `ParamSource`, is in the state of a vector environment, one entry per copy.
+the state. The source they are drawn from, a `ParamSampler`, is in the state of a vector environment, one entry per copy.
 """
 
 import copy
@@ -16,7 +16,7 @@ import numpy as np
 
 from msrl_jax._compat import used_inputs
 from msrl_jax.envs import param_distributions, spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
+from msrl_jax.envs.base import Environment, PyTree, Stepped, drop_weak_types, env_name, has_agents, output_shapes
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
@@ -47,7 +47,7 @@ GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | s
 """What `RandomizeParams` accepts: name -> value, also as text; a function of a key; or a `Curriculum`."""
 
 
-class ParamSource(NamedTuple):
+class ParamSampler(NamedTuple):
     """The source that parameters are drawn from."""
 
     values: Any  # name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`
@@ -78,7 +78,7 @@ class RandomizeParams(EnvironmentWrapper):
 
     env: Environment
     params: GivenParams
-    source: ParamSource = dataclasses.field(init=False, repr=False)
+    source: ParamSampler = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         for inner in inside(self.env):
@@ -162,7 +162,7 @@ def around(env: E, inner: Any) -> E:
     return wrapper  # type: ignore[return-value]
 
 
-def _checked(env: Any, params: Any) -> ParamSource:
+def _checked(env: Any, params: Any) -> ParamSampler:
     name, types = env_name(env), default_params(env)
     if isinstance(params, str):
         params = param_distributions.parse_many(params)
@@ -183,7 +183,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
         remedy = "pass a mapping name -> value, a function of a key, or a Curriculum"
         raise TypeError(f"env_params={shown(params)} of {name}: {remedy}")
     _check_data(env, {key: types[key] for key in names})
-    return ParamSource(values, jax.tree.map(np.asarray, counter()) if param_distributions.ramps(values) else ())
+    return ParamSampler(values, jax.tree.map(np.asarray, counter()) if param_distributions.ramps(values) else ())
 
 
 def _as_number(x: Any) -> np.ndarray:
@@ -212,7 +212,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
             raise TypeError(f"the function of env_params of {env} returned {shown(drawn)}; return a mapping name -> value")
         return dict(jax.tree.map(jnp.asarray, drawn))
 
-    drawn = emitted(sample)
+    drawn = output_shapes(sample)
     for name, x in drawn.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
@@ -223,10 +223,10 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     return drawn
 
 
-def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]:
+def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array]:
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        drawn = strong(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
+        drawn = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
         return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {name: param_distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
@@ -236,14 +236,14 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     """Raises ValueError if a parameter has no effect, or cannot be data since shapes or Python control flow depend on it."""
     agents = (len(env.agents),) if has_agents(env) else ()
     action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
-    key = emitted(lambda key: key)
+    key = output_shapes(lambda key: key)
 
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
         its = with_params(env, params)
-        state, obs = strong(its.reset(key))
+        state, obs = drop_weak_types(its.reset(key))
         methods = "action_mask", "global_state", "privileged_state", "report"
         also = [getattr(its, method)(state) for method in methods if hasattr(its, method)]
-        return (state, obs), strong(its.step(key, state, action)), also
+        return (state, obs), drop_weak_types(its.step(key, state, action)), also
 
     with_params(env, {})
     try:
@@ -264,12 +264,12 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} of {env_name(env)} has no effect on reset and step; remove it from env_params")
 
 
-def source_of(env: Any) -> ParamSource | tuple[()]:
+def source_of(env: Any) -> ParamSampler | tuple[()]:
     """The parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are constants."""
     return next((inner.source for inner in inside(env) if isinstance(inner, RandomizeParams)), ())
 
 
-def with_source(env: E, source: ParamSource | tuple[()]) -> E:
+def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
     """The environment, or vector environment, with another parameter source; itself if `source` is `()`."""
     if not source:
         return env
@@ -280,12 +280,12 @@ def with_source(env: E, source: ParamSource | tuple[()]) -> E:
     return drawing
 
 
-def sources(env: Any, num_envs: int) -> ParamSource | tuple[()]:
+def sources(env: Any, num_envs: int) -> ParamSampler | tuple[()]:
     """The parameter source repeated for each copy. `[E, ...]`"""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
 
 
-def after_step(source: Any, num_envs: int) -> Any:
+def advance_source(source: Any, num_envs: int) -> Any:
     """The parameter sources of the copies after all of them took a step."""
     return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
 
@@ -302,21 +302,21 @@ def means(env_state: PyTree) -> dict[str, Mean]:
     }
 
 
-def find_source(state: PyTree) -> ParamSource | tuple[()]:
+def find_source(state: PyTree) -> ParamSampler | tuple[()]:
     """The first parameter source in a state; `()` if there is none."""
     return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
 
 
 def _is_source(x: Any) -> bool:
-    return isinstance(x, ParamSource)
+    return isinstance(x, ParamSampler)
 
 
-def in_source(state: PyTree) -> list[bool]:
+def is_of_source(state: PyTree) -> list[bool]:
     """Whether each leaf of a state is part of a parameter source."""
     return [_is_source(x) for x in jax.tree.leaves(state, is_leaf=_is_source) for _ in jax.tree.leaves(x)]
 
 
-def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
+def replace_sources(state: PyTree, replace: Callable[[ParamSampler], ParamSampler]) -> PyTree:
     """The state with other parameter sources."""
     return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
 

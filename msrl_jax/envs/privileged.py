@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name
+from msrl_jax.envs.base import Environment, PyTree, Stepped, env_name, output_shapes
 from msrl_jax.envs.check_types import check_space
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.running import RunningStatistics
@@ -66,7 +66,7 @@ class _Privileged(EnvironmentWrapper):
     @functools.cached_property
     def observation_space(self) -> spaces.Tuple:  # type: ignore[override]
         name, given = f"{env_name(self.env)}.privileged_state", []
-        emitted(lambda key: given.append(self.env.privileged_state(self.env.reset(key)[0])))
+        output_shapes(lambda key: given.append(self.env.privileged_state(self.env.reset(key)[0])))
         try:
             space = spaces.unbounded(given[0])
         except TypeError as error:

@@ -49,7 +49,7 @@ def empty(like: PyTree) -> RunningStatistics:
     return _statistics(counter(), mean, var)
 
 
-def of_batch(batch: PyTree) -> RunningStatistics:
+def batch_statistics(batch: PyTree) -> RunningStatistics:
     """The statistics of one batch `[B, ...]`, in two passes."""
     chex.assert_equal_shape_prefix(jax.tree.leaves(batch), 1)
     batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)

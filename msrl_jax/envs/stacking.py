@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, env_name, of_env, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, delegate, drop_weak_types, env_name
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.masks import has_masks
@@ -134,7 +134,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
 class StackedAgents(Named):
     """The result of `stack_agents`; it has `action_mask` and `global_state` only if there is something to return."""
 
-    render = of_env("render")
+    render = delegate("render")
 
     def __init__(self, env: DictEnvironment, observation_space: spaces.Space, action_space: spaces.Space):
         """Stacks an environment whose agents get these spaces."""
@@ -188,7 +188,7 @@ class StackedAgents(Named):
     def _stack_observations(self, obs: Any, method: str) -> PyTree:
         padded, common = [], cast(Any, self.observation_space).shape
         for agent, x in zip(self.agents, self._by_agent(obs, f"the observations of {method}"), strict=True):
-            own, x = self.env.observation_spaces[agent], strong(x)
+            own, x = self.env.observation_spaces[agent], drop_weak_types(x)
             what = f"the observation of agent {agent!r} of {self.name}.{method}"
             compare_types(x, spaces.struct(own), what, "its observation space")
             padded.append(jnp.pad(x, (0, common[0] - len(x))) if own.shape != common else x)

@@ -14,16 +14,16 @@ from msrl_jax.envs.base import (
     WithoutStatistics,
     Wrapper,
     check_made,
+    drop_weak_types,
     env_name,
     has_agents,
-    layers,
-    strong,
+    iter_wrapped,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import reported
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.envs.multi_agent import vectorize_agents
-from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
 from msrl_jax.envs.reset_pool import ResetPool, Spares, count_starts, first_spares, pop_starts, refill
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
@@ -42,7 +42,7 @@ class VectorState(NamedTuple):
     key: jax.Array
     env_state: PyTree
     spares: Spares | tuple[()] = ()
-    source: ParamSource | tuple[()] = ()
+    source: ParamSampler | tuple[()] = ()
 
 
 @entry
@@ -75,7 +75,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if has_agents(env):
         return vectorize_agents(env, num_envs)  # type: ignore[arg-type,return-value]
     check_types(env)
-    return Vectorized(with_masks(env), num_envs, next((x.ratio for x in layers(env) if isinstance(x, ResetPool)), 1))
+    return Vectorized(with_masks(env), num_envs, next((x.ratio for x in iter_wrapped(env) if isinstance(x, ResetPool)), 1))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Vectorized(WithoutStatistics, Wrapper):
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)
-            env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
+            env_state, final_obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap, a branch is a select anyway, and branching on "any done" would couple the
             # environments.
             metrics = reported(self.env, env_state)
@@ -128,10 +128,10 @@ class Vectorized(WithoutStatistics, Wrapper):
         key, env_state, t = jax.vmap(step_one)(*of_copies)
         if spares:
             spares = count_starts(spares, t.ended)
-        return VectorState(key, env_state, spares, after_step(state.source, self.num_envs)), t
+        return VectorState(key, env_state, spares, advance_source(state.source, self.num_envs)), t
 
-    def _reset(self, key: jax.Array, source: ParamSource | tuple[()]) -> tuple[PyTree, PyTree]:
-        return strong(with_source(self.env, source).reset(key))
+    def _reset(self, key: jax.Array, source: ParamSampler | tuple[()]) -> tuple[PyTree, PyTree]:
+        return drop_weak_types(with_source(self.env, source).reset(key))
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
         """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
@@ -145,7 +145,7 @@ class Vectorized(WithoutStatistics, Wrapper):
 def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
     """The states of the copies in `Vectorized` or `VectorizedAgents` after a step, before any reset. `[E, ...]`"""
     keys = jax.vmap(lambda key: _keys(key)[1])(state.key)
-    return strong(jax.vmap(env.env.step)(keys, state.env_state, action)[0])
+    return drop_weak_types(jax.vmap(env.env.step)(keys, state.env_state, action)[0])
 
 
 def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

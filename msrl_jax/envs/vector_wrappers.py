@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from msrl_jax.envs import episode_metrics, running, spaces
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
+from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, delegate
 from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
@@ -32,7 +32,7 @@ class VectorWrapper(Wrapper):
     The state of a wrapper is a named tuple with a field `env_state`.
     """
 
-    num_envs = of_env("num_envs")
+    num_envs = delegate("num_envs")
 
     def pop_episodes(self, state: Any) -> tuple[Any, dict[str, Mean]]:
         """Returns the metrics of the environment."""
@@ -183,7 +183,7 @@ class NormalizeObservation(NormalizingWrapper):
         """Starts all environments, and initializes the statistics with the first observations."""
         env_state, obs = self.env.reset(key)
         empty = running.empty(spaces.struct(self.env.observation_space))
-        state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(unmasked(obs)))
+        state = NormalizeObservationState(env_state, empty if self.frozen else running.batch_statistics(unmasked(obs)))
         return state, self._normalize(state.running, obs)
 
     def step(self, state: NormalizeObservationState, action: PyTree) -> tuple[NormalizeObservationState, TimeStep]:

@@ -20,8 +20,8 @@ from msrl_jax.envs.base import (
     VectorEnvironment,
     WithoutStatistics,
     Wrapper,
+    delegate,
     is_on_host,
-    of_env,
 )
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import whole
@@ -31,8 +31,8 @@ from msrl_jax.fragments.support.tracebacks import entry
 class EnvironmentWrapper(Wrapper):
     """Base class of environment wrappers: missing attributes are those of the inner environment, or raise AttributeError."""
 
-    agents = of_env("agents")
-    goal_reward = of_env("goal_reward")
+    agents = delegate("agents")
+    goal_reward = delegate("goal_reward")
     action_mask = property(lambda self: self._of_state("action_mask"))
     global_state = property(lambda self: self._of_state("global_state"))
     privileged_state = property(lambda self: self._of_state("privileged_state"))
@@ -42,8 +42,8 @@ class EnvironmentWrapper(Wrapper):
     _inner = staticmethod(lambda state: state)  # returns the inner state; override it in wrappers that add a state
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
-        of_env = getattr(self.env, method)
-        return lambda state: of_env(self._inner(state))
+        delegate = getattr(self.env, method)
+        return lambda state: delegate(self._inner(state))
 
     def reset(self, key: jax.Array) -> tuple[Any, PyTree]:
         """Starts an episode."""
@@ -96,7 +96,7 @@ class ObservedVector(WithoutStatistics, Wrapper):
 
     env: VectorEnvironment
     by: ObservationWrapper
-    num_envs = of_env("num_envs")
+    num_envs = delegate("num_envs")
     observation_space = property(lambda self: self.by.observation_space)
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:

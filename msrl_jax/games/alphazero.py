@@ -55,7 +55,7 @@ from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns import lambda_return
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
-from msrl_jax.envs.base import emitted
+from msrl_jax.envs.base import output_shapes
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.progress import parameter_version
@@ -255,7 +255,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
     action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
     check_turns("alphazero", env)
-    state, _ = emitted(env.reset)
+    state, _ = output_shapes(env.reset)
     check_trees(config, action_space.n, tree_bytes(state))
     network: Any = policy_and_value(make_torso(env.observation_space, config), action_space, shared_torso=True)
 

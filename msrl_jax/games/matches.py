@@ -15,7 +15,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms import schedules, words
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import check_played, mask_of, sample_legal
+from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.fragments.support.tracebacks import entry
@@ -175,7 +175,7 @@ def match(
     played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
     if outside := int(played.pop("outside").sum()):
         raise ValueError(f"a player chose an action outside {game.action_space} in {outside} of {games} games; fix the player")
-    check_played(game, played["returns"])
+    check_returns_not_nan(game, played["returns"])
     return Match(**played)
 
 

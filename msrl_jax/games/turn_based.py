@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import drop_unused, jaxprs_in
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import Stepped, emitted, env_name, is_on_host
+from msrl_jax.envs.base import Stepped, env_name, is_on_host, output_shapes
 from msrl_jax.envs.check_types import check_types, show
 from msrl_jax.envs.masks import fault
 from msrl_jax.envs.wrappers import EnvironmentWrapper
@@ -99,7 +99,7 @@ def check_turns(name: str, env: Any) -> None:
             f"{' and '.join([f'{len(env.agents)} agents', *missing])}; use self_play, ippo or mappo, or another game"
         )
     check_types(env, several=True)
-    state, _ = emitted(env.reset)
+    state, _ = output_shapes(env.reset)
     player = jax.eval_shape(lambda state: env.to_move(state), state)
     if not isinstance(player, jax.ShapeDtypeStruct) or player.shape or player.weak_type or player.dtype.kind not in "iu":
         raise ValueError(f"{game}.to_move returned {show(player)}; return an array int32[], 0 or 1")
@@ -114,7 +114,7 @@ def check_turns(name: str, env: Any) -> None:
 
 def player_observation(env: VectorizedAgents) -> Any:
     """Shapes and dtypes of one player's observation, with its legal actions."""
-    _, obs = emitted(env.reset)
+    _, obs = output_shapes(env.reset)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
-from msrl_jax.envs.masks import index_at
+from msrl_jax.envs.masks import inverse_cdf_index
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.tracebacks import entry
 
@@ -68,7 +68,7 @@ class TabularMDP:
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Draws the next state and the reward."""
         move, noise = jax.random.split(key)
-        after = index_at(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move, dtype=jnp.float32))
+        after = inverse_cdf_index(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move, dtype=jnp.float32))
         reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise, dtype=jnp.float32)
         return after, after, reward, jnp.asarray(False), jnp.asarray(False)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.envs.base import release
+from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.checks import replacing
 from msrl_jax.fragments.support.random_keys import key_for
@@ -101,7 +101,7 @@ class BestAgents:
             leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
             return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
         finally:
-            release(evaluator.env)
+            close_simulators(evaluator.env)
 
 
 def _unusable(experiment: Experiment, fact: str) -> RecordError:

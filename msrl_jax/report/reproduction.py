@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from msrl_jax import policies
-from msrl_jax.envs.base import is_on_host, release
+from msrl_jax.envs.base import close_simulators, is_on_host
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import as_path, check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry
@@ -279,7 +279,7 @@ def _groups(
     try:
         at_once = 1 if is_on_host(base.environment) else memory_of(base, policy, devices)[0]
     finally:
-        release(base.behavior.agent.env)
+        close_simulators(base.behavior.agent.env)
     parts = [re.fullmatch(r"seeds-(\d+)-(\d+)", folder.name) for folder in path.glob("seeds-*-*")]
     begun = sorted((int(match[1]), int(match[2]) + 1) for match in parts if match)
     groups, at = list[range](), seeds.start

@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.replacing import with_values
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import release
+from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.support.checks import as_path, check_seed, shown
 from msrl_jax.fragments.support.random_keys import key_for
@@ -306,7 +306,7 @@ class Result(Outcome):
         try:
             return evaluator(self._of_member(member), key_for("play", jax.random.key(check_seed(seed))))
         finally:
-            release(evaluator.env)
+            close_simulators(evaluator.env)
 
     @entry
     def video(

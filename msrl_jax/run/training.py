@@ -16,7 +16,7 @@ import jax
 from msrl_jax import policies
 from msrl_jax.algorithms.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import is_on_host, release
+from msrl_jax.envs.base import close_simulators, is_on_host
 from msrl_jax.envs.images import unseen_images
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -188,7 +188,7 @@ def train(
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
             saver = None if path is None else Checkpoints(path, every, keep, recording)
-        stack.callback(release, experiment.agent.env)
+        stack.callback(close_simulators, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if progress is not False and processes.is_first():
             tuned = recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
@@ -206,7 +206,7 @@ def train(
         evaluating = None
         if watching["eval_episodes"]:
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
-            stack.callback(release, evaluating.env)
+            stack.callback(close_simulators, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         rows = Rows()
         hooks = [

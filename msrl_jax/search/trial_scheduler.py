@@ -16,7 +16,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms.fields import tunable_fields
-from msrl_jax.envs.base import release
+from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.text import size
@@ -103,7 +103,7 @@ class Course:
                 try:
                     fits, nbytes, limit = memory_of(experiment, self.policy, self.devices)
                 finally:
-                    release(experiment.behavior.agent.env)
+                    close_simulators(experiment.behavior.agent.env)
             except ValueError as error:
                 raise ValueError(f"{own[0]}: {error}") from None
             agent = experiment.behavior.agent

@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.envs.masks import check_played, only_legal, sample_legal
+from msrl_jax.envs.masks import check_returns_not_nan, only_legal, sample_legal
 from tests.support.corridor import Corridor
 from tests.support.maze import JUMP, LEFT, RIGHT, Maze, legal
 
@@ -59,7 +59,7 @@ def test_a_step_without_a_legal_action_or_with_an_illegal_one_has_a_reward_of_na
     np.testing.assert_array_equal(np.isnan(t.reward), wrong)
     assert wrong.any()
     with pytest.raises(ValueError, match=rf"Maze: {wrong.sum()} of 240 .* no legal action"):
-        check_played(env, t.reward)
+        check_returns_not_nan(env, t.reward)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_normalized_values_are_clipped():
 def test_merging_batches_far_from_zero_is_accurate():
     batches = 1e4 + np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
     batches[25:] += 500
-    stats = running.of_batch(jnp.asarray(batches[0]))
+    stats = running.batch_statistics(jnp.asarray(batches[0]))
     for batch in batches[1:]:
         stats = running.update(stats, jnp.asarray(batch))
     exact = np.asarray(batches, np.float64)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import index_at, only_legal
+from msrl_jax.envs.masks import inverse_cdf_index, only_legal
 from msrl_jax.envs.spaces import is_integers, num_values
 
 
@@ -32,7 +32,7 @@ class Categorical:
         """Draws one action per element from a uniform number for each integer, by inverting the cumulative distribution."""
         shape = self.logits.shape[-2:-1] if self.several else ()
         weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
-        return index_at(weights, _per_key(lambda k: jax.random.uniform(k, shape, jnp.float32), key))
+        return inverse_cdf_index(weights, _per_key(lambda k: jax.random.uniform(k, shape, jnp.float32), key))
 
     def mode(self) -> jax.Array:
         """The most probable actions; the first ones if several are."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import TimeLimit
 from msrl_jax.fragments.support.checks import whole
@@ -46,7 +46,7 @@ class BraxEnvironment(Named):
 
     def __init__(self, env: Any, name: str, action_repeat: int = 1):
         self.env, self.name, self.action_repeat = env, name, action_repeat
-        state = emitted(lambda key: self.reset(key)[0])
+        state = output_shapes(lambda key: self.reset(key)[0])
         self.observation_space = spaces.unbounded(_observed(state))
         if _observed(state) is not state.obs:
             self.privileged_state = _privileged_state
@@ -71,7 +71,7 @@ class BraxEnvironment(Named):
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         with common.quiet():
-            state = narrow(self.env.reset(key))
+            state = to_32_bit(self.env.reset(key))
         return state, _observed(state)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
@@ -80,7 +80,7 @@ class BraxEnvironment(Named):
         def once(state, _):
             with common.quiet():
                 try:
-                    state = narrow(self.env.step(state, action))
+                    state = to_32_bit(self.env.step(state, action))
                 except TypeError as error:  # although the action has the right type
                     raise RuntimeError(
                         f"{self.name} fails in its own step, because its package does not work with JAX {jax.__version__}: "

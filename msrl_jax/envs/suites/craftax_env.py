@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Named, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
@@ -41,7 +41,7 @@ class CraftaxEnvironment(Named):
 
     def __init__(self, env: Any, params: Any, name: str):
         self.env, self.params, self.name = env, params, name
-        _, obs = emitted(self.reset)
+        _, obs = output_shapes(self.reset)
         declared = env.observation_space(params)
         self.observation_space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
         self.action_space = spaces.Discrete(env.action_space(params).n)
@@ -52,7 +52,7 @@ class CraftaxEnvironment(Named):
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode in a new world."""
         obs, state = self.env.reset_env(key, self.params)
-        return narrow(state), narrow(obs)
+        return to_32_bit(state), to_32_bit(obs)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
@@ -60,7 +60,7 @@ class CraftaxEnvironment(Named):
         endless = dataclasses.replace(self.params, max_timesteps=np.iinfo(np.int32).max)
         terminated = jnp.bool_(self.env.is_terminal(state, endless))
         truncated = (state.timestep >= self.params.max_timesteps) & ~terminated
-        return narrow(state), narrow(obs), jnp.float32(reward), terminated, truncated
+        return to_32_bit(state), to_32_bit(obs), jnp.float32(reward), terminated, truncated
 
     render_fps = 8.0
 

@@ -22,7 +22,7 @@ from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.suites import common
 from msrl_jax.fragments.support.checks import whole
 
@@ -58,10 +58,10 @@ class GymnaxEnvironment(Named):
                     "step_env and is_truncated"
                 )
         self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
-        _, obs = emitted(self.reset)
+        _, obs = output_shapes(self.reset)
         self.observation_space = _converted(env.observation_space(self.params), obs)
         action_space = env.action_space(self.params)
-        self.action_space = _converted(action_space, emitted(lambda key: narrow(action_space.sample(key))))
+        self.action_space = _converted(action_space, output_shapes(lambda key: to_32_bit(action_space.sample(key))))
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -123,14 +123,14 @@ class GymnaxEnvironment(Named):
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         obs, state = self.env.reset_env(key, self.params)
-        return narrow(state), narrow(obs)
+        return to_32_bit(state), to_32_bit(obs)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
         reward, terminated, truncated = jnp.float32(reward), jnp.bool_(terminated), jnp.bool_(truncated)
-        return narrow(state), narrow(obs), reward, terminated, truncated
+        return to_32_bit(state), to_32_bit(obs), reward, terminated, truncated
 
 
 def make(name: str, **params: Any) -> GymnaxEnvironment:

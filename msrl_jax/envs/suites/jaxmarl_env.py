@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, narrow
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, output_shapes, to_32_bit
 from msrl_jax.envs.stacking import stack_agents
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
@@ -172,7 +172,7 @@ class JaxMARLEnvironment:
         """Reads the spaces of an environment; `shaped_reward` is the weight of the shaped rewards that it reports."""
         self.env, self.name, self.suite, self.shaped_reward = env, name, suite, shaped_reward
         self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
-        _, obs = emitted(self.reset)
+        _, obs = output_shapes(self.reset)
         own = dict(zip(self.agents, env.agents, strict=True))
         self.observation_spaces = {a: _observation_space(env.observation_space(own[a]), obs[a]) for a in self.agents}
         self.action_spaces = {a: _action_space(env.action_space(own[a])) for a in self.agents}
@@ -187,7 +187,7 @@ class JaxMARLEnvironment:
         """Starts an episode."""
         with common.quiet():
             obs, state = self.env.reset(key)
-        return narrow(state), self._by_agent(narrow(obs))
+        return to_32_bit(state), self._by_agent(to_32_bit(obs))
 
     def step(
         self, key: jax.Array, state: PyTree, action: Mapping[str, PyTree]
@@ -203,7 +203,7 @@ class JaxMARLEnvironment:
             rewards = {agent: reward + jnp.float32(self.shaped_reward * shaped[agent]) for agent, reward in rewards.items()}
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))
-        return narrow(new), self._by_agent(narrow(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
+        return to_32_bit(new), self._by_agent(to_32_bit(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
 
     render_fps = 10.0
 
@@ -239,23 +239,23 @@ class JaxMARLEnvironment:
         return {name: jax.tree.map(lambda x, i=i: x[i], values) for i, name in enumerate(self.agents)}
 
 
-def _observation_space(declared: Any, emitted: PyTree) -> spaces.Space:
+def _observation_space(declared: Any, output_shapes: PyTree) -> spaces.Space:
     """The space of an agent's observations, with JaxMARL's declared bounds; some declared shapes and dtypes are wrong."""
-    if isinstance(emitted, Mapping):
+    if isinstance(output_shapes, Mapping):
         parts = getattr(declared, "spaces", declared)
         part = parts.get if isinstance(parts, Mapping) else {}.get
-        return spaces.Dict({name: _observation_space(part(name), x) for name, x in emitted.items()})
+        return spaces.Dict({name: _observation_space(part(name), x) for name, x in output_shapes.items()})
     if hasattr(declared, "n"):
-        return spaces.Discrete(int(declared.n), emitted.dtype)
+        return spaces.Discrete(int(declared.n), output_shapes.dtype)
     low, high = (getattr(declared, bound, infinite) for bound, infinite in (("low", -np.inf), ("high", np.inf)))
     if hasattr(declared, "num_categories"):  # a MultiDiscrete
         low, high = 0, np.asarray(declared.num_categories) - 1
-    if np.shape(low) not in ((), emitted.shape) or np.shape(high) not in ((), emitted.shape):
+    if np.shape(low) not in ((), output_shapes.shape) or np.shape(high) not in ((), output_shapes.shape):
         low, high = np.min(low), np.max(high)
-    if jnp.issubdtype(emitted.dtype, jnp.integer):
-        limits = jnp.iinfo(emitted.dtype)
+    if jnp.issubdtype(output_shapes.dtype, jnp.integer):
+        limits = jnp.iinfo(output_shapes.dtype)
         low, high = (np.clip(np.asarray(bound, float), limits.min, limits.max) for bound in (low, high))
-    return spaces.Box(low, high, emitted.shape, emitted.dtype)
+    return spaces.Box(low, high, output_shapes.shape, output_shapes.dtype)
 
 
 def _action_space(space: Any) -> spaces.Space:

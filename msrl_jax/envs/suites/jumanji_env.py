@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
@@ -73,13 +73,13 @@ class _Adapter(Named):
 
     def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
         with common.quiet():
-            state, first = narrow(self.env.reset(key))
+            state, first = to_32_bit(self.env.reset(key))
         return self._state(state, first), self._observe(first)
 
     def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
         """A step and what the suite reports of it; random numbers come from the key in the state, as in the suite."""
         with common.quiet():
-            env_state, after = narrow(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+            env_state, after = to_32_bit(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
         return self._state(env_state, after), self._observe(after), after
 
     def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
@@ -97,7 +97,7 @@ class _Adapter(Named):
 
     @functools.cached_property
     def _extras(self) -> tuple[str, ...]:
-        return tuple(common.scalars(emitted(self.env.reset)[1].extras or {}))
+        return tuple(common.scalars(output_shapes(self.env.reset)[1].extras or {}))
 
     render_fps = 5.0
 
@@ -127,10 +127,10 @@ class JumanjiEnvironment(_Adapter):
 
     def __init__(self, env: Any, name: str):
         self.env, self.name, self._sizes = env, name, _sizes(spec := env.action_spec)
-        mask = getattr(emitted(env.reset)[1].observation, "action_mask", None)
+        mask = getattr(output_shapes(env.reset)[1].observation, "action_mask", None)
         if mask is not None and mask.shape == self._sizes:
             self.action_mask = lambda state: state.mask
-        space = _space(env.observation_spec, emitted(self.reset)[1])
+        space = _space(env.observation_spec, output_shapes(self.reset)[1])
         for field in _NONE_YET.get(name.rpartition("-")[0], ()):
             parts: Any = space.spaces  # type: ignore[union-attr]
             highest, dtype = parts[field].n - 1, parts[field].dtype
@@ -156,7 +156,7 @@ class JumanjiTeam(_Adapter):
 
     def __init__(self, env: Any, name: str, own: tuple[str, ...]):
         self.env, self.name, self.own, self.lead = env, name, own, env.action_spec.shape[:1]
-        spec, first = env.action_spec, emitted(env.reset)[1]
+        spec, first = env.action_spec, output_shapes(env.reset)[1]
         self.agents = tuple(f"agent_{i}" for i in range(spec.shape[0]))
         mask = getattr(first.observation, "action_mask", None)
         if mask is not None:

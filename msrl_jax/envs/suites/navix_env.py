@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, Stepped, emitted, narrow
+from msrl_jax.envs.base import PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.suites import common
 
 
@@ -42,17 +42,17 @@ class NavixEnvironment:
     def __init__(self, env: Any, name: str):
         self.env, self.name = env, name
         self.metrics = {} if env.reward_fn is common.load("navix.rewards").free else {"success": "last"}
-        self.observation_space = spaces.unbounded(emitted(self.reset)[1])
+        self.observation_space = spaces.unbounded(output_shapes(self.reset)[1])
         self.action_space = spaces.Discrete(len(env.action_set))
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
-        first = narrow(self.env.reset(key))
+        first = to_32_bit(self.env.reset(key))
         return first, first.observation
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode; random numbers come from the key in the state, as in the suite."""
-        after = narrow(self.env.step(state, jnp.asarray(action, jnp.int32)))
+        after = to_32_bit(self.env.step(state, jnp.asarray(action, jnp.int32)))
         return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
 
     render_fps = 8.0

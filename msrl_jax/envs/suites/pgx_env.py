@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, emitted
+from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, output_shapes
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
 
@@ -43,7 +43,7 @@ class PgxGame(Named):
 
     def __init__(self, game: Any, name: str):
         self.game, self.name = game, name
-        state, obs = emitted(self.reset)
+        state, obs = output_shapes(self.reset)
         low, high = (0, 1) if state.observation.dtype == bool else (-np.inf, np.inf)
         self.observation_space = spaces.Box(low, high, obs.shape[1:])
         self.action_space = spaces.Discrete(state.legal_action_mask.shape[0] + 1)

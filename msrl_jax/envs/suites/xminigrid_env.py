@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named, PyTree, Stepped, narrow
+from msrl_jax.envs.base import Named, PyTree, Stepped, to_32_bit
 from msrl_jax.envs.suites import common
 
 
@@ -72,7 +72,7 @@ class XMiniGridEnvironment(Named):
         if self.tasks is not None:
             key, task_key = jax.random.split(key)
             params = params.replace(ruleset=self.tasks.sample_ruleset(task_key))
-        first = narrow(self.env.reset(params, key))
+        first = to_32_bit(self.env.reset(params, key))
         return XMiniGridState(first.state, jnp.asarray(False)), first.observation
 
     def step(self, key: jax.Array, state: XMiniGridState, action: jax.Array) -> Stepped:
@@ -80,7 +80,7 @@ class XMiniGridEnvironment(Named):
         # A step of the suite only reads the state of the previous step.
         kind = common.load("xminigrid.types").TimeStep
         before = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
-        after = narrow(self.env.step(self.params, before, action))
+        after = to_32_bit(self.env.step(self.params, before, action))
         terminated = after.last() & (after.discount == 0)
         state = XMiniGridState(after.state, after.reward > 0)
         return state, after.observation, after.reward, terminated, after.last() & ~terminated

@@ -13,8 +13,8 @@ from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
-from msrl_jax.envs.masks import check_played, mask_of, observation_type
-from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized, with_source
+from msrl_jax.envs.masks import check_returns_not_nan, mask_of, observation_type
+from msrl_jax.envs.params import GivenParams, ParamSampler, RandomizeParams, find_source, is_of_source, randomized, with_source
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
@@ -43,7 +43,7 @@ class Behavior:
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
         return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
 
-    def source(self, state: Any) -> ParamSource | tuple[()]:
+    def source(self, state: Any) -> ParamSampler | tuple[()]:
         """What a state of one run draws the parameters of its environments from now; `()` for what `env` draws them from."""
         return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
 
@@ -121,7 +121,7 @@ class Behavior:
         both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]  # noqa: E731
         jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        sources = in_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
+        sources = is_of_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
         return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
@@ -266,7 +266,7 @@ class Evaluator:
         """Evaluates leaves that `Behavior.take` gave."""
         with host_errors():
             played = jax.device_get(self.play(leaves, key))
-        check_played(self.behavior.env, played["returns"])
+        check_returns_not_nan(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         values = played.pop("metrics", None)
         measured = {name: values[..., k] for k, name in enumerate(metrics_of(self.env))}

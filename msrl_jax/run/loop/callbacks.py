@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
+from msrl_jax.envs.params import ParamSampler, changed, find_source, replace_sources
 from msrl_jax.fragments.runtime.transfer import put
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.terminal import TolerantStream, progress_stream, significant
@@ -111,7 +111,7 @@ class Callbacks:
                 return old
             return put([np.broadcast_to(new, old.shape)], [(old.sharding,)], copy=True)[0][0]  # type: ignore[list-item]
 
-        def replaced(source: ParamSource) -> ParamSource:
+        def replaced(source: ParamSampler) -> ParamSampler:
             new = source.values | values if isinstance(values, Mapping) else values
             return source._replace(values=jax.tree.map(placed, source.values, new))
 

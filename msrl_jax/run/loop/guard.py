@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._rooms import Registry
-from msrl_jax.envs.base import release
+from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.runtime.memory import array_bytes
 from msrl_jax.run.disk import checkpoint, folder, store
 from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
@@ -195,7 +195,7 @@ class Divergence:
             self._saver.wait()
         state, iteration, before = self._guard.earlier(run)
         state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, before, run.experiment))
-        release(run.experiment.agent.env)
+        close_simulators(run.experiment.agent.env)
         config = run.experiment.algorithm
         names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
         rates = {name: rate / 2 for name in names if isinstance(rate := getattr(config, name), float)}

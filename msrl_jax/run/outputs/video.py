@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import has_agents, vectorize
-from msrl_jax.envs.base import env_name, is_on_host, layers, release
+from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.params import with_source
 from msrl_jax.envs.vector import next_states
@@ -160,7 +160,7 @@ def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple
 def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
     """What draws a recorded state, or the observation of one, and how many pictures a second has."""
     if hasattr(env, "render") and not is_on_host(env):
-        given = next((x.render_fps for x in layers(env) if hasattr(x, "render_fps")), _FPS)
+        given = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
         return env.render, _rate(f"render_fps of {env_name(env)}", given)
     space = env.observation_space
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
@@ -208,7 +208,7 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], 
                         break
                     seen.append(row)
                     total, over = total + float(reward), bool(end)
-        release(copies)
+        close_simulators(copies)
         return seen, total
 
     return play

@@ -8,7 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.envs.base import layers
+from msrl_jax.envs.base import iter_wrapped
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.envs.suites.common import load, quiet
 
@@ -116,7 +116,7 @@ def test_reward_terms_of_brax_and_playground(name, sums, means):
     env = envs.make(name)
     kinds = {kind: {x for x, reduction in env.metrics.items() if reduction == kind} for kind in ("sum", "mean")}
     assert sums <= kinds["sum"] and means <= kinds["mean"]
-    inner = list(layers(env))[-1]
+    inner = list(iter_wrapped(env))[-1]
 
     def theirs(state, action, key, after):
         return {name.replace("/", "_"): x for name, x in inner.step(state.env_state, action).metrics.items()}
