@@ -138,7 +138,7 @@ def test_names_lead_back_to_the_value():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"next_obs": {"place": 0}}, "has next_obs/place beside obs/choice, .*the same parts"),
+        ({"next_obs": {"place": 0}}, "has next_obs/place with obs/choice, .*the same parts"),
         ({"obs": (), "next_obs": ()}, "obs is an empty tuple"),
         ({"obs": {"a/b": 0}, "next_obs": {"a/b": 0}}, r"obs has a part with the name 'a/b'.* without '/' that is not a number"),
         ({"obs": {"0": 0}, "next_obs": {"0": 0}}, "obs has a part with the name '0'"),
@@ -155,7 +155,7 @@ def test_parts_that_do_not_fit_are_refused(change, message, recorded):
     [
         (envs.Box(-1, 1, (3,)), r"has obs/choice, .*, but the observation_space of Scenes is Box\(.*, with obs; use the"),
         (envs.Dict({**SPACE.spaces, "new": envs.Discrete(2)}), "with obs/choice, obs/more/0, obs/more/1, obs/new, obs/place;"),
-        (envs.Dict({**SPACE.spaces, "choice": CHOICE}), r"obs/choice .* leaves the observation_space/choice of Scenes"),
+        (envs.Dict({**SPACE.spaces, "choice": CHOICE}), r"obs/choice .* is outside the observation_space/choice of Scenes"),
         (envs.Dict({**SPACE.spaces, "place": envs.Box(-1, 1, (4,))}), r"obs/place .* shape \[3\] .* observation_space/place"),
     ],
     ids=["vector", "part missing", "bounds", "shape"],

@@ -194,7 +194,7 @@ def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("record", "message"),
-    [("run", "suffix ''; name a file that ends in .npz"), ("there.npz", "there.npz already exists; record to another")],
+    [("run", "suffix ''; use a file name that ends in .npz"), ("there.npz", "there.npz already exists; record to another")],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_compiles(record, message, tmp_path):
     (tmp_path / "there.npz").touch()
@@ -239,7 +239,7 @@ def test_a_greedy_policy_is_recorded(recorded, tmp_path, monkeypatch):
     np.testing.assert_array_equal(dataset.action, result.act(dataset.obs))
     assert_same_rows(data.load(tmp_path / "greedy.npz"), dataset)
     assert dataset.about["made_by"] == "ppo, greedy except for epsilon=0"
-    with pytest.raises(ValueError, match=r"greedy\.npz exists"):
+    with pytest.raises(ValueError, match=r"greedy\.npz already exists"):
         data.record(result, 5, tmp_path / "greedy.npz")
 
 
@@ -278,4 +278,4 @@ def test_the_command_line_records(recorded, tmp_path, capsys):
     described = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert described["rows"] == len(data.load(out)) == 50 and described["file"] == str(out)
     assert main(["record", str(folder), "--steps", "50", "--out", str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def image(*shape):
         ({"observations": (image(2, 2, 1), image(3, 3, 1))}, r"the observations of agent 'cat' are in Box\(0, 255"),
         ({"observations": (box(2), envs.Box(0, 1, (2,), jnp.int32))}, r"those of agent 'dog' in Box\(0, 1, \(2,\), int32\)"),
         ({"observations": (box(2), envs.Discrete(3))}, r"the observations of agent 'cat' .* can be padded; use the same"),
-        ({"actions": (envs.Discrete(2), envs.Discrete(4, start=1))}, r"'dog' in Discrete\(4, start=1\); .* dtype and start"),
+        ({"actions": (envs.Discrete(2), envs.Discrete(4, start=1))}, r"'dog' in Discrete\(4, start=1\). .* dtype and start"),
         ({"actions": (envs.Discrete(2), box(2))}, r"the actions of agent 'cat' are in Discrete\(2\), those of agent 'dog'"),
         ({"actions": (box(2), box(3, -2, 2))}, r"the actions of agent 'cat' are in .* \(for actions, with equal bounds\)"),
     ],

@@ -152,7 +152,7 @@ def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
     train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)
     with pytest.raises(ValueError, match=r"first\.npz\.parts has 0 of the 4 parts .* record further steps to another file"):
         msrl.train(resume=path, total_steps=24 * 64, progress=False)
-    with pytest.raises(ValueError, match=r"first\.npz exists already"):
+    with pytest.raises(ValueError, match=r"first\.npz already exists"):
         (tmp_path / "again").mkdir()
         shutil.copy(tmp_path / "first.npz", tmp_path / "again")
         msrl.train(resume=path, total_steps=24 * 64, progress=False, record=tmp_path / "again" / "first.npz")
