@@ -1,5 +1,6 @@
 """The file of a step that was not finite runs nothing on its own word."""
 
+import functools
 import json
 
 import numpy as np
@@ -21,7 +22,8 @@ def test_a_file_that_somebody_sent_runs_nothing(tmp_path):
 
 def test_the_command_passes_the_users_trust_on(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(failure, "replay_step", lambda path, *, trust: asked.append(trust))
+    replay_step = functools.wraps(failure.replay_step)(lambda path, *, trust=False: asked.append(trust))
+    monkeypatch.setattr(failure, "replay_step", replay_step)
     for words in ([], ["--trust"]):
         assert main(["replay", str(tmp_path / "step.npz"), *words]) == 1  # nothing is not finite
     assert asked == [False, True]

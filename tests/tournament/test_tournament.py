@@ -160,7 +160,7 @@ def test_the_command_line(tmp_path, capsys):
     entries = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert entries[0]["algorithm"] == "a2c" and len(Leaderboard(tmp_path / "board").rounds) == 2
     assert cli.main([*command, "--env", "Acrobot-v1"]) == 2
-    assert "has env='CartPole-v1', and cannot go on with env='Acrobot-v1'" in capsys.readouterr().err
+    assert "has env='CartPole-v1', and cannot continue with env='Acrobot-v1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_other_folders_are_refused(tmp_path):
     with pytest.raises(RunFolderError, match="does not contain a leaderboard"):
         Leaderboard(str(tmp_path)).best  # noqa: B018
     board = Leaderboard.make(tmp_path / "board", "Env", 2)
-    with pytest.raises(RunFolderError, match="has size=2, and cannot go on with size=3"):
+    with pytest.raises(RunFolderError, match="has size=2, and cannot continue with size=3"):
         Leaderboard.make(board.path, "Env", 3)
     with pytest.raises(ValueError, match="has no members yet"):
         _ = board.best
-    with pytest.raises(RunFolderError, match=r"has env_params=None, and cannot go on with env_params=\{'gravity': '1.0'\}"):
+    with pytest.raises(RunFolderError, match=r"has env_params=None, and cannot continue with env_params=\{'gravity': '1.0'\}"):
         Leaderboard.make(board.path, "Env", 2, {"gravity": "1.0"})
     (board.path / "leaderboard.json").write_text("{")
     with pytest.raises(RunFolderError, match="is damaged"):
@@ -219,7 +219,7 @@ def test_a_damaged_member_is_left_out(board, one_device):
         msrl.tournament.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE)
     assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
     (entry.path / "entry.json").write_text("{")
-    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
+    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* ignored"):
         assert len(board.entries) == 1
 
 
