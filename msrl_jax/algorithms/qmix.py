@@ -40,6 +40,7 @@ from msrl_jax.algorithms.loops.replay import (
     apply_if,
     draw,
     initial_state,
+    is_due,
     learn_from,
     move_target,
     refreshed,
@@ -54,7 +55,7 @@ from msrl_jax.algorithms.options import Annealed, PerEnv, Replay
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance, remainder
+from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.replay import Transition
 
@@ -181,7 +182,7 @@ class QMIX:
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
                 rate = step_size(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
-                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress)

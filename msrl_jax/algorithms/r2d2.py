@@ -36,6 +36,7 @@ from msrl_jax.algorithms.loops.replay import (
     apply_if,
     draw,
     initial_state,
+    is_due,
     learn_from,
     move_target,
     refreshed,
@@ -51,7 +52,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance, remainder
+from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.replay import Transition
 
@@ -175,7 +176,7 @@ class R2D2:
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
                 rate = step_size(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
-                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)

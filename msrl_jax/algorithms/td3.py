@@ -44,6 +44,7 @@ from msrl_jax.algorithms.loops.replay import (
     apply_if,
     draw,
     initial_state,
+    is_due,
     learn_from,
     move_target,
     state_axes,
@@ -58,7 +59,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_part
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import at_least, remainder
+from msrl_jax.fragments.counters import at_least
 from msrl_jax.replay import Transition
 
 
@@ -216,7 +217,7 @@ class TD3:
                 if self.normalize_observations:
                     observations, experience = observe(observations, batch)
                     batch = batch._replace(experience=experience)
-                actor_moves = ready & (remainder(batch.update, self.policy_period) == 0)
+                actor_moves = is_due(ready, batch.update, self.policy_period)
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
                 params, opt_state, rate = {}, {}, step_size(self, progress)
                 for part, due in (("actor", actor_moves), ("critic", ready)):

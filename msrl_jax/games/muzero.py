@@ -44,6 +44,7 @@ from msrl_jax.algorithms.loops.replay import (
     apply_if,
     draw,
     initial_state,
+    is_due,
     learn_from,
     move_target,
     refreshed,
@@ -60,7 +61,7 @@ from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance, at_least, remainder
+from msrl_jax.fragments.counters import advance, at_least
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
@@ -227,7 +228,7 @@ class MuZero:
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
                 rate = step_size(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
-                due = ready & (remainder(advance(batch.update), self.target_period) == 0)
+                due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)

@@ -166,6 +166,11 @@ def apply_if(
     return select(ready, (optax.apply_updates(params, updates), new_opt_state), (params, opt_state))
 
 
+def is_due(ready: jax.Array, count: Counter, period: int) -> jax.Array:
+    """Whether a buffer is ready, and a period of updates is full after `count` of them. `[]` bool"""
+    return ready if period == 1 else ready & (remainder(count, period) == 0)
+
+
 def move_target(target_params: Any, params: Any, share: float, due: jax.Array) -> Any:
     """Moves target parameters towards parameters by a share in [0, 1] if `due`: Polyak averaging, or a copy if it is 1."""
     return optax.incremental_update(params, target_params, jnp.where(due, share, 0.0))
