@@ -137,8 +137,8 @@ class PQN:
             return only_legal(outputs, obs), carry
 
         @fragment(role="actor")
-        def explore(params, obs, keys, steps, carry):
-            found, carry = values(params, obs, carry)
+        def explore(params, obs, keys, steps, is_first, carry):
+            found, carry = values(params, obs, forget(is_first, carry))
             greedy = found.argmax(-1).astype(jnp.int32)
             return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n), carry
 
@@ -200,21 +200,23 @@ class PQN:
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
             def step(before, inputs):
-                env_state, obs, carry = before
-                action, carry = explore(state.params, obs, *inputs, carry)
+                env_state, obs, is_first, carry = before
+                action, carry = explore(state.params, obs, *inputs, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, carry)), (experience, t.final_obs, carry)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
-            start, inputs = (state.env_state, state.obs, state.carry), (keys, steps_before(self, progress))
-            (env_state, obs, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, inputs)
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            inputs = keys, steps_before(self, progress)
+            (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, inputs)
             bootstrap_value = bootstrap(state.params, final_obs, carries, experience.truncated)
             env_state, episodes = pop_episodes(env_state)
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, bootstrap_value, state.carry
             )
-            return PQNState(params, opt_state, key, actor_keys, env_state, obs, carry), {**metrics, **episodes}
+            after = PQNState(params, opt_state, key, actor_keys, env_state, obs, forget(is_first, carry))
+            return after, {**metrics, **episodes}
 
         def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             found, carry = values(state.params, obs, carry)

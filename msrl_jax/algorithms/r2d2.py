@@ -121,10 +121,12 @@ class R2D2:
             return *split_keys(keys, self.unroll_length), steps_before(self, progress)
 
         @fragment(role="actor")
-        def explore(params, obs, keys, steps, carry):
-            values, carry = network.step(params, obs, carry)
+        def explore(params, obs, keys, steps, is_first, carry):
+            carry = forget(is_first, carry)
+            values, next_carry = network.step(params, obs, carry)
             greedy = only_legal(values, obs).argmax(-1).astype(jnp.int32)
-            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size), carry
+            action = epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size)
+            return action, carry, next_carry
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -190,15 +192,15 @@ class R2D2:
             acting_params = acting[0] if acting else state.params
 
             def step(before, inputs):
-                env_state, obs, carry = before
-                action, next_carry = explore(acting_params, obs, *inputs, carry)
+                env_state, obs, is_first, carry = before
+                action, carry, next_carry = explore(acting_params, obs, *inputs, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
+                return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), items = jax.lax.scan(step, start, tuple(inputs))
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), items = jax.lax.scan(step, start, tuple(inputs))
             env_state, episodes = pop_episodes(env_state)
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
@@ -207,8 +209,9 @@ class R2D2:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
             after = OffPolicyState(
-                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, carry, env_state, obs
-            )
+                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data,
+                forget(is_first, carry), env_state, obs,
+            )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

@@ -148,10 +148,12 @@ class SAC:
             return *split_keys(keys, self.unroll_length), steps_before(self, progress)
 
         @fragment(role="actor")
-        def explore(params, observations, obs, keys, steps, carry):
-            seen, carry = step_cores(networks, params, see(observations, obs), carry)
+        def explore(params, observations, obs, keys, steps, is_first, carry):
+            carry = forget(is_first, carry)
+            seen, next_carry = step_cores(networks, params, see(observations, obs), carry)
             explored = policy.apply(params["actor"], seen).sample(keys)
-            return jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen)), carry
+            action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen))
+            return action, carry, next_carry
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -232,22 +234,24 @@ class SAC:
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
             def step(before, inputs):
-                env_state, obs, carry = before
-                action, next_carry = explore(state.params, state.observations, actor_part(obs), *inputs, carry)
+                env_state, obs, is_first, carry = before
+                seen = actor_part(obs)
+                action, carry, next_carry = explore(state.params, state.observations, seen, *inputs, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
-                return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
+                return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)
-            start = state.env_state, state.obs, state.carry
-            (env_state, obs, carry), items = jax.lax.scan(step, start, tuple(inputs))
+            start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
+            (env_state, obs, is_first, carry), items = jax.lax.scan(step, start, tuple(inputs))
             env_state, episodes = pop_episodes(env_state)
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
             after = OffPolicyState(
-                *learner, key, (), actor_keys, replay, replay_key, pending, state.data, carry, env_state, obs
-            )
+                *learner, key, (), actor_keys, replay, replay_key, pending, state.data,
+                forget(is_first, carry), env_state, obs,
+            )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

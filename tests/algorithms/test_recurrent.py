@@ -326,12 +326,15 @@ def test_acting_with_a_carry(trained):
         trained.act_with_carry(obs[0, :2], memory)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala"], "a2c"))
+@pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala", "pqn", "r2d2", "sac", "td3"], "a2c", "r2d2"))
 def test_a_carry_stays_with_the_actors_while_environments_step(name):
     config = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "core": "gru", "memory_size": 5}
-    agent = make_counted(name, msrl.envs.make("CartPole-v1"), **config)
+    config |= {"num_minibatches": 2} if name == "pqn" else {}
+    if name in ("r2d2", "sac", "td3"):
+        config |= {"burn_in": 1, "trace_length": 2, "replay": "replay:256,learning_starts=32", "batch_size": 8}
+    agent = make_counted(name, msrl.envs.make("Pendulum-v1" if name in ("sac", "td3") else "CartPole-v1"), **config)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     policy = msrl.policies.Environments(agents=1)
     plan = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:2]).explain()
-    each_step = {(c.dtype, c.shape) for c in plan.crossings if c.times == config["unroll_length"]}
-    assert each_step == {("float32", (8, 4)), ("bool", (8,)), ("int32", (8,))}
+    each_step = [c for c in plan.crossings if c.times == config["unroll_length"]]
+    assert len(each_step) == 3 and "carry" not in str(each_step)  # observations, their first ones, and actions
