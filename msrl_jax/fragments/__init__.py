@@ -1,6 +1,6 @@
-"""Fragments: marking the parts of a training loop, and compiling the loop for a distribution policy.
+"""Fragments: mark the parts of a training loop, and compile the loop for a distribution policy.
 
-Each floor imports only those before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
+Each layer imports only the ones before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
 program.py (`Program`), compiler.py. Loops count and report with counters.py, progress.py and metrics.py. `compile` calls the
 passes in this order:
 
@@ -12,15 +12,15 @@ passes in this order:
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
-    repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
-    compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
+    repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions correctly
+    compacted     passes/compact.py        jaxpr of a program -> jaxpr with fewer kernels, for one accelerator
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/apply_policy.py applies the policy to devices and sizes before them, and refuses bad input between them.
-`Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
+passes/apply_policy.py applies the policy to devices and sizes first, and rejects invalid input between the passes.
+`Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is a single program
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

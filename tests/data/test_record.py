@@ -194,7 +194,7 @@ def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("record", "message"),
-    [("run", "suffix ''; name a file that ends in .npz"), ("there.npz", "there.npz already exists; record to another")],
+    [("run", "suffix ''; use a file name that ends in .npz"), ("there.npz", "there.npz already exists; record to another")],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_compiles(record, message, tmp_path):
     (tmp_path / "there.npz").touch()

@@ -219,5 +219,5 @@ def test_what_cannot_be_estimated():
         estimate_return(ppo, data)
     with pytest.raises(ValueError, match=r"nowhere\.npz"):
         estimate_return(ppo, "nowhere.npz")
-    with pytest.raises(ValueError, match="remembers earlier observations"):
+    with pytest.raises(ValueError, match="is recurrent"):
         estimate_return(result_of("recurrent_ppo"), data)

@@ -183,7 +183,7 @@ def test_bad_input_is_refused(options, message, tmp_path):
 
 def test_other_folders_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"holds other files \(thesis.tex\)"):
+    with pytest.raises(RunFolderError, match=r"has other files \(thesis.tex\)"):
         msrl.tournament.compete(tmp_path, "a2c", round_steps=128)
     with pytest.raises(RunFolderError, match="does not contain a leaderboard"):
         Leaderboard(str(tmp_path)).best  # noqa: B018
@@ -219,7 +219,7 @@ def test_a_damaged_member_is_left_out(board, one_device):
         msrl.tournament.compete(board.path, "a2c", RandomWalk(), devices=one_device, **ONE)
     assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
     (entry.path / "entry.json").write_text("{")
-    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
+    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* ignored"):
         assert len(board.entries) == 1
 
 

@@ -1,4 +1,4 @@
-"""Applies a policy to devices and sizes, and refuses bad policies, loops and settings of JAX before anything compiles."""
+"""Applies a policy to devices and sizes, and rejects invalid policies, loops and JAX settings before compilation."""
 
 import functools
 import itertools
@@ -23,25 +23,25 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices as a tuple, if there are some, each is a device and appears once."""
-    if isinstance(devices, np.ndarray):  # such as those of a mesh
+    """The devices as a tuple; raises an error if there are none, or if an entry is not a device or appears twice."""
+    if isinstance(devices, np.ndarray):  # such as the devices of a mesh
         devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
     if not devices:
-        raise ValueError("devices is empty; give at least one, such as jax.devices()[:1], or leave it out for all")
+        raise ValueError("devices is empty; pass at least one, such as jax.devices()[:1], or omit it to use all")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:
-        raise TypeError(f"devices holds {shown(wrong[0])}, which is no device; give those of jax.devices()")
+        raise TypeError(f"devices has {shown(wrong[0])}, which is not a device; use those of jax.devices()")
     twice = [device for i, device in enumerate(devices) if device in devices[:i]]
     if twice:
-        raise ValueError(f"devices names {twice[0]} twice; name every device once")
+        raise ValueError(f"devices has {twice[0]} twice; pass every device once")
     return tuple(devices)
 
 
 def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Interleaves devices over processes: the first of each process, then the second of each, and so on.
 
-    A policy then takes equally many devices from each process, so that parts exchange data within a process.
+    A policy then uses equally many devices of each process, so that parts exchange data within a process.
     """
     hands: dict[int, list[Device]] = {}
     for device in devices:
@@ -51,7 +51,7 @@ def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
+    """Splits only members, where divisible: members are independent, so no reduction spans devices."""
 
     def only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
@@ -70,21 +70,21 @@ class Fit:
     policy: DistributionPolicy
     devices: tuple[Device, ...]
     leaves: Mapping[str, Sequence[tuple[str, int]]]  # logical axis -> the leaves of the state with it: path, size along it
-    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # how many adjacent entries of it stay on one device
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # number of adjacent entries that stay on one device
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        """The size of each logical axis, in groups; the greatest common divisor if leaves differ."""
         return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
 
     @cached_property
     def layout(self) -> Layout:
-        """The policy's layout, if its devices, groups and logical axes fit."""
+        """The policy's layout, after checking its devices, groups and logical axes."""
         if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
             name = self.policy if isinstance(self.policy, str) else "GPUOnly"
             raise TypeError(
-                f"policy={shown(self.policy)} is no policy: it needs a method layout(devices, sizes), as that of "
-                f"msrl_jax.policies.get({name!r}) has"
+                f"policy={shown(self.policy)} is not a policy: it needs a method layout(devices, sizes), like "
+                f"msrl_jax.policies.get({name!r})"
             )
         self._check_groups()
         layout = self.policy.layout(list(self.devices), self.sizes)
@@ -123,7 +123,7 @@ class Fit:
 
     def _check(self, placement: Placement, policy: str) -> None:
         given = [rule for rule in placement.rules if rule[0] in self.leaves]
-        # The work is divided over the first axis. Others that do not divide stay whole, unless they are of separate arrays.
+        # The first axis determines the split. Other axes stay whole unless they divide or belong to separate arrays.
         for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
@@ -136,13 +136,13 @@ class Fit:
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
+        """Describes the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:
             return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
                 axis, f"the size of axis {axis!r}={size}"
             )
-        return f"axis {axis!r} of {path}, which is of size {size},"
+        return f"axis {axis!r} of {path}, which has size {size},"
 
 
 def check_jit_is_on() -> None:
@@ -155,16 +155,16 @@ def check_jit_is_on() -> None:
 
 
 def check_no_mesh_is_set() -> None:
-    """Raises RuntimeError inside of `jax.set_mesh`."""
+    """Raises RuntimeError inside `jax.set_mesh`."""
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise RuntimeError(
-            f"jax.set_mesh has set {mesh}, but training and its programs have meshes of their own, those of the policy. "
-            "Leave the context; the policy and the devices that it is given say where a program runs"
+            f"jax.set_mesh has set {mesh}, but training and its programs use their own meshes, those of the policy. "
+            "Leave the context; the policy and its devices determine where a program runs"
         )
 
 
 def check_effects(effects: Iterable[Any]) -> None:
-    """Refuses callbacks to the host that several processes would have to keep in order; JAX cannot do that."""
+    """Rejects ordered host callbacks with several processes, which JAX cannot keep in order."""
     ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
     if ordered and jax.process_count() > 1:
         names = ", ".join(sorted(map(str, ordered)))
@@ -175,7 +175,7 @@ def check_effects(effects: Iterable[Any]) -> None:
 
 
 def check_host_calls(names: Sequence[str], layout: Layout) -> None:
-    """Refuses calls of the host if a layout makes one program of everything, or several processes run."""
+    """Rejects host calls if a layout has a single program, or if there are several processes."""
     if not names:
         return
     listed = ", ".join(map(repr, names))
@@ -185,14 +185,14 @@ def check_host_calls(names: Sequence[str], layout: Layout) -> None:
             "between programs; use MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments or Central"
         )
     if jax.process_count() > 1:
-        raise ValueError(f"the host calls {listed}, which works in one process only, and there are {jax.process_count()}")
+        raise ValueError(f"the host calls {listed}, which works only in one process, and there are {jax.process_count()}")
 
 
 def check_owners(graph: Graph) -> None:
-    """Refuses two learners that update the same leaf of the state.
+    """Rejects two learners that update the same leaf of the state.
 
-    The suffix of the role distinguishes learners, as in `"learner:critic"`. If a leaf passed through fragments of two learners
-    within an iteration, each would undo the other's update. (Bodies of loops are not checked.)
+    The suffix of a role distinguishes learners, as in `"learner:critic"`. If a leaf passed through fragments of two learners in
+    one iteration, each would undo the other's update. (Bodies of loops are not checked.)
     """
     region = graph.region
     producers = region.producers
@@ -202,7 +202,7 @@ def check_owners(graph: Graph) -> None:
             names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in owners.items())
             raise ValueError(
                 f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners claim the same "
-                "parameters. Give each learner parameters of its own, or both fragments the same role"
+                "parameters. Give each learner its own parameters, or both fragments the same role"
             )
 
 
@@ -210,7 +210,7 @@ def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, st
     """The learners between `leaf` and `out`, role -> fragment, along values of the leaf's type."""
     kind = aval(leaf).shape, aval(leaf).dtype
     alike = lambda var, _: (aval(var).shape, aval(var).dtype) == kind  # noqa: E731
-    paths: dict[Atom, dict[str, str]] = {leaf: {}}  # of the variables to which a path leads
+    paths: dict[Atom, dict[str, str]] = {leaf: {}}  # for the variables that a path leads to
     for node in upstream(producers, [out], alike):
         before = [paths[a] for a in node.eqn.invars if isinstance(a, Var) and a in paths]
         if before:
@@ -222,7 +222,7 @@ def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, st
 
 
 def check_codecs(graph: Graph, layout: Layout) -> None:
-    """Refuses codecs that are unknown, between placements that do not exist, or for values with a text that no name has."""
+    """Rejects codecs that are unknown, that are between unknown placements, or whose `only` matches no name."""
     placements = [p.name for p in layout.placements]
     names = sorted({label for label in graph.labels.values() if label})
     for edge in layout.codecs:
@@ -242,22 +242,22 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
-    """Refuses meshes inside of fragments whose devices are not those of the fragment's placement, in order."""
+    """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, Run)):
         own = run.placement.devices
         for name, mesh in _meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)
             if devices != own:
                 raise ValueError(
-                    f"{run.name!r} has a `{name}` over a mesh of its own, [{', '.join(device_names(devices))}], but the policy "
-                    f"places it at {run.placement}. Make the mesh of these devices in this order, leave the split to the "
+                    f"{run.name!r} has a `{name}` over its own mesh, [{', '.join(device_names(devices))}], but the policy "
+                    f"places it at {run.placement}. Use these devices in this order for the mesh, leave the split to the "
                     "placement (declare it with `axes`), or choose a policy whose placement has the devices of the mesh"
                 )
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
     for eqn in (e for inner in jaxprs_in(jaxpr) for e in inner.eqns):
-        params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set around a call
+        params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set in the calling context
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):
             mesh = leaf.mesh if isinstance(leaf, NamedSharding) else leaf
             if isinstance(mesh, Mesh) and not mesh.empty:

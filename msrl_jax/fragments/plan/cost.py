@@ -1,4 +1,4 @@
-"""What programs cost: the operations of a jaxpr (XLA counts the body of a loop once), and the collectives in XLA's text."""
+"""The cost of programs: the operations of a jaxpr (XLA counts the body of a loop once), and the collectives in XLA's text."""
 
 import math
 import re
@@ -36,22 +36,22 @@ class FragmentPlan:
     role: str
     placement: str
     devices: int
-    depth: int  # how many fragments it is nested in
+    depth: int  # nesting depth
     flops: int
-    calls: int  # inside a `shard_map`, on all of its devices together
+    calls: int  # inside a `shard_map`, the total over all of its devices
 
 
 def flops(jaxpr: Jaxpr, platform: str) -> int:
-    """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
+    """The floating-point operations of a jaxpr: 2 per multiply-add of a product, 1 per element of other results.
 
-    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, or as that for the platform,
-    such as "cpu", if platforms differ in it; a `shard_map` on all devices.
+    The body of a loop counts once per repetition (of a `while`, once), a `cond` as its most expensive branch, or as the branch
+    for the platform, such as "cpu", if it has platform-dependent branches; a `shard_map` on all devices.
     """
     return _Counter(platform).flops(jaxpr)
 
 
 class _Counter:
-    """Visits a jaxpr once, however often it is called."""
+    """Visits each jaxpr once, however often it is called."""
 
     def __init__(self, platform: str, layout: Layout | None = None):
         self._names = _IN_JAX.get(platform, {platform})
@@ -68,7 +68,7 @@ class _Counter:
         if (alone := _eqn_flops(eqn)) is not None:
             return alone
         if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
-            if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is for all others
+            if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is the default
                 return next((n for n, names in zip(inner, platforms, strict=True) if self._names & {*(names or ())}), inner[-1])
             return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
         return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
@@ -90,7 +90,7 @@ class _Counter:
 
 
 def _eqn_flops(eqn: JaxprEqn) -> int | None:
-    """Operations of an equation that counts by its name; None for others."""
+    """The operations of an equation whose count follows from its primitive; None for others."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -112,7 +112,7 @@ def _floats(atom: Atom) -> int:
 
 
 def _conv_products(eqn: JaxprEqn) -> int:
-    """Multiply-adds of a convolution, without those that meet padding or the holes of a dilated input."""
+    """Multiply-adds of a convolution, except those with padding or the holes of a dilated input."""
     numbers = eqn.params["dimension_numbers"]
     (_, _, *inputs), (_, features, *kernels), (batch, channels, *outputs) = (
         [aval(v).shape[d] for d in spec]
@@ -128,7 +128,7 @@ def _conv_products(eqn: JaxprEqn) -> int:
 
 
 def _repeats(eqn: JaxprEqn) -> int:
-    """How often an equation evaluates the jaxpr that it holds, on all devices together."""
+    """How often an equation evaluates its jaxpr, on all devices together."""
     if eqn.primitive is scan_p:
         return eqn.params["length"]
     if eqn.primitive.name == "shard_map":
@@ -138,7 +138,7 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 
 def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
-    """The fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
+    """The fragments of a jaxpr in program order, nested ones after the enclosing fragment."""
     platform = layout.placements[0].devices[0].platform
     return _Counter(platform, layout).fragments(jaxpr)
 
@@ -173,8 +173,8 @@ class Found(NamedTuple):
     """The collectives of a program."""
 
     collectives: list[Collective]
-    lengths_known: bool  # whether every loop around them has a known length
-    understood: bool  # whether the list is complete; if not, part of the text was not understood
+    lengths_known: bool  # whether all loops around them have a known length
+    understood: bool  # whether the list is complete; if not, parts of the text could not be parsed
 
 
 def computations(text: str) -> tuple[str, dict[str, list[str]]]:
@@ -192,7 +192,7 @@ def computations(text: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def called(line: str) -> list[str]:
-    """The names of the computations that an instruction calls once, or one of which it calls."""
+    """The names of the computations that an instruction calls once, or of the branches that it chooses from."""
     branches = _BRANCHES.search(line)
     return [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
 
@@ -228,7 +228,7 @@ def collectives(text: str) -> Found:
 
 
 def _result(shape: str) -> str:
-    """The result's shape within that of an asynchronous start, a tuple of operands, results and possibly contexts."""
+    """The result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape
     depth, commas = 0, []
@@ -241,7 +241,7 @@ def _result(shape: str) -> str:
 
 
 def nbytes_of(shape: str) -> int:
-    """The bytes of a shape as XLA writes it, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
+    """The bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
     return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
@@ -259,9 +259,9 @@ _COPIES = ("copy", "copy-start", "copy-done", "bitcast")
 
 
 def trip_count(loop: str, around: Sequence[str], condition: Sequence[str], body: Sequence[str]) -> int | None:
-    """How often a loop runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1; None if unknown.
+    """The number of iterations of a loop: XLA's, or that of a counter from 0 to a bound in steps of 1; None if unknown.
 
-    `loop` is the line of the `while`, the others are the lines of the computation around it, of its condition and of its body.
+    `loop` is the line of the `while`; the others are the lines of the surrounding computation, the condition and the body.
     """
     if known := _KNOWN.search(loop):
         return int(known[1])
@@ -275,7 +275,7 @@ def trip_count(loop: str, around: Sequence[str], condition: Sequence[str], body:
 
 
 def operands_of(rest: str) -> list[str]:
-    """The names of an instruction's operands, in the text behind its opening parenthesis."""
+    """The names of an instruction's operands, in the text after its opening parenthesis."""
     return _OPERAND.findall(rest.split(")", 1)[0])
 
 
@@ -288,7 +288,7 @@ class _Computation:
         self.root = next((match[2] for match in found if match[1]), "")
 
     def text(self, name: str, number: int | None = None) -> str:
-        """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has none."""
+        """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; other text if impossible."""
         kind, rest = self._made.get(name, ("", ""))
         operands = operands_of(rest)
         if kind in _COPIES:

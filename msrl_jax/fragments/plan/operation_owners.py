@@ -1,4 +1,4 @@
-"""Which fragment every operation of a compiled program is of, as XLA's text tells it (`compiled.as_text()`)."""
+"""Attributes every operation of a compiled program to its fragment, from XLA's text (`compiled.as_text()`)."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,14 +13,14 @@ class Operation(NamedTuple):
     """An operation of a program."""
 
     kind: str  # such as "fusion"
-    fragment: str | None  # the innermost one; "" outside of fragments, None if not known
-    holder: str = ""  # the operation that it is a part of, such as a loop; empty if there is none
+    fragment: str | None  # the innermost one; "" outside fragments, None if unknown
+    holder: str = ""  # the operation that contains it, such as a loop; empty if there is none
 
 
 def innermost(fragments: Collection[str]) -> Callable[[str], str | None]:
-    """Finds the innermost of these fragments in the line of an operation; "" if it is in none, None if the line does not tell.
+    """Finds the innermost of these fragments in the line of an operation; "" if there is none, None if the line has no name.
 
-    JAX names operations by where they come from, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`.
+    JAX names operations by their origin, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`.
     """
     written = {_as_written(name): name for name in fragments}
     names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
@@ -35,7 +35,7 @@ def innermost(fragments: Collection[str]) -> Callable[[str], str | None]:
 
 
 def _as_written(name: str) -> str:
-    """A name as XLA writes it between quotes: bytes beyond ASCII in octal."""
+    """A name in XLA's quoting: non-ASCII bytes in octal."""
     quoted = name.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(c if c.isascii() else "".join(f"\\{byte:03o}" for byte in c.encode()) for c in quoted)
 
@@ -47,18 +47,18 @@ def module_of(text: str) -> str:
 
 
 def operations(text: str, fragments: Collection[str]) -> dict[str, Operation]:
-    """The operations of a program by their names.
+    """The operations of a program by name.
 
-    One without a name of JAX is of the fragment of what it fuses, else of the loop that it is in.
+    An operation without a JAX name belongs to the fragment of what it fuses, otherwise to the enclosing loop.
 
     Args:
       text: the program, as XLA prints it.
-      fragments: the names of the fragments that it may hold.
+      fragments: the names of the fragments that it may contain.
     """
     (_, bodies), find = computations(text), innermost(fragments)
     found: dict[str, Operation] = {}
-    users: dict[str, str] = {}  # the operation that each computation is a part of
-    inside: dict[str, str] = {}  # the computation that each operation is in
+    users: dict[str, str] = {}  # the operation that each computation belongs to
+    inside: dict[str, str] = {}  # the computation that contains each operation
     for computation, lines in bodies.items():
         for line in lines:
             if match := DEFINITION.match(line):
@@ -80,7 +80,7 @@ def operations(text: str, fragments: Collection[str]) -> dict[str, Operation]:
 def _of(
     find: Callable[[str], str | None], line: str, bodies: Mapping[str, Sequence[str]], parts: Sequence[str]
 ) -> str | None:
-    """The fragment of a fusion: as its own name says, or the last of its parts that has one."""
+    """The fragment of a fusion: the one in its own name, or that of its last part that has one."""
     if (own := find(line)) is not None:
         return own
     named = [fragment for part in parts for inner in bodies.get(part, ()) if (fragment := find(inner)) is not None]

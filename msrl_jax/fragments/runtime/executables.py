@@ -21,14 +21,14 @@ from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
-# JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
+# JAX's executables reject arrays with elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
 SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
-# JAX's own code of its Threefry generator for CPUs is a loop over groups of rounds, of about 80 small operations. In a training
-# loop that draws a few numbers per step, they take longer than all others together. Only programs that `lower` lowers have this
-# straight-line code, of the same bits.
+# JAX's own code of its Threefry generator for CPUs is a loop over groups of rounds, with about 80 small operations. In a
+# training loop that draws a few numbers per step, they take longer than everything else. Only programs lowered by `lower` use
+# this straight-line code, which computes the same bits.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
@@ -38,7 +38,7 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
 
     Takes the two words of keys and of counters, all `[...]` uint32; returns the two words of random bits for each counter.
     """
-    # `lax.add` and not `+`, and so on: tracing takes a third of the time, and a run traces this for every shape that it draws.
+    # `lax.add` instead of `+` etc.: tracing takes a third of the time, and a run traces this for every shape that it draws.
     keys = (key0, key1, lax.bitwise_xor(lax.bitwise_xor(key0, key1), _PARITY))
     x0, x1 = lax.add(x0, keys[0]), lax.add(x1, keys[1])
     for group in range(5):
@@ -70,20 +70,20 @@ def lower(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.stages.Com
 
 @dataclass(frozen=True, eq=False)
 class Coalesced:
-    """How the values of a Move travel."""
+    """How the values of a Move are sent."""
 
-    alone: tuple[int, ...]  # values that travel as they are: their positions in the Move
-    joined: tuple[int, ...]  # values that travel in vectors: their positions, in the order of the arguments of `join`
-    join: jax.stages.Compiled  # the program that makes the vectors where the values are
-    split: jax.stages.Compiled  # the program that takes them apart where they arrive
-    shardings: tuple[NamedSharding, ...]  # the shardings of what arrives: the values that travel alone, then the vectors
+    alone: tuple[int, ...]  # values that are sent separately: their positions in the Move
+    joined: tuple[int, ...]  # values that are sent in vectors: their positions, in the order of the arguments of `join`
+    join: jax.stages.Compiled  # the program that makes the vectors at the source
+    split: jax.stages.Compiled  # the program that splits them at the destination
+    shardings: tuple[NamedSharding, ...]  # the shardings at the destination: separate values first, then the vectors
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A function to compile. Where a sharding of an argument or a result, or `out`, is None, XLA chooses."""
+    """A function to compile. If a sharding of an argument or a result, or `out`, is None, XLA chooses it."""
 
-    key: Hashable  # keys are equal for equal functions of arguments with equal structure only
+    key: Hashable  # keys must be equal only for equal functions of arguments with equal structure
     fn: Callable[..., Any]
     args: Sequence[Any]  # trees of shapes and dtypes with shardings, or of arrays
     donate: Sequence[int] = ()
@@ -96,7 +96,7 @@ class Request:
 
     @functools.cached_property
     def all(self) -> Hashable:
-        """Equal for requests of which one program does."""
+        """A key that is equal for requests that one program can serve."""
         shapes = tuple((a.shape, a.dtype, bool(getattr(a, "weak_type", False)), a.sharding) for a in self.leaves)
         return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
 
@@ -109,7 +109,7 @@ class Request:
         return jax.jit(self.fn, donate_argnums=tuple(self.donate), out_shardings=out)
 
     def lower(self) -> Callable[[], jax.stages.Compiled]:
-        """Traces the function, and lowers it; returns a function that compiles it."""
+        """Traces and lowers the function; returns a function that compiles it."""
         return lower(self.jitted, *self.args)
 
 
@@ -117,9 +117,9 @@ class Request:
 class Executables:
     """Compiled programs and the shardings between them."""
 
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # of every Run, copy and Alloc
-    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # how values of a Move travel, if not one by one
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `Patching` of a Move that sends changes
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every Run, copy and Alloc
+    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
+    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `Patching` of every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations
@@ -143,20 +143,20 @@ class Executables:
         return self._cache[request.all]
 
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
-        """Computes a jitted function once; the time to trace and compile it counts as such."""
+        """Evaluates a jitted function once, and counts the time of tracing and compiling it."""
         with self.timed():
             compiled = lower(jitted, *args)()
         return compiled(*args)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts the time of the context as compiling, if it ends without an error."""
+        """Counts the time of the context as compile time, if it ends without an error."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
 
     def begin(self, request: Request) -> None:
-        """Traces a function, and has another thread compile it; `compile` of an equal request waits for that."""
+        """Traces a function, and compiles it in another thread; `compile` of an equal request waits for that."""
         if request.all not in self._cache and request.all not in self._begun:
             with self._compiling(request):
                 self._begun[request.all] = in_background(request.lower())
@@ -172,30 +172,30 @@ class Executables:
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
-    """The compiler's error with a remedy, if one is known; else the error itself."""
+    """The compiler's error with a remedy, if one is known; otherwise the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
-            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {len(devices)} devices: "
-            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+            f"{name} has ordered effects, which JAX keeps in order only on one device, but runs on {len(devices)} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement with one device"
         )
     if "limited ICI routing" in str(error):
         return ValueError(
-            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
-            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
-            "or chips with full routing, such as v6e or v5p"
+            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size, XLA compiles programs only for "
+            "one chip or for all chips. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller "
+            "slice, or chips with full routing, such as v6e or v5p"
         )
     if isinstance(error, RuntimeError) and any(map(is_planned, devices)):
         return ValueError(
             f"XLA does not compile {name} ahead of time for {len(devices)} devices of this slice: "
-            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or a policy that uses all of its devices"
+            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or use a policy that uses all its devices"
         )
     return error
 
 
 def on_own_mesh(sharding: object, value: Value) -> NamedSharding | None:
-    """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
+    """Expresses a sharding that XLA chose (None for an unread argument) on the placement's own mesh; None if impossible.
 
-    The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed
+    For example, the result of a host callback is on one device only; its program must be compiled again with a prescribed
     sharding.
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
@@ -217,7 +217,7 @@ def replicated(value: Value) -> NamedSharding:
 
 _Packed: TypeAlias = tuple[Any, list[jax.Array]]
 _Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
-"""Iterations done, the leaves of the state, and the rows of the metrics."""
+"""The number of completed iterations, the leaves of the state, and the rows of the metrics."""
 
 
 @dataclass(frozen=True)
@@ -228,23 +228,23 @@ class FusedLoop:
     leaves: Sequence[Value]
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
-    rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
+    rewritten: bool  # for its placement, so that inner loops may use the packed carry
 
     @property
     def packs(self) -> bool:
-        """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
+        """Whether small arrays are combined: the metrics, and the state if inner loops use it in that form."""
         return bool(self.leaves) and kernels_matter(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
-        """Has another thread compile the program; `compile` then waits for that."""
+        """Compiles the program in another thread; `compile` then waits for that."""
         executables.begin(self._request(most, True, [None] * len(self.metrics)))
 
     def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
         """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
 
-        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
-        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
-        axis of length `most`, of which only the rows of iterations that ran have a meaning.
+        A run therefore computes the same bits in chunks of any length, and a chunk of another length needs no other program.
+        The program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, the metrics have a
+        leading axis of length `most`; only the rows of iterations that ran are meaningful.
         """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
             compiled = executables.compile(self._request(most, donate, prescribed))
@@ -289,20 +289,20 @@ class FusedLoop:
 
 
 class Fitting:
-    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
+    """A jitted function that raises ValueError instead of running if its program exceeds the memory of its devices."""
 
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
-        """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
+        """`what` and `remedy` are for the message: a description of the program, and how to make it smaller."""
         self._fn, self._what, self._remedy = fn, what, remedy
         self._executables = Executables()
         self._fitting: set[jax.stages.Compiled] = set()
 
     def begin(self, *args: Any) -> None:
-        """Has another thread compile the program for such arguments."""
+        """Compiles the program for such arguments in another thread."""
         self._executables.begin(self._request(args))
 
     def __call__(self, *args: Any) -> Any:
-        """Computes the function."""
+        """Calls the function."""
         compiled = self._executables.compile(self._request(args))
         if compiled not in self._fitting:
             check_program_fits(compiled, self._what, self._remedy)

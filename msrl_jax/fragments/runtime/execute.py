@@ -1,12 +1,12 @@
 """The runtime: executes an instruction list by asynchronous dispatches.
 
-If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
-without parts of its own.
+If several processes run the program, each executes the whole list. Programs on devices of other processes return arrays without
+local parts.
 
-While a function that the host calls works, what does not need its results runs. The order is a function of the instructions
-alone, not of time: a call is started when its turn comes, and instructions that read its results wait. If a call needs a
-pending result, the oldest pending call is completed first, then its dependents. So with two groups of environments one group
-is simulated while the other is acted for.
+While a host function works, instructions that do not need its results run. The order depends only on the instructions, not on
+time: a call is started at its position, and instructions that read its results wait. If a call needs a pending result, the
+oldest pending call is completed first, then its dependents. With two groups of environments, for example, one group is
+simulated while the policy acts for the other.
 """
 
 import statistics
@@ -32,14 +32,14 @@ Call = Callable[..., Sequence[jax.Array]]
 What: TypeAlias = Literal["program", "transfer", "wait"]
 Around: TypeAlias = Callable[[Call, What], Call]
 
-# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
-# an earlier one that they depend on waits for a place: a deadlock.
+# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while an
+# earlier one that they depend on waits for a slot: a deadlock.
 _CPU_PROGRAMS_AHEAD = 12
 
 
 @dataclass(eq=False)
 class _Task:
-    """Something that waits: a call of the host that was started, or a function with arguments that are not there yet."""
+    """A waiting task: a host call that was started, or a function whose arguments are not available yet."""
 
     fn: Callable[..., Sequence[jax.Array]]
     args: Sequence[Any] = ()
@@ -54,27 +54,27 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A result that is not there yet."""
+    """A result that is not available yet."""
 
     task: _Task
     index: int
 
 
 def resolved(x: Any) -> Any:
-    """An array, or the result that a `Pending` stands for if that is there."""
+    """An array, or the result of a `Pending` if it is available."""
     return x.task.results[x.index] if type(x) is Pending and x.task.results is not None else x
 
 
 @dataclass(eq=False)
 class HostQueue:
-    """What waits for calls of the host, in program order."""
+    """Tasks that wait for host calls, in program order."""
 
     _waiting: deque[_Task] = field(default_factory=deque)
 
     def call(
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
     ) -> Sequence[Any]:
-        """Calls a function, at once if its arguments are there; else returns `Pending`s for its `count` results."""
+        """Calls a function immediately if its arguments are available; otherwise returns `Pending`s for its `count` results."""
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
@@ -83,7 +83,7 @@ class HostQueue:
     def start(
         self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
     ) -> Sequence[Any]:
-        """Starts a call of the host, after what it needs; `place` puts its results on their device.
+        """Starts a host call after its dependencies; `place` puts its results on their device.
 
         Returns `Pending`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
@@ -95,12 +95,12 @@ class HostQueue:
         return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
 
     def drain(self) -> None:
-        """Finishes all that waits."""
+        """Finishes all waiting tasks."""
         while self._waiting:
             self._finish_oldest()
 
     def clear(self) -> None:
-        """Forgets all that waits, after an error."""
+        """Drops all waiting tasks, after an error."""
         self._waiting.clear()
 
     def _wait(self, task: _Task, count: int) -> list[Pending]:
@@ -108,7 +108,7 @@ class HostQueue:
         return [Pending(task, k) for k in range(count)]
 
     def _finish_oldest(self) -> None:
-        """Finishes the oldest call of the host, and runs what then need not wait."""
+        """Finishes the oldest host call, and runs the tasks that no longer have to wait."""
         oldest = next(task for task in self._waiting if task.is_host_call)
         oldest.run()
         before, self._waiting = self._waiting, deque()
@@ -121,7 +121,7 @@ class HostQueue:
                 self._waiting.append(task)
 
     def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
-        """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
+        """Whether a task's arguments are available, and earlier tasks have read all those that it consumes."""
         args = [resolved(x) for x in task.args]
         if any(type(x) is Pending for x in args):
             return False
@@ -132,15 +132,15 @@ class HostQueue:
 class Executor:
     """Runs iterations of a compiled schedule.
 
-    The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
+    The state is a list with one entry per leaf (and register): the tuple of its copies, the canonical one first.
     """
 
     def __init__(
         self, schedule: Schedule, executables: Executables, around: Around = lambda call, what: call,
         each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, Sent] | None = None,
     ):  # fmt: skip
-        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
-        and `each` the step of an instruction. What Moves that send changes have sent is counted in `sent`.
+        """Makes the steps; `around` wraps every JAX function that dispatches, e.g. to measure its time, and `each` the step of
+        an instruction. `sent` counts what Moves that send changes have sent.
         """
         self._schedule, self._executables, self._around, self._each = schedule, executables, around, each
         self._size = 1 + max(
@@ -178,7 +178,7 @@ class Executor:
                 slots = [resolved(x) for x in slots]
         finally:
             if self._queue is not None:
-                self._queue.clear()  # after an error in a call of the host, or an interrupt
+                self._queue.clear()  # after an error in a host call, or an interrupt
         after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
         measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
         return after, [slots[v.index] for v in self._schedule.metrics], measured
@@ -211,7 +211,7 @@ class Executor:
         return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
 
     def _assigned(self, call: Call, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
-        """Calls a function with slots, and puts its results in others; if arguments wait for the host, it waits too."""
+        """Calls a function with slots, and stores its results in others; waits if arguments wait for the host."""
         queue, count = self._queue, len(outs)
         if queue is None:
             return _step(call, ins, outs)
@@ -225,13 +225,13 @@ class Executor:
         return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
-        """The function that runs a program, at the pace of its devices."""
+        """The function that runs a program, throttled to the pace of its devices."""
         call = self._around(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
-        # Of two programs with collectives between processes, in any order on each, each could wait for the other.
+        # Two programs with collectives between processes, in a different order on each, could wait for each other.
         ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
         wait = self._around(lambda arrays: jax.block_until_ready(arrays), "wait")
 
@@ -329,7 +329,7 @@ class Executor:
         return step
 
     def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
-        """Row numbers as arrays that are already on the devices, so that a loop does not wait for transfers from the host."""
+        """Row numbers as arrays on the devices, so that a loop does not wait for transfers from the host."""
         sharding = self._executables.shardings[index]
         known = self._rows.setdefault(sharding, [])
         if len(known) < length:
@@ -343,7 +343,7 @@ def _slots(values: Sequence[Value]) -> list[int]:
 
 
 def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
-    """Calls a function with slots, and puts its results in others."""
+    """Calls a function with slots, and stores its results in others."""
 
     def step(slots: Slots) -> None:
         for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
@@ -357,17 +357,17 @@ def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]
 
 
 def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
-    """Puts arrays of several devices on one device, for which JAX would look through all copies."""
+    """Puts arrays of several devices on one device; JAX would inspect all copies."""
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
 def waiting() -> Any:
-    """A context for what the host does while it waits for devices, which names that in traces of `jax.profiler`."""
+    """A context for the host's waiting for devices, which names it in `jax.profiler` traces."""
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
 def named_in_traces(call: Call, what: What) -> Call:
-    """A function whose time has a name in traces of `jax.profiler`."""
+    """Wraps a function so that its time has a name in `jax.profiler` traces."""
 
     def named(*args: Any) -> Any:
         with jax.profiler.TraceAnnotation(f"{IN_TRACES}{what}"):
@@ -381,21 +381,21 @@ _ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What the host does to dispatch one iteration, in processor time of the thread that does it. Waiting takes none.
+    """The host's work to dispatch one iteration, in processor time of the dispatching thread. Waiting takes none.
 
-    Programs of a few operations for a CPU, which XLA runs in that thread, count.
+    Small programs for a CPU, which XLA runs in that thread, are included.
     """
 
-    instructions: int  # programs, transfers and allocations of one iteration; those in loops count in every repetition
+    instructions: int  # programs, transfers and allocations per iteration; those in loops count in every repetition
     microseconds: float  # time per instruction
-    python_microseconds: float  # the part of it outside of calls of JAX, with that for loops and for the release of arrays
+    python_microseconds: float  # the part outside JAX calls, including loops and the release of arrays
     call_microseconds: float  # time of one call of a compiled program, without the rest of its instruction
 
 
 def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
     """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
-    in_jax: list[float] = []  # seconds of this thread in each call of JAX
-    in_programs: list[float] = []  # those in compiled programs
+    in_jax: list[float] = []  # seconds of this thread in each JAX call
+    in_programs: list[float] = []  # seconds in compiled programs
 
     def around(call: Call, what: What) -> Call:
         def timed(*args: Any) -> Any:
@@ -420,5 +420,5 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
         jax.block_until_ready(leaves)
         outside = seconds - sum(in_jax)
         rows.append((seconds / instructions, outside / instructions, sum(in_programs) / max(len(in_programs), 1)))
-    # JAX prepares a program in its first call.
+    # JAX prepares a program in its first call, so skip it.
     return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))
