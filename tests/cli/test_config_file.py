@@ -158,7 +158,7 @@ MISTAKES = [
     ("num_envs = 8\nnum_minibatches = 7", "line 2: PPO.unroll_length=128 cannot be split into num_minibatches=7"),
     ('config = "b.toml"', "line 1: config belongs on the command line"),
     ('env = {object = "Mine()"}', "line 1: env was an object (Mine()), which a file cannot hold; name one with --env"),
-    ("a = " + "[" * 5000, "nested too deeply"),
+    ("a = " + "[" * 5000, "too many brackets"),
 ]  # fmt: skip
 
 
