@@ -122,9 +122,9 @@ def test_a_default_run_compiles_few_programs(kept):
 @pytest.mark.long
 def test_the_second_run_compiles_nothing_again(kept, tmp_path):
     folder, (code, hits, misses, programs, after), said = kept
-    assert (code, hits, after) == (0, 0, None) and misses >= 3 and said.count(f"kept in {folder}") == 1
+    assert (code, hits, after) == (0, 0, None) and misses >= 3 and said.count(f"stored in {folder}") == 1
     (code, hits, misses, again, _), said = train(tmp_path / "run", MSRL_JAX_CACHE=str(folder))
-    assert code == 0 and misses == 0 and hits == len(again) and "kept in" not in said
+    assert code == 0 and misses == 0 and hits == len(again) and "stored in" not in said
     assert sorted(again) == sorted(programs)
     rows = [(path / "run" / "metrics.csv").read_text().splitlines() for path in (folder.parent, tmp_path)]
     named = [dict(zip(text[0].split(","), text[-1].split(","), strict=True)) for text in rows]
@@ -167,8 +167,8 @@ def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_pat
     *none, default = done.stdout.splitlines()
     assert none == ["0 ['file']"] * 7 and default.endswith("['.cache', 'file']") and not default.startswith("0 ")
     assert (tmp_path / ".cache" / "msrl-jax").is_dir()
-    assert done.stderr.count("compiled programs are not kept on disk") == 2, "each is said once"
-    assert done.stderr.count("is no folder of this machine") == 1
+    assert done.stderr.count("compiled programs are not stored on disk") == 2, "each is said once"
+    assert done.stderr.count("is not a folder of this machine") == 1
 
 
 def test_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):

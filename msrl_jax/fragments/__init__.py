@@ -1,6 +1,6 @@
-"""Fragments: marking the parts of a training loop, and compiling the loop for a distribution policy.
+"""Fragments: mark the parts of a training loop, and compile the loop for a distribution policy.
 
-Each floor imports only those before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
+Each layer imports only the ones before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
 program.py (`Program`), compiler.py. Loops count and report with counters.py, progress.py and metrics.py. `compile` calls the
 passes in this order:
 
@@ -20,7 +20,7 @@ passes/placed_policy.py applies the policy to devices and sizes before them; pas
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (runtime/fused_loop.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
-Each name is imported at its first use.
+Each name is imported on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

@@ -1,4 +1,4 @@
-"""Codecs: pack arrays that cross from one placement to another."""
+"""Codecs: pack arrays that are sent from one placement to another."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from msrl_jax.fragments.support.checks import shown
 
 @dataclass(frozen=True)
 class Changes:
-    """How packed words of 16 bits cross if their receiver keeps those that it has: only changed ones, with their places.
+    """How to send packed 16-bit words whose receiver keeps the previous ones: only changed words, with their positions.
 
     Attributes:
-      one_in: at most one word in so many crosses as a change. If more have changed, all words cross.
-      every: in one of so many exchanges all words cross.
+      one_in: changes are sent if at most one in `one_in` words has changed; otherwise all words are sent.
+      every: all words are sent in one of `every` exchanges.
     """
 
     one_in: int
@@ -36,11 +36,11 @@ class Codec:
       name: its name in plans.
       encode: array -> pytree of arrays, the packed form.
       decode: `(pytree, aval) -> array` of the original shape and dtype.
-      takes: whether an array of this shape and dtype can be packed; other arrays cross unpacked.
+      takes: whether an array of this shape and dtype can be packed; other arrays are sent unpacked.
       holds: array -> bool, whether `decode` keeps the codec's promise; None if it always does.
-      promise: the precision of the unpacked values in words, for plans and errors.
-      lossless: whether unpacked values equal the original, as XLA compares: -0.0 is 0.0, and so may numbers below 1.2e-38 be.
-      changes: how only changes cross between placements; None if the packed form crosses whole.
+      promise: the precision of the unpacked values as text, for plans and errors.
+      lossless: whether unpacked values equal the original in XLA's comparison: -0.0 and numbers below 1.2e-38 may equal 0.0.
+      changes: how to send only changes; None to send the whole packed form.
     """
 
     name: str
@@ -77,7 +77,7 @@ SCALED_UINT8 = Codec(
     name="scaled_uint8",
     encode=_quantize,
     decode=lambda packed, aval: (packed[0].astype(jnp.float32) * packed[2] + packed[1]).astype(aval.dtype),
-    takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 4,  # offset and scale cross too
+    takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 4,  # offset and scale are sent too
     holds=lambda x: jnp.isfinite(x).all() & jnp.isfinite(x.max() - x.min()),
     promise="an absolute error of at most 1/510 of the array's range, for finite values with a finite range",
     lossless=False,
@@ -134,16 +134,16 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
     Args:
       frames: number of frames in a stack along the last dimension, oldest first. At the start of an episode the first
         frame fills the stack, as in `FrameStack`.
-      rank: dimensions of one observation: 3 for images, 1 for vectors.
+      rank: number of dimensions of one observation: 3 for images, 1 for vectors.
 
     Returns:
-      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; other arrays cross unpacked.
+      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; other arrays are sent unpacked.
 
     Raises:
-      ValueError: if there are fewer than 2 frames, or no dimension.
+      ValueError: if there are fewer than 2 frames, or no dimensions.
     """
     if not isinstance(frames, int) or not isinstance(rank, int) or frames < 2 or rank < 1:
-        raise ValueError(f"frame_stack({frames!r}, {rank!r}): a stack has at least 2 frames, and an observation 1 dimension")
+        raise ValueError(f"frame_stack({frames!r}, {rank!r}): use at least 2 frames, and at least 1 dimension")
 
     def takes(aval: ShapedArray) -> bool:
         is_plain = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool
@@ -161,21 +161,21 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
 
 
 def delta(one_in: int = 64, every: int = 100) -> Codec:
-    """Makes a codec that sends parameters in bfloat16, and of these words only the ones that changed since the last exchange.
+    """Makes a codec that sends parameters in bfloat16, and only the words that changed since the last exchange.
 
-    What arrives is what `"bfloat16"` gives, bit by bit. With a small learning rate most updates round to nothing in bfloat16:
-    AstraFlow reports that over 98% of the words stay as they are in an update of a language model.
+    The result is bit-identical to `"bfloat16"`. With a small learning rate, most updates round to nothing in bfloat16:
+    AstraFlow reports that over 98% of the words do not change in an update of a language model.
 
     Args:
-      one_in: at most one word in so many crosses as a change, as 6 bytes: a word and its place. If more have changed, all
-        words cross, 2 bytes each.
-      every: in one of so many exchanges all words cross.
+      one_in: changes are sent if at most one in `one_in` words has changed, as 6 bytes each: a word and its position.
+        Otherwise all words are sent, 2 bytes each.
+      every: all words are sent in one of `every` exchanges.
 
     Returns:
-      The codec, for parameters that are whole on each device of a placement, in one process.
+      The codec, for parameters that are replicated over the devices of a placement, in one process.
 
     Raises:
-      ValueError: if `one_in` is below 4, with which changes take about as many bytes as all words, or `every` below 1.
+      ValueError: if `one_in` is below 4, where changes are about as large as all words, or `every` is below 1.
     """
     if not isinstance(one_in, int) or not isinstance(every, int) or one_in < 4 or every < 1:
         raise ValueError(f"delta({one_in!r}, {every!r}): one_in must be at least 4, and every at least 1")
@@ -203,12 +203,12 @@ def register(codec: Codec) -> Codec:
 
 
 def names() -> list[str]:
-    """The names of all codecs; `get` takes `"frame_stack(n)"` and `"delta(n, every)"` too."""
+    """The names of all codecs; `get` also accepts `"frame_stack(n)"` and `"delta(n, every)"`."""
     return sorted(CODECS)
 
 
 def get(codec: str | Codec) -> Codec:
-    """A codec by name.
+    """Looks up a codec.
 
     Args:
       codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" or "delta(n, every)" with numbers; or a codec.
@@ -217,13 +217,13 @@ def get(codec: str | Codec) -> Codec:
       The codec.
 
     Raises:
-      TypeError: if it is neither a codec nor text.
-      ValueError: on an unknown name.
+      TypeError: if `codec` is neither a codec nor a string.
+      ValueError: if the name is unknown.
     """
     if isinstance(codec, Codec):
         return codec
     if not isinstance(codec, str):
-        raise TypeError(f"{shown(codec)} is no codec; use one of {', '.join(map(repr, CODECS))}, 'frame_stack(n)', or a Codec")
+        raise TypeError(f"{shown(codec)} is not a codec; use {', '.join(map(repr, CODECS))}, 'frame_stack(n)' or a Codec")
     if call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
         name, *numbers = call.groups()
         return (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))

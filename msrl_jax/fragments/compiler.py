@@ -1,4 +1,4 @@
-"""The compiler: traces a training iteration, and calls the passes that make a `Program` of it."""
+"""The compiler: traces a training iteration, and runs the passes that turn it into a `Program`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ def compile(
 ) -> Program[State]:
     """Compiles a training iteration for a distribution policy.
 
-    Traces the iteration, partitions it at its fragments and checks that everything fits; XLA compiles on first use.
+    Traces the iteration, partitions it at its fragments and checks the result; XLA compiles on first use.
 
     Args:
       iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
@@ -43,16 +43,16 @@ def compile(
       policy: where each role runs.
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
-      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
-      devices: devices that the policy may use; all of the default platform, of all processes, if not given. A policy gets
-        those of several processes by turns.
+      groups: number of adjacent entries of a logical axis that stay on one device, such as `{"env": 4}`; 1 by default.
+      devices: devices that the policy may use; by default all devices of the default platform, of all processes. The devices
+        of several processes are interleaved.
 
     Returns:
       The program.
 
     Raises:
       TypeError: if a leaf of the state is not an array, or the next state differs from the state; names the leaf.
-      ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
+      ValueError: if the axes do not match the state, the devices do not suit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
     check_settings()

@@ -1,6 +1,6 @@
 """Counters that do not wrap: two 32-bit words, because JAX has no 64-bit integers by default.
 
-Schedules read a counter with `fraction`, periods with `remainder`.
+Use `fraction` to read a counter in schedules, `remainder` for periods.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class Counter(NamedTuple):
 
 
 def counter(value: int = 0) -> Counter:
-    """Makes a counter with scalar words, which starts from a number from 0 to `2**64 - 1`; raises ValueError on others."""
+    """Makes a counter with scalar words that starts at a number from 0 to `2**64 - 1`; raises ValueError otherwise."""
     if not 0 <= value < _WORD**2:
-        raise ValueError(f"a counter starts from a number in [0, 2**64), not from {value}")
+        raise ValueError(f"a counter starts at a number in [0, 2**64), not at {value}")
     return Counter(jnp.uint32(value // _WORD), jnp.uint32(value % _WORD))
 
 
@@ -55,8 +55,8 @@ def difference(later: Counter, earlier: Counter) -> jax.Array:
 def fraction(count: Counter, scale: int, total: int) -> jax.Array:
     """The fraction of a total that a counter has reached: `min(1, count * scale / total)`. float32
 
-    The scale is units per count, such as environment steps per iteration, and the total is in these units. The relative error
-    is at most 2**-22.
+    The scale is the number of units per count, such as environment steps per iteration; the total is in these units. The
+    relative error is at most 2**-22.
     """
     high, low = np.float32(_WORD * scale / total), np.float32(scale / total)
     reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
@@ -64,9 +64,9 @@ def fraction(count: Counter, scale: int, total: int) -> jax.Array:
 
 
 def remainder(count: Counter, period: int) -> jax.Array:
-    """The remainder after division by a period, int32; raises ValueError unless it is from 1 to 2**24."""
+    """The remainder after division by a period, int32; raises ValueError unless the period is from 1 to 2**24."""
     if not 1 <= period <= 2**24:
-        raise ValueError(f"a period of {period} is not in [1, 2**24]; use one that is")
+        raise ValueError(f"a period of {period} is not in [1, 2**24]; use one in this range")
     rest = jnp.zeros_like(count.low)
     for word in count:
         for shift in _BYTES:  # long division: a rest below 2**24, shifted by a byte, stays below 2**32
@@ -75,7 +75,7 @@ def remainder(count: Counter, period: int) -> jax.Array:
 
 
 def at_least(count: Counter, number: int) -> jax.Array:
-    """Whether a counter has reached a number; a negative one is always reached. bool"""
+    """Whether a counter has reached a number; always True for negative numbers. bool"""
     limit = counter(max(number, 0))
     return (count.high > limit.high) | ((count.high == limit.high) & (count.low >= limit.low))
 
@@ -86,5 +86,5 @@ def to_float(count: Counter) -> jax.Array:
 
 
 def to_int(count: Counter) -> int:
-    """Converts a counter with scalar words that are not traced to an exact integer, on the host."""
+    """Converts a counter with scalar words to an exact integer, on the host; the counter must not be traced."""
     return int(count.high) * _WORD + int(count.low)

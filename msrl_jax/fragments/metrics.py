@@ -1,4 +1,4 @@
-"""Metrics that iterations may report and that average correctly."""
+"""Metrics that average correctly over iterations and devices."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flax import struct
 class Mean:
     """A mean stored as a sum and a count, so that means over iterations and devices are exact.
 
-    An iteration reports scalars; a run of `N` iterations stacks them. Slices have exact means:
+    An iteration reports scalars; a run of `N` iterations stacks them. Means of slices are exact:
     `metrics["episode_return"][-50:].mean()` is the mean over the last 50 iterations.
 
     Attributes:
@@ -25,14 +25,14 @@ class Mean:
     __iter__ = None  # not a sequence, although it can be indexed
 
     def __getitem__(self, index: Any) -> "Mean":
-        """The sums at an index, a slice or any other index of arrays."""
+        """The sums at an index, a slice or another array index."""
         return Mean(self.total[index], self.count[index])
 
     def mean(self, axis: int | tuple[int, ...] | None = None) -> float | np.ndarray:
         """The mean of all values with equal weights, computed on the host in float64.
 
         Args:
-          axis: dimensions to add up first, as in `numpy.sum`: all if None, none if ().
+          axis: dimensions to sum over first, as in `numpy.sum`: all if None, none if ().
 
         Returns:
           The summed totals divided by the summed counts; nan where there are no values.

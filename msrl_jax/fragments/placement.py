@@ -16,21 +16,21 @@ class Device(Protocol):
 
     id: int
     platform: str  # such as "cpu", "gpu" or "tpu"
-    process_index: int  # the number of the process that owns it
+    process_index: int  # the number of the process that owns the device
 
 
 def device_names(devices: Iterable[Device]) -> tuple[str, ...]:
-    """Devices as plans and errors name them, such as `cpu:0`."""
+    """Names of devices in plans and errors, such as `cpu:0`."""
     return tuple(f"{d.platform}:{d.id}" for d in devices)
 
 
 AXES = ("env", "worker", "shard", "agent", "member")
-"""The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
+"""The logical axes of the algorithms: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
 
 HOST = "host"
-"""The role of Python functions that the host calls between programs. A policy need not list it."""
+"""The role of host fragments. A policy need not list it."""
 
-# A role that a layout does not list takes the placement of a role that feeds or reads it.
+# A role that is not listed in a layout gets the placement of a role that it exchanges data with.
 _FALLBACK = {
     "actor": ("env",),
     "env": ("actor",),
@@ -47,17 +47,17 @@ class Placement:
     Attributes:
       name: its name in plans and errors.
       mesh: the devices. Its axes are of type Auto: XLA's partitioner inserts the collectives.
-      rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
-      scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest dimension that divides.
-        None replicates them. With it a parameter server keeps one shard of every tensor on each device.
-      separate: logical axes of separate arrays, which have to divide like the first axis of a state that has a rule.
+      rules: pairs (logical axis, mesh axis); the first rule that matches a dimension wins. Axes without a rule stay whole.
+      scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest divisible dimension. None
+        replicates them. A parameter server uses it to keep one shard of every tensor on each device.
+      separate: logical axes of separate arrays, which must be divisible like the first axis of a state that has a rule.
     """
 
     name: str
     mesh: Mesh
     rules: tuple[tuple[str, str], ...] = (("env", "devices"),)
     scatter: str | None = None
-    separate: tuple[str, ...] = ("worker", "shard")  # every worker has its networks, every shard its rows
+    separate: tuple[str, ...] = ("worker", "shard")  # every worker has its own networks, every shard its own rows
 
     @classmethod
     def over(cls, name: str, devices: Sequence[Device], *, split: Sequence[str] = AXES, scatter: bool = False) -> "Placement":
@@ -65,18 +65,18 @@ class Placement:
 
         Args:
           name: its name in plans and errors.
-          devices: the devices, in order; those of one process are put side by side.
-          split: the logical axes to split over the devices; an array that has several is split along the first of them.
-          scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
+          devices: the devices, in order; those of one process become adjacent.
+          split: the logical axes to split over the devices; an array with several of them is split along the first.
+          scatter: whether to split arrays without these axes along their largest dimension instead of replicating them.
 
         Returns:
           The placement.
 
         Raises:
-          ValueError: if there is no device.
+          ValueError: if there are no devices.
         """
         if not len(devices):
-            raise ValueError(f"placement {name!r} has no device; its policy needs more devices than it was given")
+            raise ValueError(f"placement {name!r} has no devices; its policy needs more devices than it got")
         devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
         mesh = Mesh(np.asarray(devices, dtype=object), ("devices",))
@@ -92,7 +92,7 @@ class Placement:
         return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
 
     def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-        """The sharding of an array: split where a rule applies and the dimension divides, else whole.
+        """The sharding of an array: split where a rule applies and the dimension is divisible, otherwise whole.
 
         `logical` has a logical axis name (or a tuple of candidates, or None) for each leading dimension.
         """
@@ -115,7 +115,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def logical(self, sharding: NamedSharding) -> PartitionSpec:
-        """The logical axes (as tuples of candidates) of a sharding on this mesh; inverts the rules."""
+        """The logical axes (as tuples of candidates) of a sharding on this mesh; the inverse of the rules."""
         spec = []
         for entry in sharding.spec:
             axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -128,13 +128,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Edge:
-    """A codec for values that cross from one placement to another.
+    """A codec for values that are sent from one placement to another.
 
     Attributes:
-      source: name of the placement that sends.
-      destination: name of the placement that receives.
-      codec: a codec, or the name of one.
-      only: packs only values with this text in their label (`program.explain()` shows the labels); all if empty.
+      source: name of the sending placement.
+      destination: name of the receiving placement.
+      codec: a codec, or its name.
+      only: packs only values whose label contains this text (`program.explain()` shows the labels); all if empty.
     """
 
     source: str
@@ -154,12 +154,12 @@ class Layout:
     """The decisions of a distribution policy: a placement for each role, the staleness of actors, and codecs.
 
     Attributes:
-      roles: role -> placement. A role that is not listed takes the placement of its neighbor: "env" and "actor" of each
+      roles: role -> placement. A role that is not listed gets the placement of its neighbor: "env" and "actor" of each
         other, "server" and "buffer" of "learner", "evaluator" of "actor". A role may have a suffix, such as
-        "learner:critic": it takes the placement listed for it, else that of "learner". The role "host" is on a CPU device of
-        this process if it is not listed.
-      staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
-      codecs: codecs for values that cross placements; the first that fits an array is used.
+        "learner:critic": it gets the placement listed for it, otherwise that of "learner". The role "host" is on a CPU device
+        of this process by default.
+      staleness: number of iterations by which the parameters of actors lag behind those of a synchronous run.
+      codecs: codecs for values that cross placements; the first that accepts an array is used.
       policy: the policy's name in plans and errors.
     """
 
@@ -172,7 +172,7 @@ class Layout:
         check_staleness(self.staleness)
 
     def placement(self, role: str, fragment: str) -> Placement:
-        """The placement of a role; raises ValueError, which names the `fragment` of that role, if the layout has none."""
+        """The placement of a role; raises ValueError, which names the `fragment`, if the layout has none."""
         general = role.partition(":")[0]
         neighbors = _FALLBACK.get(general, ())
         for candidate in (role, general, *neighbors):
@@ -182,7 +182,7 @@ class Layout:
             return host_placement()
         raise ValueError(
             f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
-            f"it places {sorted(self.roles)}. Mark the fragment with one of these, also with a suffix of your own "
+            f"it places {sorted(self.roles)}. Mark the fragment with one of these, optionally with a custom suffix "
             f"({f'{min(self.roles, default=HOST)}:{general}'!r}), or add {role!r} to the policy's layout"
         )
 
@@ -193,17 +193,17 @@ class Layout:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """All devices in use, each once."""
+        """All devices in use, without duplicates."""
         return tuple(dict.fromkeys(d for p in self.placements for d in p.devices))
 
 
 def host_placement() -> Placement:
-    """Where functions that the host calls have their arguments and results: a CPU device of this process."""
+    """The placement of arguments and results of host fragments: a CPU device of this process."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise RuntimeError(
-            f"functions that the host calls need a CPU device for their arrays ({error}); "
+            f"host fragments need a CPU device for their arrays ({error}); "
             "add it to JAX_PLATFORMS, as in 'cuda,cpu'"
         ) from None
     return Placement.over(HOST, [device], split=())
@@ -211,19 +211,19 @@ def host_placement() -> Placement:
 
 @runtime_checkable
 class DistributionPolicy(Protocol):
-    """Decides where the fragments of a training loop run: any object with this one method."""
+    """Decides where the fragments of a training loop run: any object with this method."""
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the roles.
 
         Args:
-          devices: the devices that may be used, in order.
+          devices: the available devices, in order.
           sizes: the size of every logical axis of the training state, such as `{"env": 64}`.
 
         Returns:
           The layout.
 
         Raises:
-          ValueError: if these devices or sizes do not fit the policy.
+          ValueError: if the policy does not support these devices or sizes.
         """
         ...

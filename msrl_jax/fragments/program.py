@@ -41,7 +41,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
 
-# How many iterations beyond the staleness the host may be ahead of the devices: hides dispatch and bounds memory.
+# How many iterations beyond the staleness the host may run ahead of the devices: hides dispatch and bounds memory.
 _AHEAD = 2
 # Iterations of a fused program that are measured together.
 _TIMED = 8
@@ -64,9 +64,9 @@ class Program(Generic[State]):
 
     Attributes:
       layout: the placements.
-      graph: the fragmented dataflow graph: nodes with their placements, opened loops inside.
-      schedule: the instructions with the state's and the metrics' values.
-      traced: the traced iteration, before it was cut into programs.
+      graph: the fragmented dataflow graph: nodes with their placements, and opened loops.
+      schedule: the instructions, with the values of the state and the metrics.
+      traced: the traced iteration, before it was split into programs.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Program(Generic[State]):
         now: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         if self._x64 and not now:
             raise RuntimeError(
-                "the program was compiled under jax.enable_x64, but runs without it; run it under the setting that it was "
-                "compiled under, or compile it again"
+                "the program was compiled under jax.enable_x64, but runs without it; run it with the setting that it was "
+                "compiled with, or compile it again"
             )
         self._check_present()
 
@@ -132,7 +132,7 @@ class Program(Generic[State]):
 
     @property
     def registers(self) -> dict[str, int]:
-        """The number of values that `Delayed.registers` holds of each delayed leaf, by its pytree path, in their order."""
+        """The number of values in `Delayed.registers` for each delayed leaf, by its pytree path, in order."""
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
@@ -144,7 +144,7 @@ class Program(Generic[State]):
 
     @property
     def nondeterminism_reason(self) -> str:
-        """Why the same iterations from the same state may give other results; empty if they cannot."""
+        """Why repeating iterations from the same state may give different results; empty if it cannot."""
         return "The loop calls the host" if self.traced.jaxpr.effects else ""
 
     @property
@@ -164,7 +164,7 @@ class Program(Generic[State]):
         return held
 
     def check_memory(self) -> None:
-        """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
+        """Raises ValueError if the state exceeds the memory of the devices; reports the bytes and the largest leaf."""
         if found := lacking_memory(self.state_bytes):
             devices, taken, limit = found
             largest = max((copies[0] for copies in self.schedule.inputs), key=lambda v: v.nbytes)
@@ -178,9 +178,9 @@ class Program(Generic[State]):
         check_no_mesh_is_set()
         if missing := [d for d in self.devices if is_planned(d)]:
             raise RuntimeError(
-                f"the program was compiled for {len(missing)} devices that are not there ({missing[0]}, ...), such as those of "
-                "plan_devices, so it can be explained, but no state can be placed and nothing runs. Compile it for devices "
-                "of this machine (jax.devices()) to run it"
+                f"the program was compiled for {len(missing)} devices that this machine does not have ({missing[0]}, ...), "
+                "such as those of plan_devices, so it can be explained, but no state can be placed and nothing runs. Compile "
+                "it for devices of this machine (jax.devices()) to run it"
             )
 
     @entry
@@ -198,10 +198,10 @@ class Program(Generic[State]):
 
     @entry
     def initialize(self, init: Callable[..., State], *args: Any) -> Any:
-        """Computes a state and places it; the large leaves are computed where the program keeps them.
+        """Computes a state and places it; large leaves are computed where the program keeps them.
 
         Args:
-          init: pure function that makes a state like the one of `compile`; NumPy arrays in it are placed unchanged.
+          init: pure function that makes a state like that passed to `compile`; NumPy arrays in it are placed unchanged.
           *args: its arguments, pytrees of arrays.
 
         Returns:
@@ -231,10 +231,10 @@ class Program(Generic[State]):
         """Runs one iteration.
 
         Args:
-          state: the state. It stays valid.
+          state: the state, which stays valid.
 
         Returns:
-          The next state and the metrics, as arrays that may not be computed yet.
+          The next state and the metrics, as arrays that may still be being computed.
         """
         self._check_setting()
         if self._fused is None:
@@ -250,7 +250,7 @@ class Program(Generic[State]):
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
-            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
+            jax.block_until_ready(row)  # many calls could fill the queues of CPU devices, see runtime/execute.py
         return self._unflatten_state(leaves), jax.tree.unflatten(self.traced.metrics, row)
 
     @entry
@@ -262,15 +262,15 @@ class Program(Generic[State]):
         Args:
           state: the state, placed or not.
           iterations: number of iterations.
-          chunk: the largest number of iterations between two readings of the metrics, one program if the policy fuses the
-            loop; by default at most 100.
-          donate: whether the state's memory may be reused; the state is invalid afterwards.
+          chunk: maximum number of iterations between two readings of the metrics; one program if the policy fuses the loop. By
+            default at most 100.
+          donate: whether to reuse the state's memory; the state is invalid afterwards.
 
         Returns:
           The state after the last iteration and the metrics as NumPy arrays, with a leading axis of length `iterations`.
 
         Raises:
-          ValueError: if `iterations` or `chunk` is not a positive integer, or the state is not like the one that the
+          ValueError: if `iterations` or `chunk` is not a positive integer, or the state does not match the one that the
             program was compiled for.
           RuntimeError: if an array of the state was donated to an earlier run, or under `jax.disable_jit`.
         """
@@ -288,7 +288,7 @@ class Program(Generic[State]):
 
     @property
     def sent(self) -> dict[str, DeltaStats]:
-        """What codecs that send changes have sent so far: for every transfer with one, its number, ends and first value."""
+        """Statistics of codecs that send changes: for every such transfer, its number, ends and first value, and the counts."""
         found = {}
         for number, (i, sent) in enumerate(self._sent.items()):
             ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
@@ -296,10 +296,10 @@ class Program(Generic[State]):
         return found
 
     def warm_up(self, chunk: int = 1) -> None:
-        """Compiles everything that a run with this chunk needs, without running it.
+        """Compiles everything that a run with this chunk size needs, without running it.
 
         Args:
-          chunk: iterations between two readings of the metrics.
+          chunk: number of iterations between two readings of the metrics.
         """
         if self._fused:
             self._fused.compile(self._executables, chunk)
@@ -307,14 +307,14 @@ class Program(Generic[State]):
             self._lower()
 
     def begin(self, chunk: int = 1) -> None:
-        """Has another thread compile what a run with this chunk needs, if it is one program, so that `warm_up` ends sooner."""
+        """Starts compiling in another thread what a run with this chunk size needs, if it is one program; see `warm_up`."""
         if self._fused and jax.process_count() == 1:
             self._fused.begin(self._executables, chunk)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
         """The XLA programs of one iteration, for cost analysis and inspection.
 
-        If the policy fuses the loop, the one program of up to `chunk` iterations, whose first argument is their number.
+        If the policy fuses the loop, this is the program of up to `chunk` iterations, whose first argument is their number.
         """
         return list(dict.fromkeys(compiled for i, compiled in self.programs(chunk) if isinstance(i, Run)))
 
@@ -333,8 +333,8 @@ class Program(Generic[State]):
                 yield from ((i, program) for program in (sends.join, sends.compare, sends.split, sends.patch))
 
     def explain(self) -> Plan:
-        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
-        in_loop = self._fused is not None and self._fused.packs  # else the iterations of a run launch what one by itself does
+        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but does not run anything."""
+        in_loop = self._fused is not None and self._fused.packs  # otherwise iterations of a run launch the same as a single one
         if self._fused:
             compiled = {r: self._fused.compile(self._executables, 1 if in_loop else None) for r in self.instructions}
         else:
@@ -346,13 +346,13 @@ class Program(Generic[State]):
         )  # fmt: skip
 
     def _delayed_values(self) -> dict[str, list[Value]]:
-        """The registers of every delayed leaf, by its label, at all places where they are kept."""
+        """The registers of every delayed leaf, by its label, at all placements that keep them."""
         rows, depth = iter(self.schedule.inputs[self._tree.num_leaves :]), self.layout.staleness
         labels = [self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed]
         return {label: [v for _ in range(depth) for v in next(rows)] for label in labels}
 
     def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:
-        """Measures what the host spends to dispatch an iteration, over a few of them; None if the policy fuses the loop."""
+        """Measures the host's time to dispatch an iteration, averaged over a few; None if the policy fuses the loop."""
         if self.is_fused:
             return None
         self._check_setting()
@@ -360,17 +360,17 @@ class Program(Generic[State]):
         return measure_dispatch(self.schedule, self._executables, self._place_leaves(state, copy=True))
 
     def predict(self, state: State | Delayed, *, delay: float = 0.0) -> Prediction:
-        """Predicts the time of an iteration, from a few that measure its instructions one by one.
+        """Predicts the time of an iteration, by measuring the instructions of a few iterations one by one.
 
         Args:
-          state: the state, which stays valid; what the iterations make of it is thrown away.
-          delay: seconds that every transfer between placements takes longer than measured.
+          state: the state, which stays valid; the results of these iterations are discarded.
+          delay: seconds to add to every transfer between placements.
 
         Returns:
           The prediction. If the policy fuses the loop, it is the time of an iteration of that program, without transfers.
 
         Raises:
-          ValueError: if a function of the host works while others run, which no measurement of one at a time shows.
+          ValueError: if a host function works in parallel with other instructions, which cannot be measured one by one.
         """
         check_delay(delay)
         self._check_setting()
@@ -385,13 +385,13 @@ class Program(Generic[State]):
         return Prediction(seconds, {self.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
 
     def named_in_traces(self) -> contextlib.AbstractContextManager[None]:
-        """Lets traces of `jax.profiler` tell what the host dispatches, transfers and waits for, which takes a little time."""
+        """Names the host's dispatches, transfers and waits in `jax.profiler` traces, which takes a little time."""
         return self._with_calls(named_in_traces)
 
     def delayed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Lets the host sleep before each transfer: between placements, and of what its functions return.
+        """Makes the host sleep before each transfer between placements and each transfer of host results.
 
-        While it sleeps it dispatches nothing, so delays add up, also where a network's would overlap.
+        The host dispatches nothing while it sleeps, so delays add up, even where those of a network would overlap.
         """
         check_delay(seconds)
 
@@ -406,7 +406,7 @@ class Program(Generic[State]):
 
     @contextlib.contextmanager
     def _with_calls(self, around: CallWrapper) -> Iterator[None]:
-        """Replaces what dispatches; see `Executor`."""
+        """Replaces the functions that dispatch; see `Executor`."""
         outer, before = self._around, None if self.is_fused else self._ready()
         if before is not None:
             self._around = lambda call, what: around(outer(call, what), what)
@@ -436,13 +436,13 @@ class Program(Generic[State]):
                     jax.block_until_ready(made[-1 - ahead])
         flat, tree = jax.tree.flatten(made)
         with waiting():
-            made = jax.tree.unflatten(tree, read(flat))  # all at once, and only here
+            made = jax.tree.unflatten(tree, read(flat))  # one transfer, and only here
         rows, measured = zip(*made, strict=True)
         self._check_measured(measured)
         return leaves, _together(np.stack, jnp.stack, rows)
 
     def _check_measured(self, measured: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Raises if a codec lost values, according to the scalars of its check in each iteration, on the host."""
+        """Raises if a codec lost values, given the scalars of its check in each iteration, on the host."""
         for (check, _), scalars in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
@@ -496,13 +496,13 @@ class Program(Generic[State]):
 
 
 def _joined(chunks: Sequence[list[Any]]) -> list[Any]:
-    """The metrics of a run from those of its chunks, as NumPy arrays that may be written to."""
-    if len(chunks) == 1:  # JAX's arrays on the host are read-only
+    """Joins the metrics of chunks to those of a run, as writable NumPy arrays."""
+    if len(chunks) == 1:  # JAX returns read-only arrays
         return [x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in chunks[0]]
     return _together(np.concatenate, jnp.concatenate, chunks)
 
 
 def _together(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy has none."""
+    """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy does not support them."""
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in rows[0]]
     return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

@@ -1,4 +1,4 @@
-"""What the engine tells an iteration: how far the run is, and which version of the parameters acts."""
+"""What the engine passes to an iteration: the progress of the run, and the version of the acting parameters."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ from msrl_jax.fragments.graph.marker import fragment
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is. The engine counts; it counts exactly, and no count wraps.
+    """The progress of a run. The counts of the engine are exact and do not wrap.
 
     Attributes:
-      iteration: iterations done before this one. shape=()
-      total: iterations of the whole run; None if that is not known.
-      version: the version of the parameters, for `parameter_version`: iterations done by learners, modulo 2**32. uint32
+      iteration: number of iterations completed before this one. shape=()
+      total: number of iterations of the whole run; None if unknown.
+      version: the version of the parameters, for `parameter_version`: iterations completed by learners, modulo 2**32. uint32
     """
 
     iteration: Counter
@@ -28,22 +28,22 @@ class Progress:
 
     @property
     def fraction(self) -> jax.Array:
-        """The fraction of the run that is done, from 0 to 1; 0 if the length of the run is not known. `[]` float32."""
+        """The completed fraction of the run, from 0 to 1; 0 if the length of the run is unknown. `[]` float32."""
         return counters.fraction(self.iteration, 1, self.total) if self.total else jnp.float32(0.0)
 
     def times(self, number: int) -> Counter:
-        """The iterations done, times a number below 2**32, exactly: steps or updates done. shape=()."""
+        """The number of completed iterations times a number below 2**32, exactly: completed steps or updates. shape=()."""
         return counters.times(self.iteration, number)
 
     def remainder(self, period: int) -> jax.Array:
-        """The remainder of the iterations done after division by a period of at most 2**24. `[]` int32."""
+        """The number of completed iterations modulo a period of at most 2**24. `[]` int32."""
         return counters.remainder(self.iteration, period)
 
 
 parameter_version = fragment(role="actor", name="parameter_version")(lambda version: version)
-"""Reads a version of parameters where actors are, so that a policy with staleness delays it like them. `[]` uint32."""
+"""Reads the version of parameters where actors are, so that staleness delays it like the parameters. `[]` uint32."""
 
 
 def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
-    """The age in iterations of parameters whose `parameter_version` is known. `[]` float32."""
+    """The age of parameters in iterations, given their `parameter_version`. `[]` float32."""
     return (iteration.low - version).astype(jnp.int32).astype(jnp.float32)

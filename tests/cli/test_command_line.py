@@ -107,7 +107,7 @@ MISTAKES = [
     (["replay", __file__], "test_command_line.py does not describe a non-finite step"),
     (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
-    (["explain", "--policy", "os:path"], "policy 'os:path' is of Python's standard library"),
+    (["explain", "--policy", "os:path"], "policy 'os:path' is in Python's standard library"),
     (["train", "--record", "new/x.npz", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
     (["train", "--record", "new/x.npz", "--guard", "rollback"], "leave record out"),
     (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness' (a parameter of SingleLearnerCoarse)"),

@@ -434,7 +434,7 @@ def test_several_learners_share_an_actor(address):
     [
         ({"actors_at": "7000"}, "actors_at='7000': use HOST:PORT"),
         ({"actors_at": "127.0.0.1:0"}, "actors_at='127.0.0.1:0': use HOST:PORT"),
-        ({"devices": []}, "devices is empty; give at least one"),
+        ({"devices": []}, "devices is empty; pass at least one"),
         ({"policy": "auto"}, 'policy="auto" compares policies without actors in other processes; remove one of the two'),
         ({"policy": "GPUOnly"}, "actors_at: GPUOnly.* does not support actors in other processes; use SingleLearner"),
         ({"policy": "SingleLearnerCoarse:trajectory_codec=bfloat16"}, "does not support actors in other processes"),

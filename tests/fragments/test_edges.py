@@ -64,8 +64,8 @@ def test_devices_and_axes_that_cannot_be_meant_are_refused(devices):
         with pytest.raises(error, match=message):
             msrl.compile(iteration, initial_state(), policy=COARSE, **{"axes": AXES, **options})
 
-    refused(ValueError, "twice; name every device once", devices=[devices[0], devices[1], devices[0]])
-    refused(TypeError, "devices holds 2, which is no device", devices=np.array([[2]]))
+    refused(ValueError, "twice; pass every device once", devices=[devices[0], devices[1], devices[0]])
+    refused(TypeError, "devices has 2, which is not a device", devices=np.array([[2]]))
     refused(ValueError, r"axes of state\['x'\] name the logical axis 'envs'.*did you mean 'env'", axes=AXES | {"x": P("envs")})
     program = msrl.compile(iteration, initial_state(), policy=COARSE, axes=AXES)
     for number in ("3", None, True, 0):

@@ -42,7 +42,7 @@ def test_a_donated_state_is_refused_by_name(policy):
     lost = next(k for k in ("w", "x") if given[k].is_deleted())
     for use in (lambda: program.run(state, 1), lambda: program.run(state, 1, donate=True), lambda: program(state),
                 lambda: program.place(state)):  # fmt: skip
-        with pytest.raises(RuntimeError, match=rf"state\['{lost}'\].* has no memory any more: .*donate=True.*donate=False"):
+        with pytest.raises(RuntimeError, match=rf"state\['{lost}'\].* no longer has memory: .*donate=True.*donate=False"):
             use()
 
 
@@ -84,7 +84,7 @@ def constrained(devices):
 def test_an_own_mesh_that_is_not_the_placement_is_refused(make):
     devices = jax.devices()
     for others in (devices[:2], devices[3::-1], devices[4:]):
-        with pytest.raises(ValueError, match=r"'own' has a `\w+` over a mesh of its own, \[cpu:.*places it at actors\[cpu:0, "):
+        with pytest.raises(ValueError, match=r"'own' has a `\w+` over its own mesh, \[cpu:.*places it at actors\[cpu:0, "):
             compiled(policies.MultiLearner(), make(others))
 
 

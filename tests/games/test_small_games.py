@@ -115,7 +115,7 @@ def test_exploitability_of_rock_paper_scissors():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (np.full((2, 6, 3), 1 / 3), r"player 0 in its information state 0 is .*; give .* of the legal actions \[1, 2\]"),
+        (np.full((2, 6, 3), 1 / 3), r"player 0 in its information state 0 is .*; pass .* of the legal actions \[1, 2\]"),
         (np.full((2, 6, 3), 0.5) * [0, 1, 0.5], r"player 0 in its information state 0 .* sum to 1"),
         (np.full((6, 3), 0.5), r"the policy has shape \(6, 3\); pass probabilities of shape \(2, 6, 3\)"),
     ],

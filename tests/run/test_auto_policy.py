@@ -126,7 +126,7 @@ UNKNOWN = [
     (lambda: msrl.choose_policy(small(), policies=["SingleLearnerCoarse:staleness=1"]), "found no .*acts with old parameters"),
     (lambda: msrl.choose_policy(small(), policies=["Central:parameter_codec=bfloat16"]), "a codec that loses precision"),
     (lambda: msrl.choose_policy(small(), delay=-1.0), "a delay of -1.0 must be a number of seconds of at least 0"),
-    (lambda: msrl.choose_policy(small(), devices=[]), "^devices is empty; give at least one"),
+    (lambda: msrl.choose_policy(small(), devices=[]), "^devices is empty; pass at least one"),
     (lambda: policies.get("Auto"), "is for train, and for explain without"),
     (lambda: msrl.train("ppo", policy="auto:learners=2", progress=False), "and has no parameters"),
     (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "without stepping its simulators"),

@@ -72,5 +72,5 @@ def test_a_hook_says_in_whole_steps_when_chunks_end(every):
 
 def test_a_path_is_text_or_an_object_that_stands_for_one(tmp_path):
     assert as_path("out", "run") == Path("run") and as_path("out", tmp_path) == tmp_path
-    with pytest.raises(TypeError, match=r"out=3: use a path as text or a pathlib.Path, or leave it out"):
+    with pytest.raises(TypeError, match=r"out=3: use a path as a string or a pathlib.Path, or omit it"):
         as_path("out", 3)

@@ -1,4 +1,4 @@
-"""Builds the graph of a traced training iteration: where each equation runs, and which loops the host drives."""
+"""Builds the graph of a traced training iteration: where each equation runs, and which loops the host runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,9 +31,9 @@ from msrl_jax.fragments.placement import HOST, Layout, Placement
 def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
     """Builds the graph of a traced training iteration, the jaxpr of `state -> (state, metrics)`.
 
-    Calls that span placements (a fragment that holds fragments of another placement, a `jit`) are inlined; scans that
-    span placements are opened; a `cond`, a `while` or another primitive that spans them is refused. `labels` and `axes` are
-    the names and the logical axes of the state's leaves.
+    Calls that span placements (a fragment that contains fragments of another placement, a `jit`) are inlined; scans that span
+    placements are opened; a `cond`, `while` or other primitive that spans placements raises ValueError. `labels` and `axes`
+    are the names and the logical axes of the state's leaves.
     """
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)
@@ -47,7 +47,7 @@ def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequ
 
 
 def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
-    """Appends code without fragments and without captured arrays as nodes at a placement; returns its results."""
+    """Appends code without fragments and captured arrays as nodes at a placement; returns its results."""
     assert not closed.consts, "the code captures arrays"
     builder = _Builder(Layout({}))
     results = builder.inline(closed.jaxpr, args, placement, out)
@@ -89,7 +89,7 @@ class _Builder:
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
     ) -> list[Atom]:
-        """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code takes `home` and `role`."""
+        """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code gets `home` and `role`."""
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
             found = self.placements(eqn)
@@ -143,7 +143,7 @@ class _Builder:
         return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
 
     def scan_of_no_steps(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
-        """The results of a scan of length 0: the carry as it was, and stacks without rows."""
+        """The results of a scan of length 0: the initial carry, and stacks without rows."""
         _, num_consts, num_carry, _, _ = scan_parts(eqn)
         kinds = [aval(v) for v in eqn.outvars[num_carry:]]
         closed = jax.make_jaxpr(lambda: [jax.lax.empty(kind.shape, kind.dtype) for kind in kinds])()
@@ -157,7 +157,7 @@ class _Builder:
         self.labels.update(zip(node.eqn.outvars, found, strict=True))
 
     def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-        """The name of each result of an equation: its path in the fragment that makes it, else the first named input."""
+        """The name of each result of an equation: its path in the fragment that makes it, otherwise the first named input."""
         if is_fragment(eqn):
             paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
             return [f"{eqn.params['name']}(){path}" for path in paths]
@@ -166,7 +166,7 @@ class _Builder:
         if body is None:
             return [next(filter(None, outer), eqn.primitive.name)] * len(eqn.outvars)
         key = (id(body.jaxpr), outer)
-        if key not in self._labelled:  # which keeps the jaxpr, so that no other gets its id
+        if key not in self._labelled:  # the entry keeps the jaxpr alive, so that its id stays unique
             inner = dict(zip(body.jaxpr.invars, outer, strict=True))
             for e in body.jaxpr.eqns:
                 inner.update(zip(e.outvars, self.output_labels(e, inner), strict=True))
@@ -186,7 +186,7 @@ def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
         if eqn.primitive is cond_p
         else "use jax.lax.scan or fori_loop with a fixed length"
         if eqn.primitive is while_p
-        else "call the fragments outside of it"
+        else "call the fragments outside it"
     )
     if any(p.name == HOST for p in found):
         return f"a {kind} holds calls of the host: {places}. A program cannot wait for them in it; {remedy}"

@@ -1,7 +1,7 @@
 """`host_fragment`: a Python function as a fragment, which the runtime calls between programs with NumPy arrays.
 
-Simulators, robots and services are no XLA programs. The compiler opens the loops around such a fragment; under `jax.jit` alone
-it is a callback of the program. Its arguments and results cross to and from the host's memory once.
+Simulators, robots and services are not XLA programs. The compiler opens the loops around such a fragment; under `jax.jit`,
+it is a callback of the program. Its arguments and results are transferred to and from host memory once.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from msrl_jax.fragments.placement import HOST
 from msrl_jax.fragments.support.checks import shown
 
 IN_TRACES = "msrl:"
-"""What names begin with that the host's time has in traces of `jax.profiler`."""
+"""The prefix of names for host time in `jax.profiler` traces."""
 
 _raised: list[Exception] = []
-"""The last exception of a function."""
+"""The last exception of a host function."""
 
 
 @contextlib.contextmanager
 def host_errors() -> Iterator[None]:
-    """Raises what a function raised as a callback of a program, in place of JAX's report of it."""
+    """Raises the exception of a function that was called as a callback, instead of JAX's report of it."""
     _raised.clear()
     try:
         yield
@@ -51,7 +51,7 @@ def host_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A Python function of flat arguments with results of known types."""
+    """A Python function of flat arguments, with results of known types."""
 
     name: str
     fn: Callable[..., Any]
@@ -61,7 +61,7 @@ class HostFunction:
     kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 
     def __call__(self, *leaves: Any) -> list[np.ndarray]:
-        """Calls the function, and checks its results."""
+        """Calls the function and checks its results."""
         try:
             return self.start(*leaves)()
         except Exception as error:
@@ -69,7 +69,7 @@ class HostFunction:
             raise
 
     def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
-        """Starts a call; if the function has no `start`, it is called at once."""
+        """Starts a call; if the function has no `start`, calls it immediately."""
         with jax.profiler.TraceAnnotation(f"{IN_TRACES}wait"):
             args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
         working = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
@@ -77,7 +77,7 @@ class HostFunction:
             with working:
                 results = self._checked(self.fn(*args))
             return lambda: results
-        working.__enter__()  # until the results are there; other calls may begin and end in the meantime
+        working.__enter__()  # until the results arrive; other calls may start and end in the meantime
         finish = self.fn.start(*args)  # type: ignore[attr-defined]
 
         def finished() -> list[np.ndarray]:
@@ -93,7 +93,7 @@ class HostFunction:
         return hasattr(self.fn, "start")
 
     def _checked(self, made: Any) -> list[np.ndarray]:
-        """Copies of the results, so that the function may use its memory again."""
+        """Copies the results, so that the function may reuse its memory."""
         leaves, tree = jax.tree.flatten(made)
         if tree != self.results:
             raise TypeError(f"host fragment {self.name!r} returned {tree}, but declares {self.results}")
@@ -111,21 +111,21 @@ class HostFunction:
 def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = None) -> Callable[..., Any]:
     """Marks a Python function as a fragment that the host calls with NumPy arrays.
 
-    Every call runs exactly once. Calls of one function run in order if each takes a result of the one before, such as a
-    counter; calls that do not depend on each other may run in any order.
+    Every call runs exactly once. Calls of one function run in order if each takes a result of the previous one, such as a
+    counter; independent calls may run in any order.
 
     Args:
-      fn: a function of pytrees of NumPy arrays, which it must not change. If it has a method `start` that takes the same
-        arguments and returns a function for the results, programs and calls that do not need them run in the meantime.
-      results: a pytree of `jax.ShapeDtypeStruct`s, or of arrays, like the one that the function returns.
+      fn: a function of pytrees of NumPy arrays, which it must not modify. If it has a method `start` that takes the same
+        arguments and returns a function for the results, independent programs and calls run in the meantime.
+      results: a pytree of `jax.ShapeDtypeStruct`s, or of arrays, like the function's result.
       name: the fragment's name in plans and errors. The function's name if not given.
 
     Returns:
       A function of pytrees of arrays that returns arrays of these shapes and dtypes.
 
     Raises:
-      TypeError: if a result is declared without shape and dtype. A call raises it on arguments that are no arrays, or typed
-        keys, and when the function returns something else than declared.
+      TypeError: if a result is declared without shape and dtype. Calls raise it for arguments that are not arrays or that are
+        typed keys, and if the function's result differs from the declaration.
     """
     title = str(name or getattr(fn, "__name__", type(fn).__name__))
     declared, tree = jax.tree.flatten(results)
@@ -151,20 +151,20 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
 
 
 def received(results: Any, role: str) -> Any:
-    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there."""
+    """Moves results of the host to where a role runs, in one transfer, and makes them results of a program there."""
     return fragment(role=role, name="receive")(lambda x: x)(results)
 
 
 def calls_host(jaxpr: Jaxpr) -> bool:
-    """Whether code has a fragment that the host calls, at any depth."""
+    """Whether code contains a host fragment, at any depth."""
     return any(is_host_call(eqn) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns)
 
 
 def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluates code with calls of the host piece by piece: programs, and between them the functions, called directly.
+    """Evaluates code with host calls piece by piece: compiled programs, and the functions in between, called directly.
 
-    So an exception or an interrupt in a function is the caller's own, and not an error of a program. Calls of the host in loops
-    and branches stay parts of programs.
+    An exception or interrupt in a function is therefore raised in the caller, and is not an error of a program. Host calls in
+    loops and branches stay parts of programs.
     """
     values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= zip(closed.jaxpr.invars, args, strict=True)

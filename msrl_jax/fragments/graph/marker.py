@@ -1,7 +1,7 @@
 """The marker: `fragment` turns a pure function into one equation that a distribution policy can place.
 
-The equation calls our own primitive, which evaluates its body. Under `vmap` it stays one equation (of the batched body);
-under differentiation it is replaced by its body, because gradients are taken inside a learner. Fragments may be nested.
+The equation calls our own primitive, which evaluates its body. Under `vmap` it stays one equation (with a batched body);
+under differentiation it is replaced by its body, because gradients are computed inside a learner. Fragments may be nested.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class _FragmentPrimitive(Primitive):
-    """Also accepts a function that is not traced yet, as JAX's own call primitives do; checkify passes one."""
+    """Also accepts a function that is not yet traced, like JAX's own call primitives; checkify passes one."""
 
     multiple_results = True
 
@@ -58,8 +58,8 @@ def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, **marks: Any) -> Sequence[Any]:
 def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: Any) -> tuple[Any, Any]:
     if "host" in marks:
         raise ValueError(
-            f"fragment {marks['name']!r} runs on the host, which jax.vmap cannot batch; run one member at a time (seeds=1), or "
-            "give the function the whole batch"
+            f"fragment {marks['name']!r} runs on the host, where jax.vmap cannot batch it; run one member at a time (seeds=1), "
+            "or pass the function the whole batch"
         )
     mapped: list[bool] = []
 
@@ -85,7 +85,7 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
-    # Arguments and results without a tangent stay without one: a tangent of zeros would make 0 * inf = nan downstream.
+    # Keep arguments and results without a tangent symbolic: a tangent of zeros would make 0 * inf = nan downstream.
     moving = [not isinstance(t, ad.Zero) for t in tangents]
     moved: list[bool] = []
 
@@ -130,11 +130,11 @@ def is_fragment(eqn: JaxprEqn) -> bool:
 
 
 def is_host_call(eqn: JaxprEqn) -> bool:
-    """Whether a jaxpr equation is a fragment that the host calls."""
+    """Whether a jaxpr equation is a host fragment."""
     return is_fragment(eqn) and "host" in eqn.params
 
 
-set_dead_code_rule(fragment_p, whole=is_host_call)  # whose function takes and makes all values
+set_dead_code_rule(fragment_p, whole=is_host_call)  # a host function takes and makes all values
 
 
 _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")
@@ -142,10 +142,10 @@ _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default=""
 
 @contextlib.contextmanager
 def fragment_scope(scope: str) -> Iterator[None]:
-    """Fragments called inside have names `NAME/SCOPE` in plans and errors, which tells equal parts of a loop apart.
+    """Adds a scope to the names of fragments called inside, `NAME/SCOPE` in plans and errors, to distinguish equal parts.
 
     Args:
-      scope: what the parts belong to, such as a team of agents; empty adds nothing. An inner scope replaces an outer one.
+      scope: the owner of the parts, such as a team of agents; empty adds nothing. An inner scope replaces an outer one.
     """
     token = _scope.set(scope)
     try:
@@ -155,7 +155,7 @@ def fragment_scope(scope: str) -> Iterator[None]:
 
 
 def scoped(name: str) -> str:
-    """The name of a fragment in the scope in which it is called."""
+    """The name of a fragment, with the current scope."""
     return f"{name}/{_scope.get()}" if _scope.get() else name
 
 
@@ -178,20 +178,20 @@ def fragment(
 ) -> Callable[..., Any]:
     """Marks a pure function as a fragment: the unit that a distribution policy places.
 
-    The marked function computes what the plain one does, under every JAX transformation.
+    The marked function computes the same as the plain one, under every JAX transformation.
 
     Args:
       fn: the function, if used as a decorator without arguments.
-      role: what the fragment is for, such as `"env"`, `"actor"` or `"learner"`; a policy maps roles to placements.
-        The function's name if not given.
-      name: the fragment's name in plans and errors. The function's name if not given.
+      role: the fragment's role, such as `"env"`, `"actor"` or `"learner"`; a policy maps roles to placements. By default, the
+        function's name.
+      name: the fragment's name in plans and errors. By default, the function's name.
       static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
 
     Returns:
       A function of the same signature, or a decorator if `fn` is not given.
 
     Raises:
-      TypeError: if the function has no argument of a static name. A call raises it on an argument that is not an array, or on a
+      TypeError: if the function has no argument of a static name. Calls raise it for an argument that is not an array, or is a
         mutable reference.
     """
     mark = functools.partial(_mark, role=role, name=name, static_argnames=static_argnames)
@@ -232,8 +232,8 @@ def _mark(
             args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
 
-            before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
-            with jax.named_scope(scoped(name)):  # profilers and plans find the fragment of an operation
+            before, again = _leaves(named), _leaves(named)  # twice: some types create leaves on access
+            with jax.named_scope(scoped(name)):  # lets profilers and plans find the fragment of an operation
                 result = fn(*args, **kwargs)
             after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
             for path in before | after:
@@ -241,7 +241,7 @@ def _mark(
                 if changed and id(after.get(path)) not in returned:
                     raise TypeError(
                         f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
-                        "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
+                        "gets a copy. Return the new value and assign it outside (for a flax.nnx module, return "
                         "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
                     )
             return result
@@ -274,7 +274,7 @@ def _makes_reference(jaxpr: Jaxpr) -> bool:
 
 
 def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that are no static ones, by their names."""
+    """The non-static arguments by name."""
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
     return {k: v for k, v in named.items() if k not in static}
 
@@ -285,7 +285,7 @@ def _leaves(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths_of(tree: Any) -> tuple[str, ...]:
-    """The paths of a tree's leaves, as text."""
+    """The paths of a tree's leaves as text."""
     return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 

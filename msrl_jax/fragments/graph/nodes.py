@@ -1,4 +1,4 @@
-"""The fragmented dataflow graph: nodes with a placement each, unmarked glue between them, and opened loops."""
+"""The fragmented dataflow graph: nodes with one placement each, unmarked glue between them, and opened loops."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ class Node:
     """One vertex of the graph."""
 
     eqn: JaxprEqn  # the equation it evaluates, over the variables of its region
-    placement: Placement | None  # where it runs; None for an opened loop and for glue, which is placed later, by its neighbors
-    fragments: tuple[str, ...] = ()  # names of the fragments in it, in order of appearance, nested ones included
+    placement: Placement | None  # where it runs; None for opened loops, and for glue, which is placed later
+    fragments: tuple[str, ...] = ()  # names of the fragments in it, including nested ones, in order of appearance
     roles: frozenset[str] = frozenset()  # their roles; for unmarked code in an opened fragment, that fragment's role
-    loop: "Region | None" = None  # the body, if this is a scan whose fragments span placements; the host drives such a loop
+    loop: "Region | None" = None  # the body, if this is a scan whose fragments span placements; the host runs such a loop
 
     @property
     def is_glue(self) -> bool:
@@ -30,12 +30,12 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """Whether it has side effects, such as a call of the host. It then runs exactly once, in order."""
+        """Whether it has side effects, such as a host call. It then runs exactly once, in order."""
         return bool(self.eqn.effects)
 
     @property
     def is_host_call(self) -> bool:
-        """Whether this is a Python function that the host calls. It is no part of any program."""
+        """Whether this is a host call, which is not part of any program."""
         return is_host_call(self.eqn)
 
     @property
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def title(self) -> str:
-        """The names of its fragments without nested ones, joined."""
+        """The names of its outermost fragments, joined."""
         return "+".join(fragments_in(self.eqn, nested=False)[0])
 
     def __str__(self) -> str:
@@ -67,13 +67,13 @@ class Region:
     """A sequence of nodes that runs `length` times: the training iteration itself, or the body of an opened loop."""
 
     consts: list[Var]  # variables with the same value in every repetition
-    carry: list[Var]  # variables with the values of `next_carry` in the previous repetition
-    xs: list[Var]  # variables with one row of a stacked array in each repetition
+    carry: list[Var]  # variables with the values of `next_carry` of the previous repetition
+    xs: list[Var]  # variables with one row of a stacked array per repetition
     nodes: list[Node]
-    next_carry: list[Atom]  # the carry of the next repetition, one value for each variable of `carry`
+    next_carry: list[Atom]  # the carry of the next repetition, one value per variable of `carry`
     results: list[Atom]  # the rows that a repetition adds to the stacked results; for the iteration itself, the metrics
     length: int = 1  # number of repetitions
-    reverse: bool = False  # whether the rows of `xs` and `results` are visited from the last to the first
+    reverse: bool = False  # whether the rows of `xs` and `results` are visited in reverse
 
     @property
     def inputs(self) -> list[Var]:
@@ -88,7 +88,7 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A value that a codec packs into one or more arrays while it crosses."""
+    """A value that a codec packs into one or more arrays for sending."""
 
     label: str
     aval: ShapedArray  # its shape and dtype, unpacked
@@ -102,10 +102,10 @@ class Check:
 
     label: str
     codec: Codec  # the codec that packs it
-    edge: str  # names of the placements that send and receive it, for the message
+    edge: str  # names of the sending and the receiving placement, for the message
 
     def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Raises ValueError if a value was lost, by the scalars `[N]` of each iteration: held, minimum, maximum."""
+        """Raises ValueError if a value was lost, given the scalars `[N]` of each iteration: held, minimum, maximum."""
         if not ok.all():
             lost = ~ok
             raise ValueError(
@@ -128,10 +128,10 @@ class Graph:
     labels: dict[Var, str]  # readable names of variables, also in loops; the pytree path if there is one
     axes: list[PartitionSpec]  # logical axes of the carry
     delayed: list[int] = field(default_factory=list)  # positions in the carry of the leaves that have registers
-    registers: dict[Var, list[Placement]] = field(default_factory=dict)  # where the registers are kept
-    # the checks of values that a codec might not hold, each with the three scalars that it reads
+    registers: dict[Var, list[Placement]] = field(default_factory=dict)  # the placements that keep the registers
+    # checks of values that a codec might not hold, each with the three scalars that it reads
     checks: list[tuple[Check, Measured]] = field(default_factory=list)
-    packed: dict[Var, Packed] = field(default_factory=dict)  # the variables that carry packed values
+    packed: dict[Var, Packed] = field(default_factory=dict)  # the variables that contain packed values
 
     @property
     def placements(self) -> set[Placement]:
@@ -140,7 +140,7 @@ class Graph:
 
     @property
     def host_calls(self) -> list[str]:
-        """The names of the Python functions that the host calls."""
+        """The names of the host functions."""
 
         def names(region: Region) -> Iterator[str]:
             for node in region.nodes:
@@ -153,7 +153,7 @@ class Graph:
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
-    """The nodes that lead to some atoms, each after those that it reads; `follow` says from which results to continue."""
+    """The nodes that lead to some atoms, in dependency order; `follow` says from which results to continue."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)

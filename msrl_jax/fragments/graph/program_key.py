@@ -1,8 +1,8 @@
 """Keys of programs: two programs share an executable if and only if their keys are equal.
 
-A key holds the content of every constant and parameter, not a printed form. An object without comparable content (an opaque
-object) and everything that can be called (it may hold a simulator, whatever it compares) equal only themselves; the key keeps
-them alive, so that no other object gets their id.
+A key contains the content of every constant and parameter, not its printed form. Objects without comparable content (opaque
+objects) and all callables (which may contain a simulator, whatever they compare) are equal only to themselves; the key keeps
+them alive, so that their ids stay unique.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _LONG = 64
 
 
 class _Same:
-    """Wraps an object that equals only itself, and keeps it alive."""
+    """Wraps an object that is equal only to itself, and keeps it alive."""
 
     def __init__(self, value: object):
         self.value = value
@@ -51,16 +51,16 @@ class _Same:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """The key of a jaxpr: two keys are equal if and only if the programs are equal up to the names of variables."""
+    """The key of a jaxpr: keys are equal if and only if the programs are equal up to variable names."""
     return _closed_key(closed, value_key)
 
 
 def computation_key(closed: ClosedJaxpr) -> Hashable:
     """The key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
 
-    Weak types affect dtypes only during tracing. So the key omits them, and conversions that change nothing else. All
-    functions count as equal, and all integer literals of one dtype, because each trace makes new functions and may number
-    its parts, as checkify numbers its errors.
+    Weak types only affect dtypes during tracing, so the key omits them, and conversions that change nothing else. All functions
+    count as equal, as do all integer literals of one dtype, because each trace creates new functions and may number its parts,
+    as checkify numbers its errors.
     """
     return _closed_key(closed, _traced_key, resolved=True)
 
@@ -70,12 +70,12 @@ def _closed_key(closed: ClosedJaxpr, of: Callable[[Any], Hashable], resolved: bo
     known: dict[int, int] = {}
 
     def numbered(jaxpr: Jaxpr) -> int:
-        """The number of a jaxpr's key: one that is called often is visited and compared once."""
+        """The number of a jaxpr's key, so that a jaxpr that is called often is visited and compared once."""
         if id(jaxpr) not in known:
             known[id(jaxpr)] = keys.setdefault(_jaxpr_key(jaxpr, of, resolved, numbered), len(keys))
         return known[id(jaxpr)]
 
-    numbered(closed.jaxpr)  # is the last one
+    numbered(closed.jaxpr)  # becomes the last key
     return tuple(keys), tuple(map(of, closed.consts))
 
 
@@ -125,13 +125,13 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, numb
 
 
 def _number_key(literal: Literal) -> Hashable:
-    """The key of a literal in a trace: its value whatever its weak type; None for integers, which may number parts."""
+    """The key of a literal in a trace: its value without weak type; None for integers, which may number parts."""
     dtype = aval(literal).dtype
     return np.asarray(literal.val, dtype).tobytes() if jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 def _literal_key(literal: Literal) -> Hashable:
-    """The content of a literal; it may be a Python number, whose dtype is that of the literal's aval."""
+    """The content of a literal, which may be a Python number with the dtype of the literal's aval."""
     if isinstance(literal.val, jax.Array):
         return value_key(literal.val)
     return _content(np.asarray(literal.val, aval(literal).dtype))
@@ -140,8 +140,8 @@ def _literal_key(literal: Literal) -> Hashable:
 def value_key(value: Any) -> Hashable:
     """The key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
 
-    It is the type (dtype, shape, weak type) and the bytes of a number or array; type and contents of a container or dataclass;
-    any other object itself, callables by identity.
+    For a number or array: the type (dtype, shape, weak type) and the bytes; for a container or dataclass: the type and the
+    contents; otherwise the object itself, and for callables its identity.
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value
@@ -166,12 +166,12 @@ def value_key(value: Any) -> Hashable:
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether a callable is a dataclass that JAX makes for each use of a function, such as that of a host callback."""
+    """Whether a callable is a dataclass that JAX creates for each use of a function, e.g. of a host callback."""
     return dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "jax"
 
 
 def _compares_fields(cls: type) -> bool:
-    """Whether objects of a dataclass are equal if their fields are."""
+    """Whether objects of a dataclass are equal if their fields are equal."""
     return cls.__eq__ is not object.__eq__
 
 
@@ -201,7 +201,7 @@ def _content(x: np.ndarray) -> bytes:
 
 
 def _traced_key(value: Any) -> Hashable:
-    """As `value_key`, but any function equals any other, and weak types do not count."""
+    """Like `value_key`, but all functions are equal, and weak types are ignored."""
     if isinstance(value, jax.Array) and value.weak_type:
         return value_key(jax.lax.convert_element_type(value, value.dtype))
     return type(value) if callable(value) and not isinstance(value, type) else value_key(value)

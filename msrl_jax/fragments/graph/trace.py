@@ -1,4 +1,4 @@
-"""Traces a training iteration, and checks it before anything compiles."""
+"""Traces a training iteration, and checks it before compilation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from msrl_jax.fragments.support.checks import shown
 
 PyTree = Any
 
-# The number of iterations within which the weak types of a state must settle.
+# The number of iterations in which the weak types of a state must converge.
 _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state: 64-bit NumPy arrays may be 32-bit arrays there."""
+    """The shape, dtype and weak type of a state leaf under `jax.jit`, where 64-bit NumPy arrays may be 32-bit arrays."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -29,7 +29,7 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(leaf)
     except TypeError:
         raise TypeError(
-            f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state is an array: "
+            f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state must be an array: "
             "close over Python objects in the iteration, or convert numbers with jnp.asarray"
         ) from None
     except OverflowError as error:
@@ -52,13 +52,13 @@ def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
 class Traced:
     """A traced iteration."""
 
-    jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs the next state's and the metrics'
-    metrics: Any  # the metrics' structure
-    # traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure
+    jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs those of the next state and the metrics
+    metrics: Any  # the structure of the metrics
+    # traces the iteration for other weak types of the leaves; returns the jaxpr and the structure of the metrics
     trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
-        """Whether iterations from leaves of these weak types compute the same values as the traced one.
+        """Whether iterations on leaves with these weak types compute the same values as the traced one.
 
         `jax.jit` traces again for other weak types, and may then compute something else.
         """
@@ -73,9 +73,9 @@ class Traced:
 
 
 def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
-    """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
+    """Traces an iteration, and checks that the next state has the structure, shapes and dtypes of the state.
 
-    The trace is for the weak types on which the state's leaves settle. `jax.jit` ends up with the same trace.
+    The trace is for the weak types to which the state's leaves converge. `jax.jit` ends up with the same trace.
     """
     avals, paths = state_avals(state)
     tree = jax.tree.structure(state)
@@ -111,9 +111,9 @@ def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
-    """The trace for the weak types on which the state settles, if all iterations compute the same values."""
+    """The trace for the weak types to which the state converges, if all iterations compute the same values."""
     seen: set[tuple[bool, ...]] = set()
-    while True:  # ends, because weak types repeat, or are new at most _MOST_CHANGES times
+    while True:  # terminates, because weak types repeat, or are new at most _MOST_CHANGES times
         before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
         seen.add(before)
         if after in seen:
@@ -127,8 +127,8 @@ def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
     aval = traced.jaxpr.in_avals[i]
     raise TypeError(
         f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes different values for the two: "
-        "jax.jit would promote dtypes differently in the first iteration than in the next. Give the dtype where the "
-        f"state is made and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
+        "jax.jit would promote dtypes differently in the first iteration than in the next. Set the dtype where the "
+        f"state is created and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
     )
 
 
@@ -163,7 +163,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     for path, spec in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_spec):
         if not is_spec(spec):
             raise ValueError(
-                f"axes{jax.tree_util.keystr(path)} is {shown(spec)}; give a jax.sharding.PartitionSpec of logical axis names, "
+                f"axes{jax.tree_util.keystr(path)} is {shown(spec)}; use a jax.sharding.PartitionSpec of logical axis names, "
                 'such as PartitionSpec("env"), or None'
             )
     try:
@@ -172,7 +172,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
         )
     except ValueError as error:
         raise ValueError(
-            f"`axes` does not match the state: {error}. Give a prefix of the state's tree, such as "
+            f"`axes` does not match the state: {error}. Use a prefix of the state's tree, such as "
             "type(state)(params=P(), env_state=P('env'), ...)"
         ) from None
     found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -181,18 +181,18 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
         entries = [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,))]
         if wrong := [e for e in entries if not isinstance(e, str | None)]:
             raise ValueError(
-                f"axes of {path} hold {shown(wrong[0])}; name logical axes by text, such as 'env', in the order of "
+                f"axes of {path} contain {shown(wrong[0])}; name logical axes with strings, such as 'env', in the order of "
                 "the dimensions"
             )
         if len(spec) > len(aval.shape):
             raise ValueError(
-                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most as many as it has"
+                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most that many"
             )
     return found
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
-    """Logical axis -> the leaves that carry it: path, and size along the axis."""
+    """Logical axis -> the leaves that have it: path, and size along the axis."""
     found: dict[str, list[tuple[str, int]]] = {}
     for spec, aval, path in zip(specs, *state_avals(state), strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
@@ -210,19 +210,19 @@ class StateChecker:
         self._weak_types = {_weak(self._avals)}
 
     def check_tree(self, tree: Any) -> None:
-        """Raises ValueError if a state has another structure."""
+        """Raises ValueError if a state has a different structure."""
         if tree != self._tree:
             raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
 
     def check_leaves(self, flat: Sequence[Any]) -> None:
-        """Refuses leaves that are no arrays, are traced or deleted, or have another type than the program was compiled for.
+        """Rejects leaves that are not arrays, are traced or deleted, or have a type other than that of the program.
 
-        Another weak type is refused if `jax.jit` would compute something else with it.
+        A different weak type is rejected if `jax.jit` would compute something else with it.
         """
         if any(isinstance(x, Tracer) for x in flat):
             raise TypeError(
-                "a program is no function of traced arrays: it sends compiled code to devices itself, so jax.jit, jax.grad and "
-                "jax.vmap do not apply to it. Call it on arrays, outside of them; apply them to what the iteration calls"
+                "a program is not a function of traced arrays: it sends compiled code to devices itself, so jax.jit, jax.grad "
+                "and jax.vmap do not apply to it. Call it on arrays, outside them; apply them to what the iteration calls"
             )
         avals = [leaf_aval(x, path) for x, path in zip(flat, self._paths, strict=True)]
         for x, found, want, path in zip(flat, avals, self._avals, self._paths, strict=True):
@@ -246,9 +246,9 @@ class StateChecker:
 
 
 def check_not_donated(x: Any, name: str) -> None:
-    """Raises RuntimeError if an array was donated or deleted; says how to avoid that."""
+    """Raises RuntimeError if an array was donated or deleted, with a remedy."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
-            f"{name} has no memory any more: an earlier run(..., donate=True), a function with donate_argnums or delete() took "
-            "it, perhaps in a callback. Use the state that the run returned, run with donate=False, or give away a copy"
+            f"{name} no longer has memory: an earlier run(..., donate=True), a function with donate_argnums or delete() took "
+            "it, perhaps in a callback. Use the state that the run returned, run with donate=False, or pass a copy"
         )

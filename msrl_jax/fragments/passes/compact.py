@@ -1,9 +1,10 @@
-"""Keeps the small arrays of a loop in one, for devices on which every kernel counts.
+"""Combines the small arrays of a loop into one, for devices on which the number of kernels matters.
 
-XLA updates each array of a `scan`'s carry and writes each array that the `scan` stacks with a kernel of its own, in every step:
-of a step of environments the observation, the action, the reward, the ends and so on, of an update every bias and its moments.
-Here the small ones travel as one vector of words, and are taken apart where they are used. Of short bodies, several steps are
-one turn of the loop. Operations and their order stay; but XLA fuses them otherwise, so last bits may differ where it optimises.
+XLA updates each array of a `scan`'s carry, and writes each stacked array, with a separate kernel in every step: in an
+environment step the observation, the action, the reward, the flags and so on; in an update every bias and its moments. Here,
+the small arrays are packed into one vector of words and unpacked where they are used. For short bodies, several steps are
+unrolled into one loop iteration. Operations and their order do not change, but XLA fuses them differently, so the last bits may
+differ where it optimizes.
 """
 
 import math
@@ -31,20 +32,20 @@ from msrl_jax._compat import (
 from msrl_jax.fragments.placement import Placement
 
 _WORDS = ("float32", "int32", "uint32", "bool")
-# Of one array that is carried, and of one that is stacked, which is only written. Moving larger ones takes longer than a kernel
-# takes to start: a T4 reads and writes 256 KiB in 1.7 us, an H100 in 0.2, and a kernel starts in 2 to 3.
+# Limits per carried array, and per stacked array, which is only written. Moving larger arrays takes longer than launching a
+# kernel: a T4 reads and writes 256 KiB in 1.7 us, an H100 in 0.2, and a kernel launch takes 2 to 3.
 _MOST_BYTES, _MOST_STACKED = 2**14, 2**18
-_FEWEST, _SHORTEST = 3, 4  # arrays, and steps of a loop, that are worth it: what is taken apart behind it are kernels too
-_STEPS = {50: 8, 300: 5}  # most steps that are one turn, of bodies of at most so many equations
+_FEWEST, _SHORTEST = 3, 4  # minimum number of arrays, and of steps of a loop: unpacking after the loop also costs kernels
+_STEPS = {50: 8, 300: 5}  # maximum number of equations of a body -> maximum number of steps per loop iteration
 
 
 def is_single_accelerator(placement: Placement) -> bool:
-    """Whether a placement is one accelerator: there the number of kernels matters, and nothing is split."""
+    """Whether a placement is one accelerator, where the number of kernels matters and nothing is split."""
     return placement.mesh.size == 1 and placement.devices[0].platform != "cpu"
 
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose loops keep their small arrays together; `closed` itself if it has no loop with as many as three."""
+    """A program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
     known: dict[int, Jaxpr] = {}
 
     def of(jaxpr: Jaxpr) -> Jaxpr:
@@ -73,7 +74,7 @@ def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 class SmallArrayPacker:
-    """Arrays of which the small ones are one vector of words; none of them if not `worth` it."""
+    """Arrays whose small members are packed into one vector of words; none are packed unless `worth`."""
 
     def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True, most: int = _MOST_BYTES):
         self._arrays = arrays
@@ -87,7 +88,7 @@ class SmallArrayPacker:
         return jnp.concatenate(words) if words else (), [x for i, x in enumerate(xs) if i not in self.small]
 
     def unpack(self, words: Any, others: Sequence[Any]) -> Iterator[Any]:
-        """The arrays, each with the leading dimensions of the vector `[..., N]`."""
+        """The arrays, with the leading dimensions of the vector `[..., N]`."""
         rest, at = iter(others), 0
         for i, array in enumerate(self._arrays):
             if i not in self.small:
@@ -100,7 +101,7 @@ class SmallArrayPacker:
 
 
 def _steps(scan: Scan, given: int) -> int:
-    """How many steps are one turn of a loop."""
+    """The number of steps per loop iteration."""
     equations = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr))
     most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
     return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
@@ -111,7 +112,7 @@ def _loop(scan: Scan, carry: SmallArrayPacker, rows: SmallArrayPacker, steps: in
     step = jaxpr_as_fun(scan.body)
 
     def packing(before: Any, xs: Any) -> tuple[Any, Any]:
-        if steps > 1:  # else XLA would simplify across steps: two products with constants to one, which rounds once
+        if steps > 1:  # or XLA would simplify across steps, e.g. merge two products with constants, which rounds once
             before = jax.lax.optimization_barrier(before)
         results = step(*operands[:first], *carry.unpack(*before), *xs)
         return carry.pack(results[: scan.num_carry]), rows.pack(results[scan.num_carry :])

@@ -1,4 +1,4 @@
-"""The instruction list: plain data that a person can read, a test can assert and the runtime executes."""
+"""The instruction list: plain data that people can read, tests can check and the runtime executes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ class Value:
 
     index: int  # its number, unique in a program
     aval: ShapedArray
-    placement: Placement  # where it is
+    placement: Placement  # where it is located
     label: str  # a readable name: the path of a state leaf, or the fragment that makes it
     packed: Packed | None = None  # the packed value that the array belongs to, if a codec made it
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one copy of the array."""
+        """The bytes of one copy of the array."""
         return self.aval.size * self.aval.dtype.itemsize
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Value:
 class Run:
     """Runs one XLA program."""
 
-    name: str  # the names of its fragments, joined
+    name: str  # the joined names of its fragments
     placement: Placement  # where it runs
     jaxpr: ClosedJaxpr  # maps `inputs` to `outputs`, followed by the rows that `writes` stores
     inputs: tuple[Value, ...]
@@ -42,16 +42,16 @@ class Run:
     # pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these
     writes: tuple[tuple[Value, Value], ...] = ()
     index: Value | None = None  # number of the current row, if the program is part of a loop and needs it
-    donated: tuple[int, ...] = ()  # positions of inputs whose memory the results may reuse, because they are not read later
+    donated: tuple[int, ...] = ()  # positions of inputs that are not read later, so that results may reuse their memory
     fragments: tuple[str, ...] = ()  # names of the fragments in it
     roles: frozenset[str] = frozenset()
 
     def reads(self) -> list[Value]:
-        """Every value it reads."""
+        """All values that it reads."""
         return [*self.inputs, *(b for b, _ in self.writes)]
 
     def makes(self) -> list[Value]:
-        """Every value it makes."""
+        """All values that it makes."""
         return [*self.outputs, *(b for _, b in self.writes)]
 
     def __str__(self) -> str:
@@ -74,11 +74,11 @@ class HostCall:
     outputs: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """Every value it reads."""
+        """All values that it reads."""
         return list(dict.fromkeys(self.inputs))
 
     def makes(self) -> list[Value]:
-        """Every value it makes."""
+        """All values that it makes."""
         return list(self.outputs)
 
     def __str__(self) -> str:
@@ -87,17 +87,17 @@ class HostCall:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Transfers values to another placement together, or copies them if the placement is the same."""
+    """Transfers values together to another placement, or copies them if the placement is the same."""
 
     sources: tuple[Value, ...]
     results: tuple[Value, ...]  # the same values at the other placement
 
     def reads(self) -> list[Value]:
-        """Every value it reads."""
+        """All values that it reads."""
         return list(self.sources)
 
     def makes(self) -> list[Value]:
-        """Every value it makes."""
+        """All values that it makes."""
         return list(self.results)
 
     @property
@@ -107,7 +107,7 @@ class Move:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether the placements have a device in common; a transfer could then share the source's memory."""
+        """Whether the placements share a device; a transfer could then share the source's memory."""
         return not set(self.sources[0].placement.devices).isdisjoint(self.results[0].placement.devices)
 
     @property
@@ -127,11 +127,11 @@ class Alloc:
     results: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """Every value it reads."""
+        """All values that it reads."""
         return []
 
     def makes(self) -> list[Value]:
-        """Every value it makes."""
+        """All values that it makes."""
         return list(self.results)
 
     def __str__(self) -> str:
@@ -140,16 +140,16 @@ class Alloc:
 
 @dataclass(frozen=True, eq=False)
 class Free:
-    """Frees values that are not read any more."""
+    """Frees values that are no longer read."""
 
     values: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """Every value it reads."""
+        """All values that it reads."""
         return []
 
     def makes(self) -> list[Value]:
-        """Every value it makes."""
+        """All values that it makes."""
         return []
 
     def __str__(self) -> str:
@@ -168,21 +168,21 @@ class Carry:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Runs its body `length` times, driven by the host."""
+    """Runs its body `length` times, controlled by the host."""
 
     length: int  # number of repetitions
-    reverse: bool  # whether rows are visited from the last to the first
-    carry: tuple[Carry, ...]  # values that change between repetitions, buffers of stacked results included
-    consts: tuple[Value, ...]  # outer values that the body reads, stacked inputs included
+    reverse: bool  # whether rows are visited in reverse
+    carry: tuple[Carry, ...]  # values that change between repetitions, including buffers of stacked results
+    consts: tuple[Value, ...]  # outer values that the body reads, including stacked inputs
     indices: tuple[Value, ...]  # the row number at each placement that needs it
     body: tuple["Instruction", ...]
 
     def reads(self) -> list[Value]:
-        """Every outer value that it reads."""
+        """All outer values that it reads."""
         return [*(c.init for c in self.carry), *self.consts]
 
     def makes(self) -> list[Value]:
-        """Every value that it makes for outer instructions."""
+        """All values that it makes for outer instructions."""
         return [c.result for c in self.carry]
 
     def __str__(self) -> str:
@@ -200,10 +200,10 @@ class Schedule:
 
     inputs: tuple[tuple[Value, ...], ...]  # the copies of each state leaf, the canonical one first; registers follow the leaves
     body: tuple[Instruction, ...]
-    outputs: tuple[tuple[Value, ...], ...]  # the next state, laid out as `inputs`
+    outputs: tuple[tuple[Value, ...], ...]  # the next state, in the same form as `inputs`
     metrics: tuple[Value, ...]  # the metrics' leaves
-    # the checks of packed values, each with three scalars: whether the codec held the value, its smallest element and its
-    # largest
+    # checks of packed values, each with three scalars: whether the codec held the value, its smallest element and its
+    # largest element
     checks: tuple[tuple[Check, tuple[Value, Value, Value]], ...] = ()
     # the program's constant arrays: literals, and arrays that the traced function captured
     constants: dict[Value, object] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class Schedule:
 
 
 def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction in program order, also in loops, with its number of executions per iteration."""
+    """All instructions in program order, including those in loops, with their number of executions per iteration."""
     for i in instructions:
         yield i, times
         if isinstance(i, Loop):

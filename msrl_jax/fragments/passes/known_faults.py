@@ -1,6 +1,6 @@
-"""Faults of some versions of jaxlib that `repairs` cannot mend: compiler options that avoid them, or a warning per process.
+"""Bugs of some jaxlib versions that `repairs` cannot work around: compiler options that avoid them, or a warning per process.
 
-docs/determinism.md has the table of all known faults, with what was checked.
+docs/determinism.md has the table of all known bugs, with the checks.
 """
 
 import functools
@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from msrl_jax._compat import JAXLIB, ClosedJaxpr, jaxprs_in
 
-# No fusions of YNNPACK: a product of many rows that is reduced may be wrong (https://github.com/jax-ml/jax/issues/39103), and
-# reductions of seven or more dimensions end the process or never return (https://github.com/jax-ml/jax/issues/39257).
+# Disable YNNPACK fusions: a product of many rows that is reduced may be wrong (https://github.com/jax-ml/jax/issues/39103), and
+# reductions of seven or more dimensions crash or hang the process (https://github.com/jax-ml/jax/issues/39257).
 CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""} if (0, 10, 2) <= JAXLIB < (0, 11, 1) else {}
-"""Compiler options for programs on CPUs, which turn off what fails in this version of jaxlib."""
+"""Compiler options for programs on CPUs that disable broken features of this jaxlib version."""
 
 
 class Fault(NamedTuple):
-    """A fault of the versions from `first` on and before `mended`."""
+    """A bug of the versions from `first` on and before `mended`."""
 
     first: tuple[int, int, int]
     mended: tuple[int, int, int]
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
 
 def _crops_and_pads_a_convolution(closed: ClosedJaxpr, mesh: Mesh) -> bool:
-    """Whether a program on CPUs has a convolution with negative padding before the first element, and positive behind."""
+    """Whether a program on CPUs has a convolution with negative padding before the first element and positive padding after."""
     eqns = (eqn for jaxpr in jaxprs_in(closed.jaxpr) for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated")
     return _platform(mesh) == "cpu" and any(low < 0 < high for eqn in eqns for low, high in eqn.params["padding"])
 
@@ -57,7 +57,7 @@ FAULTS = (
 
 
 def warn_of_known_faults(closed: ClosedJaxpr, mesh: Mesh, jaxlib: tuple[int, ...] = JAXLIB) -> None:
-    """Warns, once per process and fault, if a program on a mesh may meet a fault of the version of jaxlib."""
+    """Warns, once per process and bug, if a program on a mesh may be affected by a bug of the jaxlib version."""
     for fault in FAULTS:
         if fault.first <= jaxlib < fault.mended and fault.meets(closed, mesh):
             _warn(fault.text, jaxlib)

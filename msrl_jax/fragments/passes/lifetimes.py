@@ -1,4 +1,4 @@
-"""Lifetimes: reuses or frees the memory of each value after its last reader, and adds the copies that this needs."""
+"""Lifetimes: reuses or frees the memory of each value after its last reader, and adds the necessary copies."""
 
 import itertools
 from collections import Counter
@@ -41,10 +41,10 @@ def _with_lifetimes(
     read_later: Sequence[Value],
     copy_of: Callable[[Value], Value],
 ) -> tuple[tuple[Instruction, ...], list[Value], list[Value]]:
-    """Adds them to a sequence of instructions, and to the bodies of its loops.
+    """Adds donations, copies and frees to a sequence of instructions, and to the bodies of its loops.
 
     `carried` are the values of the previous repetition, which the instructions may consume. `leaves` are the values for the
-    next repetition, `read_later` the values that are read afterwards; both are returned with copies in place of copied values.
+    next repetition, `read_later` the values that are read afterwards; both are returned with copied values replaced.
     """
     instructions = [_loop_with_lifetimes(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
@@ -111,7 +111,7 @@ def _give(
 
 
 def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
-    """Positions of inputs that are not read later and whose memory a result can take."""
+    """Positions of inputs that are not read later and whose memory a result can reuse."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())
     found = []

@@ -1,6 +1,6 @@
-"""Packing: packs values that cross between placements, with the codecs that the layout declares.
+"""Packing: packs values that are sent between placements, with the codecs that the layout declares.
 
-The program that makes a value packs it, the program that reads it unpacks it, and the Move between them carries the packed
+The program that makes a value packs it, the program that reads it unpacks it, and the Move between them transfers the packed
 form. If a codec does not hold every value, the program checks the values, and the run stops with an error.
 """
 
@@ -21,17 +21,17 @@ from msrl_jax.fragments.placement import Edge, Layout, Placement
 
 
 def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
-    """The codecs of a layout that pack nothing although their placements differ."""
+    """The codecs of a layout that pack nothing although their placements are different."""
     meshes = {p.name: p.mesh for p in layout.placements}
     used = [packed.edge for packed in graph.packed.values()]
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
 
 
 def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
-    """Packs values that cross placements and are not packed yet; changes the graph in place, returns whether it did.
+    """Packs values that cross placements and are not yet packed; modifies the graph in place, returns whether it changed.
 
-    If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. So call this again, on a
-    new partition, until it changes nothing. That ends, because each change packs one more of finitely many values.
+    If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. Therefore call this again
+    with a new partition until nothing changes. This terminates, because each change packs one more of finitely many values.
     """
     if not layout.codecs:
         return False
@@ -43,7 +43,7 @@ def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
 
 
 class _Packer:
-    """Packs one region; `decoded` holds the unpacked variable at each placement."""
+    """Packs one region; `decoded` has the unpacked variable at each placement."""
 
     def __init__(self, part: Partition, graph: Graph, layout: Layout):
         self.part, self.graph, self.layout = part, graph, layout
@@ -65,7 +65,7 @@ class _Packer:
         region.nodes[:] = self.nodes
 
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
-        """The atom that `readers` read; the unpacked value if it crosses to all of them over an edge with a codec."""
+        """The atom that `readers` read: the unpacked value if it crosses to all of them over an edge with a codec."""
         made = self.part.available_at.get(atom) if isinstance(atom, Var) else None
         if not made or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
             return atom
@@ -118,7 +118,7 @@ class _Packer:
         self.checks += [(check, self.over_times(measured, node, region)) for check, measured in inside.checks]
 
     def stack(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
-        """Stacks rows at the placement where a loop has unpacked them, so that the stack need not cross too."""
+        """Stacks rows at the placement where a loop has unpacked them, so that the stack does not have to cross too."""
         outvars = list(node.eqn.outvars)
         stacks = outvars[len(region.carry) :]
         for row, stacked in list(zip(region.results, stacks, strict=True)):
@@ -131,7 +131,7 @@ class _Packer:
         node.eqn = node.eqn.replace(outvars=outvars)
 
     def over_times(self, measured: Measured, node: Node, region: Region) -> Measured:
-        """Combines the scalars of a check over all repetitions of a loop, in values that the loop carries."""
+        """Combines the scalars of a check over all repetitions of a loop, in carried values."""
         starts = [np.bool_(True), np.float32(np.inf), np.float32(-np.inf)]
         folds = [jnp.logical_and, jnp.minimum, jnp.maximum]
         (source,) = {n.placement for n in region.nodes if measured[0] in n.eqn.outvars}

@@ -1,14 +1,14 @@
 """Partitioning: places glue and carried values, and groups nodes into programs.
 
-Two rules keep placements from waiting for each other needlessly:
+Two rules avoid unnecessary waiting between placements:
 
-- A value that depends on no placed fragment (a counter, a schedule, a split key) is *free*: every placement that needs it
-  computes it for itself. Other glue runs where its inputs are made.
-- A node joins an earlier program of its placement only if that makes the program wait for nothing new. If only one program
+- A value that does not depend on a placed fragment (a counter, a schedule, a split key) is *free*: every placement that needs
+  it computes it locally. Other glue runs where its inputs are made.
+- A node joins an earlier program of its placement only if the program then does not wait for anything new. If only one program
   reads some glue, and it is a later program of the same placement, the glue joins it.
 
-A third rule keeps effects as they are under `jax.jit`: a node with effects (a callback, a print) runs at one placement even
-if no program reads its results, and programs with effects keep their order.
+A third rule preserves effects as under `jax.jit`: a node with effects (a callback, a print) runs at one placement even if no
+program reads its results, and programs with effects keep their order.
 """
 
 from collections import defaultdict
@@ -31,18 +31,18 @@ class ProgramNodes:
 
     @property
     def is_host_call(self) -> bool:
-        """Whether this is one Python function that the host calls."""
+        """Whether this is a host call."""
         return self.nodes[0].is_host_call
 
 
 @dataclass(eq=False)
 class Partition:
-    """A region with all decisions on placement."""
+    """A region with all placement decisions."""
 
     region: Region
-    groups: list[ProgramNodes]  # the programs and opened loops, in an order that respects every dependency
+    groups: list[ProgramNodes]  # the programs and opened loops, in an order that respects all dependencies
     # for each variable, the placements that have it without a transfer, the canonical one first. (The code around a loop
-    # decides where its constants and xs are; stacked results are where they are read.)
+    # determines where its constants and xs are; stacked results are where they are read.)
     available_at: dict[Var, list[Placement]]
     needed_at: dict[Var, list[Placement]]  # for each constant, carried variable and x, the placements that use it
     # for each carried variable, the placements that keep a copy of it between repetitions
@@ -62,7 +62,7 @@ def partition(graph: Graph, default: Placement) -> Partition:
 
 
 def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
-    """The partition of a region; `registers` holds carried variables with their given homes."""
+    """The partition of a region; `registers` has the carried variables whose homes are given."""
     loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
     free = _replicable(region, registers)
     places, carry_placements = _place(region, registers, loops, free, default)
@@ -83,7 +83,7 @@ def _partition(region: Region, registers: Mapping[Var, list[Placement]], default
 def _result_placements(loop: Partition, i: int) -> list[Placement]:
     """The placements that can have an opened loop's i-th result without an additional transfer, the canonical one first.
 
-    A result can be stacked where its rows are made, and where its rows are sent in any case.
+    A result can be stacked where its rows are made, and where its rows are sent anyway.
     """
     if i < len(loop.carry_placements):
         return loop.carry_placements[i]
@@ -106,7 +106,7 @@ def _programs(part: Partition) -> Iterable[ProgramNodes]:
 def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
     """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
-    while True:  # ends, because `carried` shrinks every time
+    while True:  # terminates, because `carried` shrinks every time
         free: set[Var] = {*region.consts, *region.xs, *carried}
         for node in region.nodes:
             pure = node.is_glue and not node.has_effects
@@ -144,8 +144,8 @@ def _place(
             places[node] = [_first_reader(region, node, places) or default]
             _place_dependents(region, loops, free, places, home)
 
-    # Free glue and free carry go wherever they are needed. All loops end, because sets of placements only grow; readers come
-    # before what they read, so that only values that are carried from one repetition to the next take more than one round.
+    # Free glue and free carry go wherever they are needed. All loops terminate, because sets of placements only grow; readers
+    # come first, so that only values carried between repetitions take more than one round.
     free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in places]
     for node in free_glue:
         places[node] = []
@@ -186,7 +186,7 @@ def _place_dependents(
 ) -> None:
     """Fills in `places` and `home`: glue that depends on a placed node runs where its inputs are made.
 
-    Of several placements it takes the one that waits for the others anyway; at another, it would delay the next program.
+    Among several placements, it uses the one that waits for the others anyway; elsewhere, it would delay the next program.
     """
     producers, depth = region.producers, _depth(region)
 
@@ -218,7 +218,7 @@ def _place_dependents(
 
 
 def _first_reader(region: Region, node: Node, places: dict[Node, list[Placement]]) -> Placement | None:
-    """The placement of the first placed node that reads a node's results, directly or through glue; None if there is none."""
+    """The placement of the first placed node that reads a node's results, directly or through glue, if any."""
     reached = set(node.eqn.outvars)
     for reader in region.nodes:
         if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
@@ -230,7 +230,7 @@ def _first_reader(region: Region, node: Node, places: dict[Node, list[Placement]
 
 
 _Reader: TypeAlias = Node | Var | Sequence[Placement]
-"""What reads a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
+"""A reader of a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
 
 
 def _readers(region: Region, loops: dict[Node, Partition]) -> dict[Var, list[_Reader]]:
@@ -305,9 +305,9 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[ProgramN
 
 
 def _host_calls_before(region: Region) -> dict[Var, set[ProgramNodes]]:
-    """For each carried variable, the host's calls of the previous repetition that its value comes from.
+    """For each carried variable, the host calls of the previous repetition that its value comes from.
 
-    They count as something to wait for, so that what waits for one call is no program with what waits for another.
+    They count as dependencies, so that code that waits for one call is not merged with code that waits for another.
     """
     found: dict[Var, set[ProgramNodes]] = {}
     for node in region.nodes:
@@ -323,7 +323,7 @@ def _host_calls_before(region: Region) -> dict[Var, set[ProgramNodes]]:
 def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
     """Merges a glue program into a later program of its placement if no other program reads it.
 
-    A result that is carried to the next repetition delays no program: where it is carried, it is also made.
+    A result that is carried to the next repetition delays no program: it is made where it is carried.
     """
     for group in list(groups):
         if group.placement is None or any(n.fragments or n.has_effects for n in group.nodes):
@@ -333,7 +333,7 @@ def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
         if len(readers) == 1 and readers[0].placement == group.placement and not readers[0].is_host_call:
             into = readers[0]
             if not {g for g in into.waits_for if g.is_host_call} <= group.waits_for:
-                continue  # what the next repetition needs of it would wait for another call of the host
+                continue  # its results for the next repetition would wait for another host call
             into.nodes[:0] = group.nodes
             into.waits_for |= group.waits_for
             into.waits_for.discard(group)
@@ -347,6 +347,6 @@ def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
 
 
 def _reads(reader: ProgramNodes, made: set[Var], groups: list[ProgramNodes]) -> bool:
-    """Whether a group reads any of these variables that its own placement does not make as well."""
+    """Whether a group reads any of these variables, except those that its own placement also makes."""
     own = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
     return any(a in made and a not in own for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))

@@ -13,25 +13,25 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices as a tuple, if there are some, each is a device and appears once."""
-    if isinstance(devices, np.ndarray):  # such as those of a mesh
+    """The devices as a tuple; raises an error if there are none, or if an entry is not a device or appears twice."""
+    if isinstance(devices, np.ndarray):  # such as the devices of a mesh
         devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
     if not devices:
-        raise ValueError("devices is empty; give at least one, such as jax.devices()[:1], or leave it out for all")
+        raise ValueError("devices is empty; pass at least one, such as jax.devices()[:1], or omit it to use all")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:
-        raise TypeError(f"devices holds {shown(wrong[0])}, which is no device; give those of jax.devices()")
+        raise TypeError(f"devices has {shown(wrong[0])}, which is not a device; use those of jax.devices()")
     twice = [device for i, device in enumerate(devices) if device in devices[:i]]
     if twice:
-        raise ValueError(f"devices names {twice[0]} twice; name every device once")
+        raise ValueError(f"devices has {twice[0]} twice; pass every device once")
     return tuple(devices)
 
 
 def round_robin_by_process(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Interleaves devices over processes: the first of each process, then the second of each, and so on.
 
-    A policy then takes equally many devices from each process, so that parts exchange data within a process.
+    A policy then uses equally many devices of each process, so that parts exchange data within a process.
     """
     hands: dict[int, list[Device]] = {}
     for device in devices:
@@ -41,7 +41,7 @@ def round_robin_by_process(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
+    """Splits only members, where divisible: members are independent, so no reduction spans devices."""
 
     def only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
@@ -60,21 +60,21 @@ class PlacedPolicy:
     policy: DistributionPolicy
     devices: tuple[Device, ...]
     leaves: Mapping[str, Sequence[tuple[str, int]]]  # logical axis -> the leaves of the state with it: path, size along it
-    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # how many adjacent entries of it stay on one device
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # number of adjacent entries that stay on one device
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        """The size of each logical axis, in groups; the greatest common divisor if leaves differ."""
         return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
 
     @cached_property
     def layout(self) -> Layout:
-        """The policy's layout, if its devices, groups and logical axes fit."""
+        """The policy's layout, after checking its devices, groups and logical axes."""
         if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
             name = self.policy if isinstance(self.policy, str) else "GPUOnly"
             raise TypeError(
-                f"policy={shown(self.policy)} is no policy: it needs a method layout(devices, sizes), as that of "
-                f"msrl_jax.policies.get({name!r}) has"
+                f"policy={shown(self.policy)} is not a policy: it needs a method layout(devices, sizes), like "
+                f"msrl_jax.policies.get({name!r})"
             )
         self._check_groups()
         layout = self.policy.layout(list(self.devices), self.sizes)
@@ -113,7 +113,7 @@ class PlacedPolicy:
 
     def _check(self, placement: Placement, policy: str) -> None:
         given = [rule for rule in placement.rules if rule[0] in self.leaves]
-        # The work is divided over the first axis. Others that do not divide stay whole, unless they are of separate arrays.
+        # The first axis determines the split. Other axes stay whole unless they divide or belong to separate arrays.
         for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
@@ -126,7 +126,7 @@ class PlacedPolicy:
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
+        """Describes the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:
             return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(

@@ -1,27 +1,26 @@
-"""Rewrites operations that XLA's partitioner computes wrongly or not at all where an array is split over devices.
+"""Rewrites operations that XLA's partitioner computes incorrectly, or not at all, when an array is split over devices.
 
 - Operations that pad an array at its edges (cumulative operations, windows, `pad`), before jaxlib 0.12: the partitioner
-  keeps the padded shard of one and gives it to another with the same window, whatever that pads with. An operation that pads
-  with anything but zero gets an array of its own, behind a barrier, so only those that pad with zero share shards.
-- Gradients of windows that take the largest element: they lack the terms of windows that cross from one shard to the next.
-  Dimensions along which windows are longer than one element are made whole.
-- Reductions for which there is no collective (exclusive or; and, or of integers; functions of users): devices gather the
-  partial results if the reduction has a second operand.
-- The largest and the smallest of floats: collectives lose a nan. Reductions find by a second one, of integers, whether there is
-  any. Updates of `scatter_max` and `scatter_min` are made whole, so that no collective combines them.
-- Convolutions with windows along a dimension of which devices have few elements: they, and the gradients by their kernels, take
-  elements from wrong places, or end the process. Dimensions with windows are made whole.
-- Fourier transforms of a dimension of which devices have few elements end the process. It is made whole.
-- Negative padding before the first element beside interior padding ends the process: what is too much is sliced off instead.
-  So do such windows: their dimensions are made whole.
-- Updates of one element beyond the end, which JAX moves to the last place: several devices write it nowhere. Indices are
+  reuses the padded shard of one operation for another with the same window, whatever the padding value. An operation that pads
+  with anything but zero gets its own array, behind a barrier, so that only those that pad with zero share shards.
+- Gradients of max-pooling windows: they lack the terms of windows that cross from one shard to the next. Dimensions with
+  windows longer than one element are replicated.
+- Reductions without a collective (exclusive or; and, or of integers; custom functions): devices gather the partial results if
+  the reduction has a second operand.
+- Maximum and minimum of floats: collectives lose nan. Reductions detect nan with a second one, of integers. Updates of
+  `scatter_max` and `scatter_min` are replicated, so that no collective combines them.
+- Convolutions with windows along a dimension of which devices have few elements: they, and the gradients of their kernels, read
+  elements from wrong positions, or crash the process. Dimensions with windows are replicated.
+- Fourier transforms of a dimension of which devices have few elements crash the process. The dimension is replicated.
+- Negative padding before the first element together with interior padding crashes the process: the excess is sliced off
+  instead. So do such windows: their dimensions are replicated.
+- Updates of one element beyond the end, which JAX moves to the last position: several devices write it nowhere. Indices are
   clamped first.
-- The upper half of a product of integers is no operation of the partitioner: it is computed from halves.
-- Updates of a part of an array by values computed from that array, on CPUs, on one device too: if the result gets another
-  shape, XLA gives the array that shape first, and then overwrites elements before it reads them. A barrier keeps the new shape
-  away.
-- Loops of no steps whose body has effects, on one device too: a program that has ordered effects and no callback is called
-  without the token that it takes, or, on several devices, ends the process when JAX writes it to its compilation cache.
+- The partitioner does not support the upper half of an integer product: it is computed from halves.
+- Updates of a part of an array by values computed from that array, on CPUs, even on one device: if the result gets another
+  shape, XLA reshapes the array first, and then overwrites elements before it reads them. A barrier separates the new shape.
+- Loops of length 0 whose body has effects, even on one device: a program with ordered effects but no callback is called
+  without the token that it expects, or, on several devices, crashes when JAX writes it to its compilation cache.
 """
 
 import operator
@@ -53,7 +52,7 @@ from msrl_jax._compat import (
     with_equations,
 )
 
-# They pad with a one, an infinity, or what the user gives. (Sums, convolutions and slices pad with zero.)
+# They pad with one, an infinity, or a value of the user. (Sums, convolutions and slices pad with zero.)
 _PADDING = frozenset(
     (
         *("cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window", "reduce_window_max", "reduce_window_min"),
@@ -61,14 +60,14 @@ _PADDING = frozenset(
     )
 )
 _BITWISE = {"reduce_xor": jax.lax.bitwise_xor, "reduce_or": jax.lax.bitwise_or, "reduce_and": jax.lax.bitwise_and}
-# Their bodies see one shard, or one block of it: nothing is partitioned there.
+# Their bodies see one shard, or one block of it, so nothing is partitioned inside.
 _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
 
 def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Rewrites a program so that XLA partitions it rightly over a mesh.
+    """Rewrites a program so that XLA partitions it correctly over a mesh.
 
-    It is `closed` itself if it has none of these operations.
+    Returns `closed` itself if it has none of these operations.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if mesh.size == 1 and not (on_cpu or closed.effects):
@@ -99,7 +98,7 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
 
 def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
-    """A function that computes the results of an equation rightly on several devices, or None if the equation does."""
+    """A function that computes the results of an equation correctly on several devices; None if the equation itself does."""
     name, p = eqn.primitive.name, eqn.params
     bind = partial(eqn.primitive.bind, **p)
     whole = partial(_whole, mesh)
@@ -133,7 +132,7 @@ def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
 
 
 def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
-    """What a loop of no steps returns: the carry as it was, and stacks without rows."""
+    """The results of a loop of length 0: the initial carry, and stacks without rows."""
     _, num_consts, num_carry, _, _ = scan_parts(eqn)
     stacks = [aval(v) for v in eqn.outvars[num_carry:]]
 
@@ -145,12 +144,12 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
 
 
 def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations that update one part of an array by values computed from what the array is computed from."""
+    """The equations that update a part of an array by values computed from the same inputs as the array."""
     stack, seen = [(jaxpr, False)], set[tuple[int, bool]]()
     while stack:
         current, related = stack.pop()
         inputs = (*current.constvars, *current.invars)
-        # The inputs from which a value is computed, as bits. Those of a call may come from one array.
+        # The inputs from which a value is computed, as bits. The inputs of a call may come from one array.
         sources: dict[Atom, int] = {v: 1 if related else 1 << i for i, v in enumerate(inputs)}
         for eqn in current.eqns:
             of = [sources.get(a, 0) if isinstance(a, Var) else 0 for a in eqn.invars]
@@ -164,7 +163,7 @@ def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _one_update(eqn: JaxprEqn) -> Var | None:
-    """The values that an equation writes in one piece into an array, if they are several."""
+    """The values that an equation writes contiguously into an array, if there are several."""
     if eqn.primitive.name == "dynamic_update_slice":
         update = eqn.invars[1]
     elif eqn.primitive.name.startswith("scatter") and aval(eqn.invars[1]).size == aval(eqn.invars[1]).shape[-1]:
@@ -191,7 +190,7 @@ def _whole(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
 
 
 def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
-    """Along which dimensions of its array and its kernel a convolution has windows, steps, dilation or padding."""
+    """The dimensions of a convolution's array and kernel that have windows, strides, dilation or padding."""
     p, dims = eqn.params, eqn.params["dimension_numbers"]
     parts = zip(p["window_strides"], p["lhs_dilation"], p["rhs_dilation"], p["padding"], dims.rhs_spec[2:], strict=True)
     kernel = aval(eqn.invars[1]).shape
@@ -201,7 +200,7 @@ def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
 
 
 def _whole_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], whole: Callable[..., jax.Array]) -> list[jax.Array]:
-    """The indices and the updates of a scatter, not split along the dimensions whose updates may be of one place."""
+    """The indices and updates of a scatter, replicated along the dimensions whose updates may have the same target."""
     dims = eqn.params["dimension_numbers"]
     indices, values = updates
     several = [d not in dims.scatter_indices_batching_dims for d in range(indices.ndim - 1)]
@@ -211,13 +210,13 @@ def _whole_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], whole: Callable[
 
 
 def _clamped(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Start indices of an update within the array."""
+    """Start indices of an update, clamped to the array."""
     last = [size - part for size, part in zip(x.shape, update.shape, strict=True)]
     return [jax.lax.clamp(np.asarray(0, i.dtype), i, np.asarray(n, i.dtype)) for i, n in zip(starts, last, strict=True)]
 
 
 def _pad_then_slice(x: jax.Array, value: jax.Array, config: Sequence[tuple[int, int, int]]) -> jax.Array:
-    """Pads without negative numbers, and slices off what is too much."""
+    """Pads without negative numbers, and slices off the excess."""
     padded = jax.lax.pad(x, value, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
     starts = [max(-low, 0) for low, _, _ in config]
     return jax.lax.slice(padded, starts, [n - max(-high, 0) for n, (_, high, _) in zip(padded.shape, config, strict=True)])
@@ -243,7 +242,7 @@ def _bitwise(eqn: JaxprEqn) -> Callable[..., jax.Array]:
 
 
 def _gathered(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
-    """A reduction along axes, with a second operand of which nothing is read. The barrier keeps XLA from removing it."""
+    """A reduction along axes with an unused second operand. The barrier keeps XLA from removing it."""
 
     def reduce(x: jax.Array, start: jax.Array) -> jax.Array:
         none = jnp.zeros((), jnp.int8)

@@ -16,7 +16,7 @@ from msrl_jax.fragments.placement import Placement
 
 
 def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
-    """Turns the partition of a training iteration into instructions, still without donations, copies and frees.
+    """Turns the partition of a training iteration into instructions, without donations, copies and frees.
 
     Literals that no program reads are at the placement `default`.
     """
@@ -42,7 +42,7 @@ def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
 
 
 class _Names:
-    """Numbers values, and keeps the constants of the whole program."""
+    """Numbers values, and collects the constants of the whole program."""
 
     def __init__(self, labels: Mapping[Var, str], packed: Mapping[Var, Packed]):
         self.labels, self.packed = labels, packed
@@ -63,7 +63,7 @@ class _Names:
 
 
 def _delta_codec(value: Value) -> str:
-    """The codec of a value, if that sends changes, which need a Move of their own."""
+    """The name of a value's codec, if it sends changes and therefore needs its own Move."""
     codec = get(value.packed.edge.codec) if value.packed else None
     return codec.name if codec and codec.changes else ""
 
@@ -85,7 +85,7 @@ class _Buffer:
 
 
 class _Emitter:
-    """Emits one region; `table` holds the value of each variable on each mesh."""
+    """Emits one region; `table` has the value of each variable on each mesh."""
 
     def __init__(self, part: Partition, names: _Names, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()):
         self.part, self.names, self.default = part, names, default
@@ -104,7 +104,7 @@ class _Emitter:
         return value
 
     def source(self, var: Var, placement: Placement) -> Placement:
-        """The placement that supplies a variable to `placement`: one on the same mesh if that has it, else the first."""
+        """The placement that supplies a variable to `placement`: one on the same mesh if possible, else the first."""
         made = self.part.available_at.get(var) or self.part.needed_at.get(var) or [placement]
         return next((p for p in made if p.mesh == placement.mesh), made[0])
 
@@ -170,7 +170,7 @@ class _Emitter:
         eqns = [n.eqn for n in group.nodes]
         made = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
-        if not self._has_host_calls:  # else this would wait for other calls of the host
+        if not self._has_host_calls:  # or this would wait for other host calls
             reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
         entries = {a: self.lookup(a, placement) for a in reads}
         self.emit_moves()
@@ -263,7 +263,7 @@ class _Emitter:
         )  # fmt: skip
 
     def read_later(self, atoms: Iterable[Atom]) -> None:
-        """Records that these are read after the region."""
+        """Records that these atoms are read after the region."""
         for atom in atoms:
             if isinstance(atom, Var):
                 self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
@@ -290,7 +290,7 @@ class _Emitter:
             for p in carry_placements:
                 read(atom, p, None)
         looped = {v for node in part.loops for v in node.eqn.outvars}
-        for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes must be results of that loop
+        for atom, p in stacked:  # a program writes its own rows, but rows that a loop makes must be results of that loop
             if isinstance(atom, Var) and atom in looped:
                 read(atom, p, None)
         return found

@@ -9,12 +9,12 @@ _DOWNSTREAM = {"learner", "server"}
 
 
 def delay(graph: Graph, depth: int, layout: Layout) -> None:
-    """Changes the graph in place: a `depth`-deep register on every edge from the learner back to actors and buffers.
+    """Modifies the graph in place: adds registers of depth `depth` to every edge from the learner back to actors and buffers.
 
-    Let p[i] be the value of a leaf at the start of iteration i. Actors in iteration i read p[i - depth], or the initial value
-    if i < depth. Buffers on another placement than the learner's do too: parameters and priorities are late by the same number
-    of iterations. The registers follow the state in the carry: `depth` for each delayed leaf, oldest first. Glue between the
-    leaf and its reader is evaluated on the delayed value. Refused if nothing is delayed, or if that glue has effects.
+    Let p[i] be the value of a leaf at the start of iteration i. In iteration i, actors read p[i - depth], or the initial value
+    if i < depth. So do buffers on placements other than the learner's: parameters and priorities have the same delay. The
+    registers follow the state in the carry: `depth` for each delayed leaf, oldest first. Glue between the leaf and its reader
+    is evaluated on the delayed value. Raises ValueError if nothing is delayed, or if that glue has effects.
     """
     region = graph.region
     producers = region.producers
@@ -22,7 +22,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     registers = {var: fresh(var) for var in region.carry}
     readers: dict[Var, list[Placement]] = {}
     cloned: dict[Node, list[Node]] = {}
-    # For each placement: what a learner at another one makes; the glue looked at so far; what is read in place of its results.
+    # For each placement: results of learners elsewhere; the glue visited so far; what is read instead of its results.
     learned: dict[Placement, set[Atom]] = {}
     known: dict[Placement, set[Node]] = {}
     instead: dict[Placement, dict[Var, Var]] = {}
@@ -37,7 +37,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
         return learned[at]
 
     def delayed(atom: Atom, at: Placement) -> Atom:
-        """The atom that is read at placement `at` instead of an atom."""
+        """The atom to read at placement `at` instead of `atom`."""
         if not isinstance(atom, Var):
             return atom
         if atom in next_value and isinstance(out := next_value[atom], Var) and out in learned_at(at):

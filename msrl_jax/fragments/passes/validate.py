@@ -42,16 +42,16 @@ def check_jit_is_on() -> None:
 
 
 def check_no_mesh_is_set() -> None:
-    """Raises RuntimeError inside of `jax.set_mesh`."""
+    """Raises RuntimeError inside `jax.set_mesh`."""
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise RuntimeError(
-            f"jax.set_mesh has set {mesh}, but training and its programs have meshes of their own, those of the policy. "
-            "Leave the context; the policy and the devices that it is given say where a program runs"
+            f"jax.set_mesh has set {mesh}, but training and its programs use their own meshes, those of the policy. "
+            "Leave the context; the policy and its devices determine where a program runs"
         )
 
 
 def check_effects(effects: Iterable[Any]) -> None:
-    """Refuses callbacks to the host that several processes would have to keep in order; JAX cannot do that."""
+    """Rejects ordered host callbacks with several processes, which JAX cannot keep in order."""
     ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
     if ordered and jax.process_count() > 1:
         names = ", ".join(sorted(map(str, ordered)))
@@ -62,7 +62,7 @@ def check_effects(effects: Iterable[Any]) -> None:
 
 
 def check_host_calls(names: Sequence[str], layout: Layout) -> None:
-    """Refuses calls of the host if a layout makes one program of everything, or several processes run."""
+    """Rejects host calls if a layout has a single program, or if there are several processes."""
     if not names:
         return
     listed = ", ".join(map(repr, names))
@@ -72,7 +72,7 @@ def check_host_calls(names: Sequence[str], layout: Layout) -> None:
             "between programs; use MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments or Central"
         )
     if jax.process_count() > 1:
-        raise ValueError(f"the host calls {listed}, which works in one process only, and there are {jax.process_count()}")
+        raise ValueError(f"the host calls {listed}, which works only in one process, and there are {jax.process_count()}")
 
 
 def check_disjoint_learners(graph: Graph) -> None:
@@ -134,7 +134,7 @@ def _type(var: Var) -> Any:
 
 
 def check_codecs(graph: Graph, layout: Layout) -> None:
-    """Refuses codecs that are unknown, between placements that do not exist, or for values with a text that no name has."""
+    """Rejects codecs that are unknown, that are between unknown placements, or whose `only` matches no name."""
     placements = [p.name for p in layout.placements]
     names = sorted({label for label in graph.labels.values() if label})
     for edge in layout.codecs:
@@ -154,22 +154,22 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
-    """Refuses meshes inside of fragments whose devices are not those of the fragment's placement, in order."""
+    """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, Run)):
         own = run.placement.devices
         for name, mesh in _meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)
             if devices != own:
                 raise ValueError(
-                    f"{run.name!r} has a `{name}` over a mesh of its own, [{', '.join(device_names(devices))}], but the policy "
-                    f"places it at {run.placement}. Make the mesh of these devices in this order, leave the split to the "
+                    f"{run.name!r} has a `{name}` over its own mesh, [{', '.join(device_names(devices))}], but the policy "
+                    f"places it at {run.placement}. Use these devices in this order for the mesh, leave the split to the "
                     "placement (declare it with `axes`), or choose a policy whose placement has the devices of the mesh"
                 )
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
     for eqn in (e for inner in jaxprs_in(jaxpr) for e in inner.eqns):
-        params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set around a call
+        params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set in the calling context
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):
             mesh = leaf.mesh if isinstance(leaf, NamedSharding) else leaf
             if isinstance(mesh, Mesh) and not mesh.empty:

@@ -1,1 +1,1 @@
-"""What a program will do, before it runs: plans, costs, collectives, devices that are not there."""
+"""What a program will do, before it runs: plans, costs, collectives, and planning for devices that you do not have."""

@@ -34,22 +34,22 @@ class FragmentPlan:
     role: str
     placement: str
     devices: int
-    depth: int  # how many fragments it is nested in
+    depth: int  # nesting depth
     flops: int
-    calls: int  # inside a `shard_map`, on all of its devices together
+    calls: int  # inside a `shard_map`, the total over all of its devices
 
 
 def flops(jaxpr: Jaxpr, platform: str) -> int:
-    """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
+    """The floating-point operations of a jaxpr: 2 per multiply-add of a product, 1 per element of other results.
 
-    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, or as that for the platform,
-    such as "cpu", if platforms differ in it; a `shard_map` on all devices.
+    The body of a loop counts once per repetition (of a `while`, once), a `cond` as its most expensive branch, or as the branch
+    for the platform, such as "cpu", if it has platform-dependent branches; a `shard_map` on all devices.
     """
     return _Counter(platform).flops(jaxpr)
 
 
 class _Counter:
-    """Visits a jaxpr once, however often it is called."""
+    """Visits each jaxpr once, however often it is called."""
 
     def __init__(self, platform: str, layout: Layout | None = None):
         self._names = _IN_JAX.get(platform, {platform})
@@ -66,7 +66,7 @@ class _Counter:
         if (alone := _eqn_flops(eqn)) is not None:
             return alone
         if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
-            if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is for all others
+            if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is the default
                 return next((n for n, names in zip(inner, platforms, strict=True) if self._names & {*(names or ())}), inner[-1])
             return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
         return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
@@ -88,7 +88,7 @@ class _Counter:
 
 
 def _eqn_flops(eqn: JaxprEqn) -> int | None:
-    """Operations of an equation that counts by its name; None for others."""
+    """The operations of an equation whose count follows from its primitive; None for others."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -110,7 +110,7 @@ def _floats(atom: Atom) -> int:
 
 
 def _conv_products(eqn: JaxprEqn) -> int:
-    """Multiply-adds of a convolution, without those that meet padding or the holes of a dilated input."""
+    """Multiply-adds of a convolution, except those with padding or the holes of a dilated input."""
     numbers = eqn.params["dimension_numbers"]
     (_, _, *inputs), (_, features, *kernels), (batch, channels, *outputs) = (
         [aval(v).shape[d] for d in spec]
@@ -126,7 +126,7 @@ def _conv_products(eqn: JaxprEqn) -> int:
 
 
 def _repeats(eqn: JaxprEqn) -> int:
-    """How often an equation evaluates the jaxpr that it holds, on all devices together."""
+    """How often an equation evaluates its jaxpr, on all devices together."""
     if eqn.primitive is scan_p:
         return eqn.params["length"]
     if eqn.primitive.name == "shard_map":
@@ -136,6 +136,6 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 
 def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
-    """The fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
+    """The fragments of a jaxpr in program order, nested ones after the enclosing fragment."""
     platform = layout.placements[0].devices[0].platform
     return _Counter(platform, layout).fragments(jaxpr)

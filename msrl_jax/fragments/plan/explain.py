@@ -1,4 +1,4 @@
-"""Describes a compiled training loop as a plan, with warnings about what is expensive or fragile and remedies."""
+"""Describes a compiled training loop as a plan, with warnings about expensive or fragile parts, and remedies."""
 
 import dataclasses
 import math
@@ -21,11 +21,11 @@ from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan,
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.runtime.memory import lacking_memory
 
-# With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.
+# With fewer operations per dispatch than this, a loop controlled by the host spends most of its time on dispatching.
 _TINY_BODY = 1_000_000
 # Exchanges of fewer bytes than this are negligible.
 _SMALL = 1024
-# Bytes of a changed word and its place.
+# Bytes of a changed word with its position.
 _CHANGE = 6
 
 
@@ -43,8 +43,8 @@ def explain(
 ) -> Plan:
     """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run.
 
-    `registers` holds, for every delayed leaf, where its delayed values are. If `in_loop`, the executable is the loop over
-    iterations, and what it launches for one is that of a turn.
+    `registers` has, for every delayed leaf, the locations of its delayed values. If `in_loop`, the executable is the loop over
+    iterations, and its launches per iteration are counted.
     """
     steps, layout = list(walk(instructions)), placed.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
@@ -75,11 +75,11 @@ def explain(
     ]
     if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
         warnings.append(
-            f"the text that XLA prints for {', '.join(unclear)} was not understood in full: there may be more collectives than "
-            "those listed"
+            f"the text that XLA prints for {', '.join(unclear)} could not be parsed completely: there may be more collectives "
+            "than those listed"
         )
     if not all(f.lengths_known for f in found.values()):
-        warnings.append("a program holds collectives in a loop of unknown length; their bytes are counted once")
+        warnings.append("a program has collectives in a loop of unknown length; their bytes are counted once")
     if not fragments:
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
@@ -139,7 +139,7 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
 
 
 def _bytes_received(value: Value, at: NamedSharding) -> int:
-    """Bytes that all devices of a sharding hold together; a replicated array counts once for each."""
+    """Bytes that all devices of a sharding hold together; a replicated array counts once per device."""
     return math.prod(at.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(at.device_set)
 
 
@@ -172,14 +172,14 @@ def _collective_warnings(runs: _Runs) -> Iterator[str]:
             elif c.nbytes > max(largest_state, _SMALL):
                 yield (
                     f"program {program.name!r} @ {program.placement} all-reduces {size(c.nbytes)} ({c.source}), more than "
-                    "all of its inputs: something other than gradients is summed over devices"
+                    "all its inputs: something other than gradients is summed over devices"
                 )
 
 
 def _loop_warnings(steps: _Steps) -> Iterator[str]:
     for loop, _ in steps:
         if not isinstance(loop, Loop) or any(isinstance(i, HostCall) for i in loop.body):
-            continue  # no policy drives a loop with calls of the host otherwise
+            continue  # loops with host calls are always controlled by the host
         inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
         dispatches = sum(t for _, t in inner)
         work = sum(flops(i.jaxpr.jaxpr, i.placement.devices[0].platform) * t for i, t in inner)
@@ -197,7 +197,7 @@ def _unused_warnings(layout: Layout, steps: _Steps) -> Iterator[str]:
     for placement in layout.placements:
         if used.isdisjoint(placement.devices):
             roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
-            yield f"nothing runs on {placement}: no fragment has the role {roles}. Leave these devices to another placement"
+            yield f"nothing runs on {placement}: no fragment has the role {roles}. Assign these devices to another placement"
 
 
 def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> Iterator[str]:
@@ -239,10 +239,10 @@ def _replication_warnings(moves: Sequence[tuple[Move, int]], shardings: Mapping[
 
 def _codec_warnings(unused: Sequence[Edge]) -> Iterator[str]:
     for edge in unused:
-        only = f" whose name has {edge.only!r} in it" if edge.only else ""
+        only = f" whose name contains {edge.only!r}" if edge.only else ""
         yield (
             f"codec {get(edge.codec).name!r} packs nothing: no value{only} that crosses from {edge.source!r} to "
-            f"{edge.destination!r} has a dtype and a shape that it takes"
+            f"{edge.destination!r} has a dtype and a shape that it supports"
         )
 
 
@@ -258,14 +258,14 @@ def _callback_warnings(runs: _Runs) -> Iterator[str]:
 
 
 def _memory_warnings(runs: _Runs) -> Iterator[str]:
-    """Of programs that would be refused: those that take more memory than their devices have."""
+    """Warns of programs that would be rejected because they need more memory than their devices have."""
     for i, program in runs:
         if found := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
             devices, taken, limit = found
             more, have = (", ...", "have") if len(devices) > 1 else ("", "has")
             yield (
                 f"program {program.name!r} @ {program.placement} takes {size(taken)} of {device_names(devices)[0]}{more}, "
-                f"which {have} {size(limit)}: a run is refused. Fewer environments, shorter unrolls or more devices take less"
+                f"which {have} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
             )
 
 

@@ -136,7 +136,7 @@ def module_of(compiled: jax.stages.Compiled) -> Module:
 
 
 def nbytes_of(shape: str) -> int:
-    """The bytes of a shape as XLA writes it, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
+    """The bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
     return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
@@ -159,8 +159,8 @@ class CollectiveReport(NamedTuple):
     """The collectives of a program."""
 
     collectives: list[Collective]
-    lengths_known: bool  # whether every loop around them has a known length
-    understood: bool  # whether the list is complete; if not, part of the text was not understood
+    lengths_known: bool  # whether all loops around them have a known length
+    understood: bool  # whether the list is complete; if not, parts of the text could not be parsed
 
 
 def collectives(module: Module) -> CollectiveReport:
@@ -192,7 +192,7 @@ def collectives(module: Module) -> CollectiveReport:
 
 
 def _result(shape: str) -> str:
-    """The result's shape within that of an asynchronous start, a tuple of operands, results and possibly contexts."""
+    """The result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape
     depth, commas = 0, []
@@ -208,8 +208,8 @@ class Operation(NamedTuple):
     """An operation of a program."""
 
     kind: str  # such as "fusion"
-    fragment: str | None  # the innermost one; "" outside of fragments, None if not known
-    holder: str = ""  # the operation that it is a part of, such as a loop; empty if there is none
+    fragment: str | None  # the innermost one; "" outside fragments, None if unknown
+    holder: str = ""  # the operation that contains it, such as a loop; empty if there is none
 
 
 def operations(module: Module, fragments: Collection[str]) -> dict[str, Operation]:
@@ -260,6 +260,6 @@ def innermost(fragments: Collection[str]) -> Callable[[Instruction], str | None]
 
 
 def _as_written(name: str) -> str:
-    """A name as XLA writes it between quotes: bytes beyond ASCII in octal."""
+    """A name in XLA's quoting: non-ASCII bytes in octal."""
     quoted = name.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(c if c.isascii() else "".join(f"\\{byte:03o}" for byte in c.encode()) for c in quoted)

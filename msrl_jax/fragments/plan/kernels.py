@@ -1,9 +1,9 @@
 """What a program launches on an accelerator: kernels, library calls, copies and collectives, and what they move.
 
-At small batches the time of a GPU is the number of its launches: each takes a microsecond or more, however little it does.
-Every instruction of the compiled program is one launch, but those that only name values; a loop launches its body as often as
-it runs. What an instruction moves are the bytes that it reads and writes: of an array that it slices the slice, of one that it
-updates the update.
+At small batch sizes, the time on a GPU is determined by the number of launches: each takes a microsecond or more, however
+small. Every instruction of the compiled program is one launch, except those that only name values; a loop launches its body in
+every repetition. The traffic of an instruction is the bytes that it reads and writes: for a sliced array only the slice, for an
+updated array only the update.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from msrl_jax.fragments.plan.hlo import COLLECTIVES, Instruction, Module, innermost, nbytes_of
 
-# They name values, or wait for what another instruction has launched.
+# These instructions name values, or wait for what another one has launched.
 _NOTHING = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
@@ -24,8 +24,8 @@ _NO_CALLS = re.compile(r'custom_call_target="(?:AllocateBuffer|PinnedBuffer|Shar
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
-# Bytes and operations per second (of matrix units, in the format that they take float32 in), and seconds that a launch takes at
-# least, from the vendors' data sheets; a part of the name of the device, longer ones first.
+# Bytes and operations per second (of matrix units, in the format used for float32), and the minimum seconds per launch, from
+# the vendors' data sheets, by a part of the device's name, longer ones first.
 _SPEEDS = {
     "H200": (4.8e12, 495e12, 1e-6), "H100": (3.35e12, 495e12, 1e-6), "A100": (2.04e12, 156e12, 1e-6),
     "TPU v6 lite": (1.64e12, 918e12, 0.0), "TPU v5 lite": (0.82e12, 197e12, 0.0), "TPU v5": (2.77e12, 459e12, 0.0),
@@ -34,12 +34,12 @@ _SPEEDS = {
 
 @dataclass(frozen=True)
 class Launches:
-    """What a program launches for a fragment in a loop, each time that the loop runs once.
+    """What a program launches for a fragment in a loop, per repetition of the loop.
 
     Attributes:
-      fragment: the innermost fragment; empty outside of fragments.
-      trips: how often the loops around run, outermost first; `()` outside of loops. One of unknown length counts once.
-      kernels: generated code: fusions, and instructions of their own.
+      fragment: the innermost fragment; empty outside fragments.
+      trips: repetitions of the surrounding loops, outermost first; `()` outside loops. A loop of unknown length counts once.
+      kernels: generated code: fusions and separate instructions.
       library_calls: calls of libraries, such as cuBLAS, cuDNN and CUB, and of the host.
       copies: copies of arrays.
       collectives: exchanges between devices.
@@ -56,12 +56,12 @@ class Launches:
 
     @property
     def count(self) -> int:
-        """Launches of each time."""
+        """The number of launches per repetition."""
         return self.kernels + self.library_calls + self.copies + self.collectives
 
     @property
     def times(self) -> int:
-        """How often they run, for each run of the program."""
+        """The number of repetitions per run of the program."""
         times = 1
         for trips in self.trips:
             times *= trips
@@ -112,16 +112,16 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
 
 
 def per_iteration(found: Iterable[Launches]) -> tuple[Launches, ...]:
-    """What one turn of the outermost loops launches, without what surrounds them."""
+    """The launches of one repetition of the outermost loops, without the surrounding code."""
     return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
 
 
 def roofline_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
-    """The time below which a device cannot do its part of an iteration; None if nothing is known of it.
+    """A lower bound on a device's time per iteration; None if the device is unknown.
 
     Args:
       device_kind: JAX's name of the device.
-      found: what it launches, and how often.
+      found: its launches, with their repetitions.
       flops: its floating-point operations.
     """
     speeds = next((speeds for kind, speeds in _SPEEDS.items() if kind in device_kind), None)

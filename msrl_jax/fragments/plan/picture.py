@@ -1,7 +1,7 @@
-"""A plan as a picture: SVG, by itself in a notebook or on a page that needs nothing else.
+"""Draws a plan as SVG, for a notebook or a self-contained page.
 
-Placements are lanes. Programs are boxes in the order in which the host dispatches them, with their fragments, and the
-collectives that XLA put into them; dashed frames are the loops that the host drives. Arrows are what crosses per iteration.
+Placements are lanes. Programs are boxes in dispatch order, with their fragments and the collectives that XLA inserted; dashed
+frames are loops controlled by the host. Arrows are transfers per iteration.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ ProgramPlan: TypeAlias = Any
 LoopPlan: TypeAlias = Any
 _LANE, _GAP, _MARGIN, _LINE = 290, 36, 20, 17  # pixels
 _LETTER = 6.1  # the mean width of a letter, in pixels
-_ROLES = ("actor", "env", "learner", "server", "buffer")  # each has a colour; all others have one
+_ROLES = ("actor", "env", "learner", "server", "buffer")  # each has its own color; all others share one
 _STYLE = """
 .msrl-plan { font: 11px system-ui, sans-serif; max-width: 100%; height: auto }
 .msrl-plan .paper, .msrl-plan .box { fill: #ffffff } .msrl-plan .lane { fill: #f1f3f6 } .msrl-plan text { fill: #1b1f24 }
@@ -47,7 +47,7 @@ pre {{ overflow-x: auto; font-size: 12px }}
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A line in the box of a program: what is at its left and right end, and how far it is indented."""
+    """A line in the box of a program: the text at its left and right end, and its indentation."""
 
     left: str
     right: str
@@ -57,7 +57,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """A box in a lane: a program, registers, or what has no program of its own."""
+    """A box in a lane: a program, registers, or fragments without their own program."""
 
     placement: str
     title: str
@@ -79,7 +79,7 @@ def svg_of(plan: Plan) -> str:
       plan: the plan of a program, `program.explain()`.
 
     Returns:
-      An `<svg>` element. Names that are too long for their place are cut, and whole in a tooltip.
+      An `<svg>` element. Names that are too long are truncated, with the full name in a tooltip.
     """
     lanes = {name: _MARGIN + k * (_LANE + _GAP) for k, name in enumerate(plan.placements)}
     width = max(2 * _MARGIN + len(lanes) * (_LANE + _GAP) - _GAP, 620)
@@ -113,7 +113,7 @@ def svg_of(plan: Plan) -> str:
 
 
 def page_of(plans: Sequence[Plan], title: str) -> str:
-    """A page with plans side by side, each followed by its text; it needs no other file and no network."""
+    """A self-contained page with plans next to each other, each followed by its text."""
     figures = [
         f"<figure>{svg_of(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
         "</figcaption></figure>"
@@ -123,7 +123,7 @@ def page_of(plans: Sequence[Plan], title: str) -> str:
 
 
 def _legend(plan: Plan, width: int) -> list[str]:
-    """The colours of roles, at the upper right."""
+    """The legend of roles, at the upper right."""
     parts, x = list[str](), width - _MARGIN
     for role in sorted({f.role for f in plan.fragments}, reverse=True):
         parts.append(_text(x, 28, role, 100, "dim right"))
@@ -134,7 +134,7 @@ def _legend(plan: Plan, width: int) -> list[str]:
 
 
 def _about(plan: Plan, name: str) -> list[str]:
-    """What is said of a placement."""
+    """The description of a placement."""
     traffic = {"arrive": plan.bytes_arriving[name], "in collectives": plan.bytes_of_collectives[name]}
     lines = [_some(plan.placements[name]), f"{size(plan.memory[name])} of memory on each"]
     if any(traffic.values()):
@@ -151,7 +151,7 @@ def _some(devices: Sequence[str]) -> str:
 
 
 def _boxes(plan: Plan, top: int) -> list[_Box]:
-    """Registers, the programs one below another, in the order in which they run, then fragments of several programs."""
+    """Registers, the programs in the order in which they run, then fragments that are in several programs."""
     boxes, known, loop = list[_Box](), set[int](), None
     for placement in plan.placements:
         if held := [r for r in plan.registers if r.placement == placement]:
@@ -162,7 +162,7 @@ def _boxes(plan: Plan, top: int) -> list[_Box]:
             top += boxes[-1].height + 12
     for program in plan.programs:
         before, loop = loop, _loop_of(plan, program.name)
-        top += _LINE * (loop is not None and loop is not before)  # for the words of the frame
+        top += _LINE * (loop is not None and loop is not before)  # for the caption of the frame
         inside = list(_inside(plan, program))
         known |= set(inside)
         lines = _rows(plan, inside)
@@ -182,7 +182,7 @@ def _boxes(plan: Plan, top: int) -> list[_Box]:
 
 
 def _inside(plan: Plan, program: ProgramPlan) -> Iterable[int]:
-    """The places of the fragments of a program, and of those that are nested in them."""
+    """The indices of the fragments of a program, including nested ones."""
     names, depth = set(program.name.split("+")), None
     for k, fragment in enumerate(plan.fragments):
         if depth is not None and fragment.depth > depth:
@@ -202,7 +202,7 @@ def _rows(plan: Plan, places: Sequence[int]) -> list[_Row]:
 
 
 def _loop_of(plan: Plan, program: str) -> LoopPlan | None:
-    """The loop that the host drives over a program."""
+    """The host-controlled loop that contains a program, if any."""
     names = set(program.split("+"))
     return next((loop for loop in plan.loops if names <= set(loop.fragments)), None)
 
@@ -228,7 +228,7 @@ def _box(box: _Box, x: int) -> list[str]:
 
 
 def _loops(plan: Plan, boxes: Sequence[_Box], lanes: dict[str, int]) -> list[str]:
-    """A dashed frame around the programs of each loop that the host drives."""
+    """A dashed frame around the programs of each loop controlled by the host."""
     parts = []
     for loop in plan.loops:
         if own := [box for box in boxes if box.name and box.kind == "program" and _loop_of(plan, box.name) is loop]:
@@ -241,7 +241,7 @@ def _loops(plan: Plan, boxes: Sequence[_Box], lanes: dict[str, int]) -> list[str
 
 
 def _arrows(plan: Plan, lanes: dict[str, int], top: int, width: int) -> tuple[list[str], int]:
-    """Arrows from lane to lane, and where they end."""
+    """Arrows between lanes, and the vertical position of their end."""
     what = f"crossing placements: {size(plan.bytes_crossing)} per iteration" if plan.crossings else "nothing crosses placements"
     parts, y = [_text(_MARGIN, top + 18, what, width - 2 * _MARGIN, "strong")], top + 26
     for name, leaves in alike(plan.crossings):
@@ -265,7 +265,7 @@ def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 
 def _text(x: float, y: float, text: str, space: float, kind: str = "", whole: str = "") -> str:
-    """A line of text, cut in the middle if it is wider than the space; the tooltip has it whole."""
+    """A line of text, truncated in the middle if it is too wide; the tooltip has the full text."""
     most = max(int(space / (_LETTER * (1.3 if kind == "title" else 1))), 4)
     shown = text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
     whole = whole or text
@@ -274,6 +274,6 @@ def _text(x: float, y: float, text: str, space: float, kind: str = "", whole: st
 
 
 def _group(kind: str, name: str, parts: Iterable[str], **about: str) -> str:
-    """What belongs to a thing of the plan, with the name that it has there."""
+    """An SVG group for an item of the plan, with its name."""
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in {kind: name, **about}.items())
     return f"<g{data}>{''.join(parts)}</g>"

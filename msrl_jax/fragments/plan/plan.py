@@ -13,10 +13,10 @@ from msrl_jax.fragments.plan.text import table_of
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it.
+    """A program: `runs` per iteration; memory in bytes per device; the collectives that XLA inserted.
 
-    If `collectives_known` is False, there may be more, because the program's text was not understood in full. `launches` are
-    those of accelerators; CPUs have none.
+    If `collectives_known` is False, there may be more collectives, because the program's text could not be parsed completely.
+    `launches` are those on accelerators; CPUs have none.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ProgramPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the program takes on each device while it runs."""
+        """Bytes that the program needs on each device while it runs."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes - self.donated_bytes
 
     @property
@@ -48,17 +48,17 @@ class Crossing:
     value: str  # the path of a state's leaf, or of a fragment's result
     dtype: str  # its dtype, unpacked
     shape: tuple[int, ...]  # its shape, unpacked
-    source: str  # the placement that sends it
-    destination: str  # the placement that receives it
-    nbytes: int  # bytes that arrive at all devices of the destination together
+    source: str  # the sending placement
+    destination: str  # the receiving placement
+    nbytes: int  # bytes received by all devices of the destination together
     times: int  # transfers per iteration
-    codec: str  # name of the codec that packs it; empty if none does
-    unpacked_bytes: int  # bytes that would arrive without the codec
+    codec: str  # name of the codec that packs it; empty if there is none
+    unpacked_bytes: int  # bytes without the codec
 
 
 @dataclass(frozen=True)
 class HostCallPlan:
-    """A Python function that the host calls between programs: `calls` per iteration, with its results in bytes."""
+    """A host fragment: `calls` per iteration, with the bytes of its results."""
 
     name: str
     calls: int
@@ -67,7 +67,7 @@ class HostCallPlan:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """A loop that the host drives: dispatched programs and transfers per training iteration."""
+    """A loop controlled by the host: dispatched programs and transfers per training iteration."""
 
     fragments: tuple[str, ...]
     length: int
@@ -77,7 +77,7 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class RegisterPlan:
-    """A parameter on its way to the actors: the placement keeps its last `age` values, of `nbytes` in all for each device."""
+    """A delayed parameter of actors: the placement keeps its last `age` values, `nbytes` in total per device."""
 
     value: str
     placement: str
@@ -92,17 +92,17 @@ class Plan:
     Attributes:
       policy: the distribution policy.
       placements: name -> devices.
-      idle: devices that the policy was given and does not use.
-      staleness: iterations that actors' parameters lag behind.
-      fused: whether whole runs of iterations are one program.
+      idle: devices that the policy does not use.
+      staleness: number of iterations by which actors' parameters lag behind.
+      fused: whether a whole run of iterations is one program.
       fragments: the fragments, each followed by the fragments nested in it.
       programs: the XLA programs.
-      crossings: the values that cross placements, one entry for each array.
-      loops: the loops that the host drives.
+      crossings: the values that cross placements, one entry per array.
+      loops: the loops controlled by the host.
       warnings: warnings about expensive or fragile parts, with remedies.
-      host_calls: the Python functions that the host calls.
+      host_calls: the host fragments.
       registers: the parameters that a policy with staleness delays.
-      least_seconds: of placements on known accelerators, a time below which an iteration cannot be; a prediction.
+      least_seconds: for placements on known accelerators, a predicted lower bound on the time of an iteration.
     """
 
     policy: str
@@ -121,9 +121,9 @@ class Plan:
 
     @property
     def launches(self) -> dict[str, int]:
-        """What each device of a placement launches per iteration: kernels, library calls, copies and collectives.
+        """The launches of each device of a placement per iteration: kernels, library calls, copies and collectives.
 
-        Placements of CPUs, where launches are not counted, are left out.
+        Omits placements on CPUs, where launches are not counted.
         """
         found = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
         each = {name: sum(n for placement, n in found if placement == name) for name in self.placements}
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def bytes_arriving(self) -> dict[str, int]:
-        """Bytes that transfers bring to each device of a placement per iteration."""
+        """Bytes received by each device of a placement per iteration."""
         return {
             name: sum(c.nbytes * c.times for c in self.crossings if c.destination == name) // len(devices)
             for name, devices in self.placements.items()
@@ -159,23 +159,23 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes that the largest program takes on each device of a placement."""
+        """Bytes that the largest program needs on each device of a placement."""
         return {
             name: max((p.memory_bytes for p in self.programs if p.placement == name), default=0) for name in self.placements
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain Python data, ready for JSON."""
+        """The plan as plain Python data for JSON."""
         totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
         totals += ("launches",)
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
-        """The plan as tables that fit the terminal; arrays of one subtree that cross alike share a row."""
+        """The plan as tables that fit the terminal; arrays of one subtree with the same transfers share a row."""
         return table_of(self)
 
     def svg(self) -> str:
-        """The plan as a picture, an `<svg>` element: placements as lanes, programs as boxes, what crosses as arrows."""
+        """The plan as an `<svg>` element: placements are lanes, programs are boxes, transfers are arrows."""
         return svg_of(self)
 
     def _repr_html_(self) -> str:

@@ -39,13 +39,13 @@ _PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
 
 
 def subtree(path: str) -> str:
-    """The subtree that an array is reported with: `state.params` for `state.params['layer']['bias']`."""
+    """The subtree that an array is reported under: `state.params` for `state.params['layer']['bias']`."""
     match = _PATH.fullmatch(path)
     return match[1] + match[3] if match else path
 
 
 def alike(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
-    """The arrays of a subtree with equal dtype, source, destination, times and codec together, with a name for them."""
+    """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
     together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
         key = (subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
@@ -65,7 +65,7 @@ def _crossing_row(name: str, leaves: Sequence[Crossing]) -> list[str]:
 
 
 def _some(devices: Sequence[str]) -> str:
-    """The names of devices, of the first and the last one if they are many."""
+    """The names of devices, or only the first and the last if there are many."""
     return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
 
 

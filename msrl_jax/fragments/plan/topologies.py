@@ -1,6 +1,6 @@
-"""Devices that are not there: their names stand for topologies that XLA compiles for ahead of time, so that plans can be made.
+"""Planning for devices that you do not have: names of topologies for which XLA compiles ahead of time.
 
-A plan is all that can be made of them: nothing can be put on such devices, and nothing runs there.
+Such devices only support plans: no array can be placed on them, and nothing can run there.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 FORMS = "tpu:v5e:8x8 (chips along each axis), gpu:h100:8, gpu:h100:2x8 (hosts x GPUs) or cpu:8"
 
-_TPUS = ("v5e", "v5p", "v6e")  # one device for each chip
-# Chips of one host along each axis, as in the pods of every generation.
+_TPUS = ("v5e", "v5p", "v6e")  # one device per chip
+# Chips of one host along each axis, in the pods of all generations.
 _CHIPS_PER_HOST = (2, 2, 1)
 
-# What XLA's compiler asks of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability, number
-# of multiprocessors, float32 units of each, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
+# What XLA's compiler needs to know of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability,
+# number of multiprocessors, float32 units, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
 _GPUS: dict[str, dict[str, Any]] = {
     "a100": {
         "capability": "major: 8", "cores": 108, "units": 64, "shared": 167_936, "shared_of_block": 166_912,
@@ -53,25 +53,24 @@ device_description_str: "{name}"
 
 @entry
 def plan_devices(spec: str) -> list[Device]:
-    """Makes devices to plan for, whether or not they are there: `msrl.compile(..., devices=msrl.plan_devices("tpu:v5e:8x8"))`.
+    """Makes devices to plan for, even if you do not have them: `msrl.compile(..., devices=msrl.plan_devices("tpu:v5e:8x8"))`.
 
-    Programs for them compile, and `Program.explain` describes them. Nothing can be put on them: to place or to run a state
-    raises RuntimeError.
+    Programs compile for them, and `Program.explain` describes the result. Placing or running a state raises RuntimeError.
 
     Args:
       spec: `tpu:GENERATION:AxB` or `AxBxC`, chips along each axis; `gpu:KIND:COUNT` or `gpu:KIND:HOSTSxCOUNT`; `cpu:COUNT`, the
         CPU devices of this process.
 
     Returns:
-      The devices, those of one host together.
+      The devices; those of one host are adjacent.
 
     Raises:
-      TypeError: if `spec` is no text.
+      TypeError: if `spec` is not a string.
       ValueError: if there is no such topology, or this process has fewer CPU devices.
       ImportError: if the compiler of the platform is not installed.
     """
     if not isinstance(spec, str):
-        raise TypeError(f"devices {spec!r}: give one text; use {FORMS}")
+        raise TypeError(f"devices {spec!r}: pass a string; use {FORMS}")
     platform, *rest = spec.lower().split(":")
     if platform not in ("tpu", "gpu", "cpu"):
         near = suggestion(platform, ("tpu", "gpu", "cpu"))
@@ -80,7 +79,7 @@ def plan_devices(spec: str) -> list[Device]:
         return _cpus(spec, rest)
     kinds = _TPUS if platform == "tpu" else tuple(_GPUS)
     if len(rest) != 2:
-        raise ValueError(f"devices {spec!r}: name a kind and a number of devices; use {FORMS}")
+        raise ValueError(f"devices {spec!r}: pass a kind and a number of devices; use {FORMS}")
     kind, size = rest
     if kind not in kinds:
         near = suggestion(kind, kinds)
@@ -90,20 +89,20 @@ def plan_devices(spec: str) -> list[Device]:
 
 
 def cpus_of(spec: str) -> int:
-    """The number of CPU devices that a spec asks for; 0 if it asks for others, or is wrong."""
+    """The number of CPU devices in a spec; 0 for other or invalid specs."""
     match = re.fullmatch(r"cpu:(\d{1,5})", spec.lower())
     return int(match[1]) if match else 0
 
 
 def _sizes(spec: str, text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", text):
-        raise ValueError(f"devices {spec!r}: {text!r} is no size; use {FORMS}")
+        raise ValueError(f"devices {spec!r}: {text!r} is not a size; use {FORMS}")
     return [int(n) for n in text.split("x")]
 
 
 def _cpus(spec: str, rest: list[str]) -> list[Device]:
     if len(rest) != 1 or len(sizes := _sizes(spec, rest[0])) != 1:
-        raise ValueError(f"devices {spec!r}: name a number of devices, such as cpu:8")
+        raise ValueError(f"devices {spec!r}: pass a number of devices, such as cpu:8")
     found = jax.devices("cpu")
     if len(found) < sizes[0]:
         raise ValueError(
@@ -123,8 +122,8 @@ def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     except (RuntimeError, NotImplementedError) as error:
         if "not installed" in str(error) or "libtpu" in str(error):
             raise ImportError(
-                f"devices {spec!r} need the compiler for TPUs, which runs on machines without one too: "
-                "pip install 'msrl-jax[tpu]', or the libtpu that this version of JAX asks for (pip install 'jax[tpu]')"
+                f"devices {spec!r} need the compiler for TPUs, which also runs on machines without TPUs: "
+                "pip install 'msrl-jax[tpu]', or the libtpu that this version of JAX requires (pip install 'jax[tpu]')"
             ) from error
         raise ValueError(f"devices {spec!r}: no such topology: {_first_line(error)}") from error
     return list(found)
@@ -145,7 +144,7 @@ def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
 
 
 def gpu_topology(kind: str, hosts: int = 1, count: int = 1) -> dict[str, str]:
-    """What `jax.experimental.topologies.get_topology_desc` takes for GPUs: `kind` is "h100" or "a100"."""
+    """The arguments of `jax.experimental.topologies.get_topology_desc` for GPUs: `kind` is "h100" or "a100"."""
     return {
         "platform": "cuda", "target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"
     }  # fmt: skip
@@ -157,7 +156,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Sets variables that are not set, and takes them back: libtpu would ask the cloud for them, or complain."""
+    """Temporarily sets variables that are not set: otherwise libtpu would query the cloud for them, or complain."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:

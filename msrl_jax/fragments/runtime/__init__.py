@@ -1,1 +1,1 @@
-"""What runs: programs, instructions, functions of the host, memory, several processes."""
+"""Execution: programs, instructions, host functions, memory, several processes."""

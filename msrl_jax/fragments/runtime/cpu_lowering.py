@@ -25,7 +25,7 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
 
     Takes the two words of keys and of counters, all `[...]` uint32; returns the two words of random bits for each counter.
     """
-    # `lax.add` and not `+`, and so on: tracing takes a third of the time, and a run traces this for every shape that it draws.
+    # `lax.add` instead of `+` etc.: tracing takes a third of the time, and a run traces this for every shape that it draws.
     keys = (key0, key1, lax.bitwise_xor(lax.bitwise_xor(key0, key1), _PARITY))
     x0, x1 = lax.add(x0, keys[0]), lax.add(x1, keys[1])
     for group in range(5):

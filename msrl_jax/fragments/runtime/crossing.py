@@ -1,8 +1,8 @@
 """Moves between placements on different processes: collectives over the devices of both, so that no host handles the data.
 
-A move is planned as hops. A hop sends one part of an array from a device that holds it to one that needs it. Hops that share
-no sender and no receiver form a round, one `ppermute`. A device that has received a part may pass it on, so a value that
-everybody needs reaches `n` devices in about `log2(n)` rounds. Nothing is added up: the bits arrive as they were.
+A move is planned as hops. A hop sends one part of an array from a device that has it to one that needs it. Hops that share
+neither sender nor receiver form a round, one `ppermute`. A device that has received a part may pass it on, so a broadcast to
+`n` devices takes about `log2(n)` rounds. Nothing is summed: the bits do not change.
 """
 
 import functools
@@ -23,7 +23,7 @@ from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE
 Block = tuple[tuple[int, int], ...]
 """A part of an array: the first index and the end along each dimension."""
 
-# Arrays of at most this many bytes per device travel together with others.
+# Arrays of at most this many bytes per device are sent together with others.
 _SMALL = 2**20
 
 _AXIS = "devices"
@@ -37,24 +37,24 @@ def blocks(sharding: NamedSharding, shape: Sequence[int]) -> dict[Device, Block]
 
 @dataclass(frozen=True)
 class Hop:
-    """One part on its way between two devices, or within one."""
+    """The transfer of one part between two devices, or within one."""
 
-    sender: Device  # the device that holds the part
+    sender: Device  # the device that has the part
     receiver: Device  # the device that needs it
     part: Block
-    passed_on: bool = False  # whether the sender received the part before, rather than holding it at the start
+    passed_on: bool = False  # whether the sender received the part before, instead of having it at the start
 
 
 def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
     """Plans how an array changes its sharding, from the block of each device at the start to that at the end.
 
-    Together the blocks at the start are the whole array; equal ones are copies. The first rounds hold what devices copy from
-    their own blocks. In each round, all parts have equal sizes, and every device sends at most one and receives at most one. A
-    part enters a process once.
+    Together, the blocks at the start are the whole array; equal blocks are copies. The first rounds contain the copies from the
+    devices' own blocks. In each round, all parts have equal sizes, and every device sends at most one part and receives at most
+    one. A part enters each process once.
     """
     distinct = list(dict.fromkeys(source.values()))
     needed = [(d, part) for d, block in target.items() for held in distinct if (part := _common(held, block)) is not None]
-    # For each part, its holders, and whether they received it.
+    # For each part, the devices that have it, and whether they received it.
     holders = {part: {d: False for d, held in source.items() if _common(held, part) == part} for _, part in needed}
     own = [(d, part) for d, part in needed if d in holders[part]]
     rounds: list[list[Hop]] = []
@@ -69,7 +69,7 @@ def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) ->
 
 
 def _round(wanted: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapping[Device, bool]]) -> list[Hop]:
-    """The first hops that fit into one round, of those that bring parts to the devices that want them."""
+    """The first hops that fit into one round, among those that bring parts to the devices that need them."""
     size = _size(wanted[0][1])
     senders: set[Device] = set()
     receivers: set[Device] = set()
@@ -89,7 +89,7 @@ def _round(wanted: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mappi
 
 
 def _common(a: Block, b: Block) -> Block | None:
-    """What two blocks have in common; None if nothing."""
+    """The intersection of two blocks; None if it is empty."""
     part = tuple((max(low, low_b), min(high, high_b)) for (low, high), (low_b, high_b) in zip(a, b, strict=True))
     return part if all(low < high for low, high in part) else None
 
@@ -99,7 +99,7 @@ def _size(block: Block) -> tuple[int, ...]:
 
 
 def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
-    """Devices that exchange data, directly or through others: each group, ordered by process and number, needs a program."""
+    """Groups of devices that exchange data, directly or indirectly, ordered by process and number; each needs a program."""
     found: dict[Device, set[Device]] = {}
     for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
         joined = found.get(hop.sender, {hop.sender}) | found.get(hop.receiver, {hop.receiver})
@@ -110,12 +110,12 @@ def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Dev
 
 @dataclass(frozen=True)
 class _Leg:
-    """A round of one array as every device of a group carries it out; the tables have one row for each device."""
+    """A round of one array, from the view of every device of a group; the tables have one row per device."""
 
     pairs: tuple[tuple[int, int], ...]  # the positions of senders and receivers
     size: tuple[int, ...]  # the shape of the parts
     take: tuple[tuple[int, ...], ...]  # where the sender's part starts in its block. `[N, D]`
-    passed_on: tuple[bool, ...]  # whether the sender takes it from what it received. `[N]`
+    passed_on: tuple[bool, ...]  # whether the sender reads it from what it received. `[N]`
     put: tuple[tuple[int, ...], ...]  # where the receiver's part starts in its block. `[N, D]`
     receives: tuple[bool, ...]  # whether the device receives a part. `[N]`
 
@@ -150,7 +150,7 @@ def _at(table: Sequence[Any], me: jax.Array) -> Any:
 
 
 def _send(legs: Sequence[_Leg], held: Sequence[jax.Array], made: Sequence[jax.Array]) -> list[jax.Array]:
-    """Carries out one leg of arrays that travel together: returns the next `made`."""
+    """Executes one leg of arrays that are sent together; returns the next `made`."""
     me = jax.lax.axis_index(_AXIS)
     parts = []
     for leg, source, result in zip(legs, held, made, strict=True):
@@ -207,7 +207,7 @@ class _Program:
         self._shapes = [_joined(size, len(group)) for size in before]
         args = [jax.ShapeDtypeStruct(*kind, sharding=self._sharding) for kind in zip(self._shapes, dtypes, strict=True)]
         self._run = jax.jit(mapped).lower(*args).compile()
-        # Devices that hold nothing at the start take part with memory that no device reads.
+        # Devices that have nothing at the start participate with memory that no device reads.
         idle = [d for d in group if d not in sources[0] and d.process_index == jax.process_index()]
         self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
         if idle:
@@ -248,14 +248,14 @@ def _shards(x: jax.Array) -> dict[Device, jax.Array]:
 class MeshCrossing:
     """Copies arrays from one mesh to another; the meshes may be on any processes.
 
-    All processes make it and call it. The programs are compiled when it is made, those of the groups of devices in which this
-    process takes part.
+    All processes must create and call it. The programs of the groups of devices in which this process participates are compiled
+    on creation.
     """
 
     def __init__(
         self, avals: Sequence[jax.ShapeDtypeStruct], sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]
     ):
-        """Plans and compiles; the sources are all on one mesh, and the targets on another."""
+        """Plans and compiles; all sources are on one mesh, and all targets on another."""
         self._full = [i for i, a in enumerate(avals) if math.prod(a.shape)]
         empty = [i for i in range(len(avals)) if i not in self._full]
         make = functools.partial(_empty, [(avals[i].shape, avals[i].dtype) for i in empty])
@@ -302,7 +302,7 @@ class MeshCrossing:
 
 
 def _to_wire(x: Any) -> Any:
-    """An array as it travels: with a dimension to join along, of elements of whole bytes."""
+    """An array as it is sent: with a dimension to concatenate along, and elements of whole bytes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     elif x.dtype.name in SMALLER_THAN_A_BYTE:

@@ -16,27 +16,27 @@ from msrl_jax.fragments.runtime.cpu_lowering import lower
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
-# JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
+# JAX's executables reject arrays with elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
 SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
 @dataclass(frozen=True, eq=False)
 class Coalesced:
-    """How the values of a Move travel."""
+    """How the values of a Move are sent."""
 
-    alone: tuple[int, ...]  # values that travel as they are: their positions in the Move
-    joined: tuple[int, ...]  # values that travel in vectors: their positions, in the order of the arguments of `join`
-    join: jax.stages.Compiled  # the program that makes the vectors where the values are
-    split: jax.stages.Compiled  # the program that takes them apart where they arrive
-    shardings: tuple[NamedSharding, ...]  # the shardings of what arrives: the values that travel alone, then the vectors
+    alone: tuple[int, ...]  # values that are sent separately: their positions in the Move
+    joined: tuple[int, ...]  # values that are sent in vectors: their positions, in the order of the arguments of `join`
+    join: jax.stages.Compiled  # the program that makes the vectors at the source
+    split: jax.stages.Compiled  # the program that splits them at the destination
+    shardings: tuple[NamedSharding, ...]  # the shardings at the destination: separate values first, then the vectors
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A function to compile. Where a sharding of an argument or a result, or `out`, is None, XLA chooses."""
+    """A function to compile. If a sharding of an argument or a result, or `out`, is None, XLA chooses it."""
 
-    key: Hashable  # keys are equal for equal functions of arguments with equal structure only
+    key: Hashable  # keys must be equal only for equal functions of arguments with equal structure
     fn: Callable[..., Any]
     args: Sequence[Any]  # trees of shapes and dtypes with shardings, or of arrays
     donate: Sequence[int] = ()
@@ -49,7 +49,7 @@ class Request:
 
     @functools.cached_property
     def all(self) -> Hashable:
-        """Equal for requests of which one program does."""
+        """A key that is equal for requests that one program can serve."""
         shapes = tuple((a.shape, a.dtype, bool(getattr(a, "weak_type", False)), a.sharding) for a in self.leaves)
         return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
 
@@ -62,7 +62,7 @@ class Request:
         return jax.jit(self.fn, donate_argnums=tuple(self.donate), out_shardings=out)
 
     def lower(self) -> Callable[[], jax.stages.Compiled]:
-        """Traces the function, and lowers it; returns a function that compiles it."""
+        """Traces and lowers the function; returns a function that compiles it."""
         return lower(self.jitted, *self.args)
 
 
@@ -70,9 +70,9 @@ class Request:
 class Executables:
     """Compiled programs and the shardings between them."""
 
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # of every Run, copy and Alloc
-    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # how values of a Move travel, if not one by one
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of a Move that sends changes
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every Run, copy and Alloc
+    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
+    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations
@@ -96,20 +96,20 @@ class Executables:
         return self._cache[request.all]
 
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
-        """Computes a jitted function once; the time to trace and compile it counts as such."""
+        """Evaluates a jitted function once, and counts the time of tracing and compiling it."""
         with self.timed():
             compiled = lower(jitted, *args)()
         return compiled(*args)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts the time of the context as compiling, if it ends without an error."""
+        """Counts the time of the context as compile time, if it ends without an error."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
 
     def begin(self, request: Request) -> None:
-        """Traces a function, and has another thread compile it; `compile` of an equal request waits for that."""
+        """Traces a function, and compiles it in another thread; `compile` of an equal request waits for that."""
         if request.all not in self._cache and request.all not in self._begun:
             with self._compiling(request):
                 self._begun[request.all] = in_background(request.lower())
@@ -125,30 +125,30 @@ class Executables:
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
-    """The compiler's error with a remedy, if one is known; else the error itself."""
+    """The compiler's error with a remedy, if one is known; otherwise the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
-            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {len(devices)} devices: "
-            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+            f"{name} has ordered effects, which JAX keeps in order only on one device, but runs on {len(devices)} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement with one device"
         )
     if "limited ICI routing" in str(error):
         return ValueError(
-            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
-            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
-            "or chips with full routing, such as v6e or v5p"
+            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size, XLA compiles programs only for "
+            "one chip or for all chips. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller "
+            "slice, or chips with full routing, such as v6e or v5p"
         )
     if isinstance(error, RuntimeError) and any(map(is_planned, devices)):
         return ValueError(
             f"XLA does not compile {name} ahead of time for {len(devices)} devices of this slice: "
-            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or a policy that uses all of its devices"
+            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or use a policy that uses all its devices"
         )
     return error
 
 
 def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | None:
-    """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
+    """Expresses a sharding that XLA chose (None for an unread argument) on the placement's own mesh; None if impossible.
 
-    The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed
+    For example, the result of a host callback is on one device only; its program must be compiled again with a prescribed
     sharding.
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
@@ -169,20 +169,20 @@ def replicated(value: Value) -> NamedSharding:
 
 
 class MemoryCheckedJit:
-    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
+    """A jitted function that raises ValueError instead of running if its program exceeds the memory of its devices."""
 
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
-        """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
+        """`what` and `remedy` are for the message: a description of the program, and how to make it smaller."""
         self._fn, self._what, self._remedy = fn, what, remedy
         self._executables = Executables()
         self._checked: set[jax.stages.Compiled] = set()
 
     def begin(self, *args: Any) -> None:
-        """Has another thread compile the program for such arguments."""
+        """Compiles the program for such arguments in another thread."""
         self._executables.begin(self._request(args))
 
     def __call__(self, *args: Any) -> Any:
-        """Computes the function."""
+        """Calls the function."""
         compiled = self._executables.compile(self._request(args))
         if compiled not in self._checked:
             check_program_fits(compiled, self._what, self._remedy)

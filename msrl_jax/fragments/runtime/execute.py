@@ -25,23 +25,23 @@ Call = Callable[..., Sequence[jax.Array]]
 CallKind: TypeAlias = Literal["program", "transfer", "wait"]
 CallWrapper: TypeAlias = Callable[[Call, CallKind], Call]
 
-# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
-# an earlier one that they depend on waits for a place: a deadlock.
+# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while an
+# earlier one that they depend on waits for a slot: a deadlock.
 _CPU_PROGRAMS_AHEAD = 12
 
 
 class Executor:
     """Runs iterations of a compiled schedule.
 
-    The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
+    The state is a list with one entry per leaf (and register): the tuple of its copies, the canonical one first.
     """
 
     def __init__(
         self, schedule: Schedule, executables: Executables, around: CallWrapper = lambda call, what: call,
         each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, DeltaStats] | None = None,
     ):  # fmt: skip
-        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time,
-        and `each` the step of an instruction. What Moves that send changes have sent is counted in `sent`.
+        """Makes the steps; `around` wraps every JAX function that dispatches, e.g. to measure its time, and `each` the step of
+        an instruction. `sent` counts what Moves that send changes have sent.
         """
         self._schedule, self._executables, self._around, self._each = schedule, executables, around, each
         self._size = 1 + max(
@@ -79,7 +79,7 @@ class Executor:
                 slots = [resolved(x) for x in slots]
         finally:
             if self._queue is not None:
-                self._queue.clear()  # after an error in a call of the host, or an interrupt
+                self._queue.clear()  # after an error in a host call, or an interrupt
         after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
         measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
         return after, [slots[v.index] for v in self._schedule.metrics], measured
@@ -112,7 +112,7 @@ class Executor:
         return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
 
     def _assigned(self, call: Call, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
-        """Calls a function with slots, and puts its results in others; if arguments wait for the host, it waits too."""
+        """Calls a function with slots, and stores its results in others; waits if arguments wait for the host."""
         queue, count = self._queue, len(outs)
         if queue is None:
             return _step(call, ins, outs)
@@ -126,13 +126,13 @@ class Executor:
         return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
-        """The function that runs a program, at the pace of its devices."""
+        """The function that runs a program, throttled to the pace of its devices."""
         call = self._around(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
-        # Of two programs with collectives between processes, in any order on each, each could wait for the other.
+        # Two programs with collectives between processes, in a different order on each, could wait for each other.
         ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
         wait = self._around(lambda arrays: jax.block_until_ready(arrays), "wait")
 
@@ -230,7 +230,7 @@ class Executor:
         return step
 
     def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
-        """Row numbers as arrays that are already on the devices, so that a loop does not wait for transfers from the host."""
+        """Row numbers as arrays on the devices, so that a loop does not wait for transfers from the host."""
         sharding = self._executables.shardings[index]
         known = self._rows.setdefault(sharding, [])
         if len(known) < length:
@@ -244,7 +244,7 @@ def _slots(values: Sequence[Value]) -> list[int]:
 
 
 def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
-    """Calls a function with slots, and puts its results in others."""
+    """Calls a function with slots, and stores its results in others."""
 
     def step(slots: Slots) -> None:
         for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
@@ -258,17 +258,17 @@ def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]
 
 
 def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
-    """Puts arrays of several devices on one device, for which JAX would look through all copies."""
+    """Puts arrays of several devices on one device; JAX would inspect all copies."""
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
 def waiting() -> Any:
-    """A context for what the host does while it waits for devices, which names that in traces of `jax.profiler`."""
+    """A context for the host's waiting for devices, which names it in `jax.profiler` traces."""
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
 def named_in_traces(call: Call, what: CallKind) -> Call:
-    """A function whose time has a name in traces of `jax.profiler`."""
+    """Wraps a function so that its time has a name in `jax.profiler` traces."""
 
     def named(*args: Any) -> Any:
         with jax.profiler.TraceAnnotation(f"{IN_TRACES}{what}"):

@@ -26,23 +26,23 @@ class FusedLoop:
     leaves: Sequence[Value]
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
-    rewritten: bool  # for its placement, so that loops in it may take the state as it is carried here
+    rewritten: bool  # for its placement, so that inner loops may use the packed carry
 
     @property
     def packs(self) -> bool:
-        """Whether small arrays are kept together: the metrics, and the state if loops inside take it so."""
+        """Whether small arrays are combined: the metrics, and the state if inner loops use it in that form."""
         return bool(self.leaves) and is_single_accelerator(self.leaves[0].placement)
 
     def begin(self, executables: Executables, most: int) -> None:
-        """Has another thread compile the program; `compile` then waits for that."""
+        """Compiles the program in another thread; `compile` then waits for that."""
         executables.begin(self._request(most, True, [None] * len(self.metrics)))
 
     def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
         """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
 
-        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
-        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
-        axis of length `most`, of which only the rows of iterations that ran have a meaning.
+        A run therefore computes the same bits in chunks of any length, and a chunk of another length needs no other program.
+        The program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, the metrics have a
+        leading axis of length `most`; only the rows of iterations that ran are meaningful.
         """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
             compiled = executables.compile(self._request(most, donate, prescribed))

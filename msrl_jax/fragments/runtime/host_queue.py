@@ -18,7 +18,7 @@ from msrl_jax.fragments.graph.host_calls import HostFunction
 
 @dataclass(eq=False)
 class _Task:
-    """Something that waits: a call of the host that was started, or a function with arguments that are not there yet."""
+    """A waiting task: a host call that was started, or a function whose arguments are not available yet."""
 
     fn: Callable[..., Sequence[jax.Array]]
     args: Sequence[Any] = ()
@@ -33,27 +33,27 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class HostFuture:
-    """A result that is not there yet."""
+    """A result that is not available yet."""
 
     task: _Task
     index: int
 
 
 def resolved(x: Any) -> Any:
-    """An array, or the result that a `HostFuture` stands for if that is there."""
+    """An array, or the result of a `HostFuture` if it is available."""
     return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
 
 
 @dataclass(eq=False)
 class HostQueue:
-    """What waits for calls of the host, in program order."""
+    """Tasks that wait for host calls, in program order."""
 
     _waiting: deque[_Task] = field(default_factory=deque)
 
     def call(
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
     ) -> Sequence[Any]:
-        """Calls a function, at once if its arguments are there; else returns `HostFuture`s for its `count` results."""
+        Returns `HostFuture`s for its `count` results, or the results themselves if it cannot be started without waiting for them.
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
@@ -62,7 +62,7 @@ class HostQueue:
     def start(
         self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
     ) -> Sequence[Any]:
-        """Starts a call of the host, after what it needs; `place` puts its results on their device.
+        """Starts a host call after its dependencies; `place` puts its results on their device.
 
         Returns `HostFuture`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
@@ -74,12 +74,12 @@ class HostQueue:
         return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
 
     def drain(self) -> None:
-        """Finishes all that waits."""
+        """Finishes all waiting tasks."""
         while self._waiting:
             self._finish_oldest()
 
     def clear(self) -> None:
-        """Forgets all that waits, after an error."""
+        """Drops all waiting tasks, after an error."""
         self._waiting.clear()
 
     def _wait(self, task: _Task, count: int) -> list[HostFuture]:
@@ -87,7 +87,7 @@ class HostQueue:
         return [HostFuture(task, k) for k in range(count)]
 
     def _finish_oldest(self) -> None:
-        """Finishes the oldest call of the host, and runs what then need not wait."""
+        """Finishes the oldest host call, and runs the tasks that no longer have to wait."""
         oldest = next(task for task in self._waiting if task.is_host_call)
         oldest.run()
         before, self._waiting = self._waiting, deque()
@@ -100,7 +100,7 @@ class HostQueue:
                 self._waiting.append(task)
 
     def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
-        """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
+        """Whether a task's arguments are available, and earlier tasks have read all those that it consumes."""
         args = [resolved(x) for x in task.args]
         if any(type(x) is HostFuture for x in args):
             return False

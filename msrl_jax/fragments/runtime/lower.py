@@ -35,13 +35,13 @@ from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.send_changed import changes_of, compile_patching
 
 SMALL = 2**16
-"""Arrays of a Move of at most this many bytes are joined; more are better sent than copied twice."""
+"""Arrays of a Move of at most this many bytes are joined; sending larger ones is cheaper than copying them twice."""
 
 
 def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
     """Compiles a schedule; `executables` receives the programs and the shardings of all values.
 
-    Carried values that would otherwise change their sharding are copied.
+    Carried values whose sharding would otherwise change are copied.
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
@@ -66,7 +66,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
 
 
 class _Lowering:
-    """`shardings` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
+    """`shardings` has the sharding of each value, or None while its reader may choose; `logical` has the declared axes."""
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class _Lowering:
             try:
                 compiled = self.executables.compile(Request(key, body(i), given, donate, out))
             except (RuntimeError, ValueError):
-                # JAX pairs a donated argument whose sharding is open with a result of its shape, and XLA refuses a pair that it
-                # shards in two ways. Once the sharding is known, the argument is donated.
+                # JAX pairs a donated argument whose sharding is open with a result of its shape, and XLA rejects a pair with
+                # two different shardings. Once the sharding is known, the argument is donated.
                 if not open_ones:
                     raise
                 compiled = self.executables.compile(Request(key, body(i), given, sorted({*donate} - {*open_ones}), out))
@@ -228,7 +228,7 @@ class _Lowering:
         return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.shardings[v], weak_type=v.aval.weak_type)
 
     def record_input_shardings(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
-        """Records the shardings that XLA chose for arguments; returns whether all of them were understood."""
+        """Records the shardings that XLA chose for arguments; returns whether all of them could be expressed."""
         settled = True
         for v, s in zip(values, compiled.input_shardings[0], strict=True):
             if self.shardings[v] is None:
@@ -256,7 +256,7 @@ class _Lowering:
             elif made is None:
                 more[v] = replicated(v)
             elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
-                # Only shards of another placement read this value, so no device needs it whole: a sum is reduce-scattered.
+                # Only shards of another placement read this value, so no device needs it whole: reduce-scatter the sum.
                 more[v] = split
         return more
 
@@ -273,7 +273,7 @@ class _Lowering:
                     break
 
     def place(self, i: HostCall) -> None:
-        """Compiles the program that takes the results of a call to its device; `jax.device_put` of several arrays is slower."""
+        """Compiles the program that moves the results of a call to its device; `jax.device_put` of several arrays is slower."""
         args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=replicated(v)) for v in i.outputs]
         out = [replicated(v) for v in i.outputs]
         self.executables.compiled[i] = self.executables.compile(Request("place", _copy, args, (), out))
@@ -321,7 +321,7 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
 
 
 def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
-    """A program as it is compiled for a placement: right where it is split, with fewer kernels where they are what counts."""
+    """A program in its form for a placement: correct if split, and with fewer kernels where their number matters."""
     warn_of_known_faults(program, placement.mesh)
     program = apply_xla_workarounds(program, placement.mesh)
     return compacted(program) if is_single_accelerator(placement) else program
@@ -346,11 +346,11 @@ def body(run: Run) -> Callable[..., Any]:
 
 
 def coalesce(i: Move, executables: Executables) -> None:
-    """Compiles the programs that join and split the small values of a Move, if some have the same dtype.
+    """Compiles the programs that join and split the small values of a Move, if several have the same dtype.
 
-    The host pays for every array that it transfers. As many bytes arrive. Only values that arrive whole on each device are
-    joined, and where they are: JAX would read an array that is split over devices to the host if the other placement does not
-    split it so. Values that cross between processes, or between placements with a common device, travel as they are.
+    Every transferred array costs host time; the number of bytes does not change. Only replicated values are joined, at the
+    source: JAX would read an array that is split over devices to the host if the other placement splits it differently. Values
+    that cross between processes, or between placements with a common device, are sent separately.
     """
     devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
     if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):

@@ -1,4 +1,4 @@
-"""What states and programs take of memory, and what devices and the host have; what cannot fit is refused."""
+"""The memory that states and programs need, and that devices and the host have; what cannot fit is rejected."""
 
 import contextlib
 import contextvars
@@ -14,12 +14,12 @@ from msrl_jax._compat import Jaxpr, ShapedArray, Var, sub_jaxprs
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.placement import Device
 
-# The memory of a chip in GiB, by its kind; only chips that exist report it themselves.
+# The memory of a chip in GiB, by its kind; planned devices do not report it.
 _GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80}
 
 
 def is_planned(device: Any) -> bool:
-    """Whether programs can be compiled for a device, but the device is not there: nothing can be put on it."""
+    """Whether a device is only planned: programs can be compiled for it, but no array can be put on it."""
     return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
 
 
@@ -28,7 +28,7 @@ _PLANNED_FOR: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("pl
 
 @contextlib.contextmanager
 def planning_for(devices: Sequence[Any]) -> Iterator[None]:
-    """Checks the sizes of buffers against the memory of these devices instead of that of this machine's."""
+    """Checks the sizes of buffers against the memory of these devices instead of this machine's."""
     token = _PLANNED_FOR.set(devices)
     try:
         yield
@@ -37,19 +37,19 @@ def planning_for(devices: Sequence[Any]) -> Iterator[None]:
 
 
 def own_devices() -> Sequence[Any]:
-    """The devices of this process, or those that are planned for."""
+    """The devices of this process, or the planned ones."""
     return _PLANNED_FOR.get() or jax.local_devices()
 
 
 def device_memory(devices: Sequence[Any]) -> int | None:
     """The bytes available to arrays that are split evenly over devices: the smallest memory times the number of devices.
 
-    If a device reports no limit, as CPUs do, the host's memory; None for a planned device whose kind is unknown.
+    If a device reports no limit, like CPUs, the host's memory; None for a planned device of unknown kind.
     """
     if any(map(is_planned, devices)):
         known = {_GIB.get(d.device_kind, 0) for d in devices}
         return min(known) * 2**30 * len(devices) or None
-    own = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be asked
+    own = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be queried
     stats = [d.memory_stats() if d.platform != "cpu" else None for d in own]
     limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
     if limits and len(limits) == len(own):
@@ -63,9 +63,9 @@ def host_memory() -> int:
 
 
 def check_fits_host(nbytes: int, what: str, remedy: str) -> None:
-    """Raises ValueError if something takes more memory than this process may use, whatever else it holds."""
+    """Raises ValueError if something needs more memory than this process may use, whatever else it holds."""
     if nbytes > (limit := host_memory()):
-        raise ValueError(f"{what} takes at least {nbytes:,} bytes of memory, but there are {limit:,} in all. {remedy}")
+        raise ValueError(f"{what} takes at least {nbytes:,} bytes of memory, but there are {limit:,} in total. {remedy}")
 
 
 def tree_bytes(tree: Any) -> int:
@@ -92,12 +92,12 @@ def _limits_of_container(root: Path = Path("/")) -> list[int]:
 
 
 def array_bytes(aval: Any) -> int:
-    """Bytes of anything with a shape and a dtype, typed PRNG keys included (8 for each threefry key, 16 for each rbg key)."""
+    """The bytes of anything with a shape and a dtype, including typed PRNG keys (8 per threefry key, 16 per rbg key)."""
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
-    """Devices with a common memory of which more bytes are taken than it has, and both numbers; None if there are none."""
+    """The devices whose common memory is exceeded, the bytes taken and the limit; None if there are none."""
     for devices in sharing_memory(taken):
         total, limit = sum(taken[d] for d in devices), device_memory(devices)
         if limit is not None and total > limit:
@@ -106,21 +106,21 @@ def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int]
 
 
 def sharing_memory(devices: Iterable[Device]) -> list[list[Device]]:
-    """Devices by the memory that they have: the CPU devices of this process share that of the host."""
+    """Groups devices by memory: the CPU devices of this process share that of the host."""
     devices = list(devices)
     host = [d for d in devices if d.platform == "cpu" and getattr(d, "process_index", 0) == jax.process_index()]
     return [*([host] if host else []), *([d] for d in devices if d.platform != "cpu")]
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """The bytes that a program takes on each of its devices: arguments, results and temporary arrays."""
+    """The bytes that a program needs on each of its devices: arguments, results and temporary arrays."""
     memory = compiled.memory_analysis()
     kept = sum(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp"))
     return kept - getattr(memory, "alias_size_in_bytes", 0)
 
 
 def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
-    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
+    """Estimates the bytes that a jaxpr needs in addition to its arguments: the peak if nothing is fused."""
     known = {} if known is None else known
     if id(jaxpr) in known:
         return known[id(jaxpr)]
@@ -140,7 +140,7 @@ def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
 
 
 def largest_array(jaxpr: Jaxpr) -> str:
-    """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
+    """Describes the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
     seen: set[int] = set()
 
     def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
@@ -158,7 +158,7 @@ def largest_array(jaxpr: Jaxpr) -> str:
 
 
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:
-    """Refuses a program that takes more memory than its devices have in all, whatever else they hold."""
+    """Rejects a program that needs more memory than its devices have in total, whatever else they hold."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     each = program_bytes(compiled)
     if found := lacking_memory({d: each for s in shardings for d in s.device_set}):

@@ -1,7 +1,7 @@
-"""Sends what changed: of packed words that their receiver keeps, those that differ from the last ones sent, and their places.
+"""Sends changes: of packed words that their receiver keeps, only those that differ from the last ones sent, with positions.
 
-Every value of a Move is part of one vector of words. The host reads how many of these changed, so it waits for the program that
-makes them. What is kept at both ends is no part of the state: after a start, a resume or an error, all words cross.
+All values of a Move form one vector of words. The host reads how many words changed, so it waits for the program that makes
+them. The copies at both ends are not part of the state: after a start, a resume or an error, all words are sent.
 """
 
 import math
@@ -26,12 +26,12 @@ class DeltaStats:
     """What a Move has sent so far.
 
     Attributes:
-      exchanges: how often it ran.
-      whole: in how many exchanges all words crossed.
-      words: the number of words.
-      changed: the words that changed, summed over the exchanges that compared them.
-      compared: the number of these exchanges.
-      nbytes: bytes that arrived at each device.
+      exchanges: number of exchanges.
+      whole: number of exchanges in which all words were sent.
+      words: number of words.
+      changed: number of words that changed, summed over the exchanges that compared them.
+      compared: number of exchanges that compared them.
+      nbytes: bytes received by each device.
     """
 
     words: int
@@ -48,10 +48,10 @@ class DeltaTransfer:
 
     changes: Changes
     words: int
-    join: jax.stages.Compiled  # values -> words [N], where they are sent
-    compare: jax.stages.Compiled  # the last words [N], values -> words [N], places [K], changes [K], number of changes []
-    split: jax.stages.Compiled  # words [N] -> values, where they arrive
-    patch: jax.stages.Compiled  # words [N], places [K], changes [K] -> words [N], values
+    join: jax.stages.Compiled  # values -> words [N], at the source
+    compare: jax.stages.Compiled  # the last words [N], values -> words [N], positions [K], changes [K], number of changes []
+    split: jax.stages.Compiled  # words [N] -> values, at the destination
+    patch: jax.stages.Compiled  # words [N], positions [K], changes [K] -> words [N], values
     arriving: NamedSharding
 
 
@@ -60,11 +60,11 @@ class _Kept(NamedTuple):
 
     sent: jax.Array
     received: jax.Array
-    since: int  # exchanges since all words crossed
+    since: int  # exchanges since all words were sent
 
 
 def changes_of(move: Move) -> Changes | None:
-    """How a Move sends only changes, if it does."""
+    """How a Move sends only changes; None if it sends everything."""
     packed = move.results[0].packed
     return get(packed.edge.codec).changes if packed else None
 
@@ -78,7 +78,7 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     """Compiles the programs of a Move that sends changes.
 
     Raises:
-      ValueError: if a value is split over devices or is not of 16-bit words, there are several processes, or 2**31 words.
+      ValueError: if a value is split over devices or is not of 16-bit words, or there are several processes or 2**31 words.
     """
     at, name = executables.shardings, move.results[0].packed.codec if move.results[0].packed else ""
     ends = f"from {move.sources[0].placement.name!r} to {move.results[0].placement.name!r}"
@@ -103,7 +103,7 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     sizes = [math.prod(shape) for shape in shapes]
     words = sum(sizes)
     if words >= 2**31:
-        raise ValueError(f"codec {name!r} has places for 2**31 - 1 words, but {words:,} cross {ends}; use 'bfloat16'")
+        raise ValueError(f"codec {name!r} supports at most 2**31 - 1 words, but {words:,} cross {ends}; use 'bfloat16'")
     capacity = max(1, words // changes.one_in)
 
     def join(*arrays: jax.Array) -> jax.Array:
@@ -153,15 +153,15 @@ class Sender:
         wait: Callable[[jax.Array], Any],
         sent: DeltaStats,
     ):
-        """`programs` run those of `patching` in their order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
+        """`programs` run those of `patching` in order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
         self._patching, self._put, self._wait = patching, put, wait
         self._join, self._compare, self._split, self._patch = programs
         self._kept: _Kept | None = None
         self.sent = sent
 
     def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """The values, where they arrive."""
-        kept, self._kept = self._kept, None  # if something fails below, all words cross next time
+        """Sends the values; returns them at the destination."""
+        kept, self._kept = self._kept, None  # if something fails below, all words are sent next time
         if kept is None:
             (now,) = self._join(*arrays)
             return self._send_whole(now)
@@ -178,7 +178,7 @@ class Sender:
         return values
 
     def _send_whole(self, now: jax.Array) -> Sequence[jax.Array]:
-        self._wait(now)  # what a failed program made is not kept
+        self._wait(now)  # do not keep the result of a failed program
         (received,) = self._put([now], [self._patching.arriving])
         values = self._split(received)
         self._account(_Kept(now, received, 0), now.nbytes, whole=True)

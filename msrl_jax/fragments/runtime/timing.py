@@ -1,4 +1,4 @@
-"""What the instructions of an iteration cost, measured one by one; and what an iteration takes if they overlap as they may."""
+"""The cost of the instructions of an iteration, measured one by one; and the time of an iteration if they overlap."""
 
 import statistics
 import time
@@ -22,19 +22,19 @@ class Cost(NamedTuple):
     """The cost of an instruction, in seconds."""
 
     dispatch: float  # until its call returns
-    total: float  # until its results are there
+    total: float  # until its results are available
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an iteration takes, in seconds. The parts overlap, so they add up to more than the whole.
+    """The predicted time of an iteration, in seconds. The parts overlap, so they add up to more than the whole.
 
     Attributes:
-      seconds: one iteration, if many follow each other.
+      seconds: time of one iteration, if many follow each other.
       programs: placement -> seconds that its devices work.
-      transfers: seconds that values are on their way.
+      transfers: seconds of transfers.
       dispatch: seconds of the host.
-      exchanges: transfers.
+      exchanges: number of transfers.
     """
 
     seconds: float
@@ -79,7 +79,7 @@ def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, 
 
 
 def time_chunks(run: Callable[[Leaves], Leaves], leaves: Leaves) -> float:
-    """The median of the seconds that a function of the state takes, in three calls after one that JAX prepares."""
+    """The median time of a function of the state in seconds, over three calls after a warm-up call."""
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -91,10 +91,10 @@ def time_chunks(run: Callable[[Leaves], Leaves], leaves: Leaves) -> float:
 
 @dataclass
 class _Clock:
-    """The times at which values are there, devices are free and the host goes on."""
+    """The times at which values are available, devices are free and the host continues."""
 
     costs: Mapping[Instruction, Cost]
-    delay: float  # seconds that each transfer takes longer
+    delay: float  # seconds added to each transfer
     host: float = 0.0
     ready: dict[Value, float] = field(default_factory=dict)
     busy: dict[Device, float] = field(default_factory=dict)
@@ -131,13 +131,13 @@ class _Clock:
 def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
     """Predicts the time of an iteration from the costs of its instructions.
 
-    The host dispatches them in order; a program starts once its devices are free and its inputs are there.
+    The host dispatches them in order; a program starts once its devices are free and its inputs are available.
 
     Args:
       schedule: the instructions.
-      costs: what each costs, except for loops.
-      ahead: how many iterations the host may be ahead of the devices.
-      delay: seconds that every transfer between placements takes longer than measured.
+      costs: the cost of each, except loops.
+      ahead: how many iterations the host may run ahead of the devices.
+      delay: seconds to add to every transfer between placements.
 
     Returns:
       The prediction.
@@ -171,21 +171,21 @@ _ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What the host does to dispatch one iteration, in processor time of the thread that does it. Waiting takes none.
+    """The host's work to dispatch one iteration, in processor time of the dispatching thread. Waiting takes none.
 
-    Programs of a few operations for a CPU, which XLA runs in that thread, count.
+    Small programs for a CPU, which XLA runs in that thread, are included.
     """
 
-    instructions: int  # programs, transfers and allocations of one iteration; those in loops count in every repetition
+    instructions: int  # programs, transfers and allocations per iteration; those in loops count in every repetition
     microseconds: float  # time per instruction
-    python_microseconds: float  # the part of it outside of calls of JAX, with that for loops and for the release of arrays
+    python_microseconds: float  # the part outside JAX calls, including loops and the release of arrays
     call_microseconds: float  # time of one call of a compiled program, without the rest of its instruction
 
 
 def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
     """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
-    in_jax: list[float] = []  # seconds of this thread in each call of JAX
-    in_programs: list[float] = []  # those in compiled programs
+    in_jax: list[float] = []  # seconds of this thread in each JAX call
+    in_programs: list[float] = []  # seconds in compiled programs
 
     def around(call: Call, what: CallKind) -> Call:
         def timed(*args: Any) -> Any:
@@ -210,5 +210,5 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
         jax.block_until_ready(leaves)
         outside = seconds - sum(in_jax)
         rows.append((seconds / instructions, outside / instructions, sum(in_programs) / max(len(in_programs), 1)))
-    # JAX prepares a program in its first call.
+    # JAX prepares a program in its first call, so skip it.
     return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))

@@ -1,7 +1,7 @@
 """Places, moves and reads arrays, in one process or in several that run the same program.
 
-An array with a `NamedSharding` is global: it is one array for all processes, and each holds the parts on its own devices, which
-may be none. NumPy arrays and arrays on a single device are local: every process has its own, with equal contents.
+An array with a `NamedSharding` is global: it is one array for all processes, and each has the parts on its own devices,
+possibly none. NumPy arrays and arrays on a single device are local: every process has its own, with equal contents.
 """
 
 import functools
@@ -26,12 +26,12 @@ Leaves = list[tuple[jax.Array, ...]]
 LARGE = 2**24
 """Leaves of at least this many bytes are computed where they are kept; smaller ones are not worth a compilation."""
 
-# Bytes that one collective brings to every host.
+# Maximum bytes that one collective sends to every host.
 _AT_ONCE = 2**26
 
 
 def is_global(x: Any) -> bool:
-    """Whether an array is on devices that all processes agree on; in a single process every `jax.Array` is."""
+    """Whether an array is on devices that all processes agree on; in a single process, every `jax.Array` is."""
     return isinstance(x, jax.Array) and (jax.process_count() == 1 or isinstance(x.sharding, NamedSharding))
 
 
@@ -41,15 +41,15 @@ def owners(*shardings: NamedSharding) -> set[int]:
 
 
 def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array with this shape and dtype, as it looks to a process that owns none of its devices."""
+    """A global array with this shape and dtype, as seen by a process that owns none of its devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
 def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Copies arrays to shardings: `jax.device_put`, also for devices of other processes.
 
-    All processes call it with equal arguments. Data crosses between processes by collectives. The copies may share memory with
-    the arrays.
+    All processes must call it with equal arguments. Data is exchanged between processes by collectives. The copies may share
+    memory with the arrays.
     """
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
@@ -81,7 +81,7 @@ def crossing(
 
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
-    """A local array as a global one: every process places the parts of its own devices."""
+    """Makes a local array global: every process places the parts of its own devices."""
     x = x if _is_key(x) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
 
@@ -89,10 +89,10 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
 def read(arrays: Sequence[jax.Array]) -> list[Any]:
     """Reads arrays to the host of every process: `jax.device_get`, also for devices of other processes.
 
-    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective. Typed keys stay
-    JAX arrays.
+    All processes must call it with arrays of equal shardings. Data that a process does not have arrives in one collective.
+    Typed keys stay JAX arrays.
     """
-    # JAX cannot assemble split arrays without elements: they are made on the host.
+    # JAX cannot assemble split arrays without elements, so make them on the host.
     full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
         return jax.device_get(full)
@@ -105,7 +105,7 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
 
 
 def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Brings global arrays to every host: each process sends the blocks of which its device holds the first copy."""
+    """Sends global arrays to every host: each process sends the blocks of which its device has the first copy."""
     me = jax.process_index()
     sent: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}
     made: list[np.ndarray] = []
@@ -134,7 +134,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
 
 
 def first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
-    """The first device, by process and number, that holds each block."""
+    """The first device, by process and number, that has each block."""
     first: dict[Block, Device] = {}
     for device in sorted(held, key=lambda d: (d.process_index, d.id)):
         first.setdefault(held[device], device)
@@ -162,7 +162,7 @@ def _is_key(x: Any) -> bool:
 def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
     """Copies leaves (NumPy arrays, or on any devices) to where they are kept; no two copies share memory.
 
-    All memory is new if `copy`; if not, a leaf that is already in its place is not copied.
+    All memory is new if `copy`; otherwise, a leaf that is already in place is not copied.
     """
     targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
     fresh: list[bool] = []
@@ -203,8 +203,8 @@ def initialize(
 
     `evaluate(jitted, *args)` compiles and calls a jitted function.
 
-    Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy's, are no part of a
-    program. Large leaves are computed where they are kept, so that no device holds more than its part.
+    Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy arrays, are not part
+    of a program. Large leaves are computed where they are kept, so that no device needs more memory than for its part.
     """
     held, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
     flat: dict[int, Any] = {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}

@@ -1,1 +1,1 @@
-"""What this package is built with besides JAX: messages, names and values as text, tables, tracebacks, how JAX starts."""
+"""General helpers: messages, names and values as text, tables, tracebacks, and how JAX starts."""

@@ -1,4 +1,4 @@
-"""Checks of arguments and names that several packages share; errors suggest the nearest name, or say which file it was."""
+"""Checks of arguments and names that several packages share; errors suggest the nearest name, or name the file."""
 
 import contextlib
 import difflib
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Converts a whole number, such as `1e6`, to an `int`; raises ValueError, which names the argument, if it does not fit."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy or JAX
-        with contextlib.suppress(NotImplementedError):  # of a key
+    """Converts an integral number, such as `1e6`, to an `int`; raises ValueError, which names the argument, otherwise."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a NumPy or JAX number
+        with contextlib.suppress(NotImplementedError):  # typed keys
             value = value.item()
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
@@ -31,7 +31,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 
 def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
-    """Converts the first of some consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
+    """Converts the first of consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
     first, most = whole(name, seed, least=0), 2**32 - seeds
     if first > most:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
@@ -40,17 +40,17 @@ def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
 
 
 def is_several(value: Any) -> bool:
-    """Whether something is a sequence of values; a named tuple is one value, and so is a tuple of functions."""
+    """Whether something is a sequence of values; a named tuple is one value, as is a tuple of functions."""
     is_one = isinstance(value, tuple) and (hasattr(value, "_fields") or any(map(callable, value)))
     return isinstance(value, list | tuple | range) and not is_one
 
 
 def as_path(name: str, value: Any) -> Path:
-    """Converts text, or an object that stands for a path; raises TypeError for anything else, ValueError if it is empty."""
+    """Converts a string or path-like object to a path; raises TypeError for anything else, ValueError if it is empty."""
     if value == "":
-        raise ValueError(f"{name}='' names no path; give one, or leave it out")
+        raise ValueError(f"{name}='' is not a path; pass one, or omit it")
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={shown(value)}: use a path as text or a pathlib.Path, or leave it out")
+        raise TypeError(f"{name}={shown(value)}: use a path as a string or a pathlib.Path, or omit it")
     return Path(value)
 
 
@@ -67,8 +67,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside a file to write to, which then takes its name, so that a reader sees either the whole file or none."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")  # of this writer alone
+    """A temporary path next to a file, renamed to it at the end, so that a reader sees either the whole file or none."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")  # unique to this writer
     try:
         with writing(path):
             yield partial
@@ -79,25 +79,25 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-_DEEPEST = 100  # levels of brackets in JSON
+_DEEPEST = 100  # maximum nesting depth of JSON
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Reads JSON that somebody else may have written; raises ValueError for whatever is wrong, too many brackets included."""
+    """Parses untrusted JSON; raises ValueError if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError("it has too many brackets within each other") from None
+        raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(_DEEPEST):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         if not (level := list(itertools.chain.from_iterable(inner))):
             return value
-    raise ValueError("it has too many brackets within each other")
+    raise ValueError("it is nested too deeply")
 
 
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
-    """Adds an entry of a kind, and returns it; raises ValueError if another entry has the name."""
+    """Adds an entry, and returns it; raises ValueError if another entry has the name."""
     if table.setdefault(name, value) is not value:
         article = "an" if kind[0] in "aeiou" else "a"
         raise ValueError(f"{article} {kind} named {name!r} is registered already; choose another name")
@@ -105,7 +105,7 @@ def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
 
 
 def find(kind: str, table: Mapping[str, T], name: str) -> T:
-    """Looks up an entry of a kind, in any case; raises ValueError, which suggests the nearest, if the name is unknown."""
+    """Looks up an entry, ignoring case; raises ValueError, which suggests the nearest, if the name is unknown."""
     if not isinstance(name, str):
         raise TypeError(f"the name of the {kind} is {shown(name)}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}
@@ -115,24 +115,24 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     return table[found]
 
 
-_LONGEST = 100  # characters of a value in a message
+_LONGEST = 100  # maximum number of characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value that somebody gave as a message shows it: its repr in one line, of which a long one has the start."""
+    """A value as messages show it: its repr on one line, truncated if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def name_of(value: Any) -> str:
-    """How messages name a value: a text as it is given, an object by its name or its class."""
+    """How messages name a value: a string as it is, an object by its name or its class."""
     return repr(value) if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """Text that proposes the option that a misspelled or shortened name probably means, to follow it; empty if there is none.
+    """Text that suggests the option that a misspelled or abbreviated name probably means; empty if there is none.
 
-    It is one with these initials (`lr` for `learning-rate`), else one of similar spelling, else one that starts with the name.
+    It is one with these initials (`lr` for `learning-rate`), otherwise one of similar spelling, or one that starts with `name`.
     """
     lower, by_lower = name.lower(), {option.lower(): option for option in options}
     initials = {option: "".join(word[0] for word in re.split(r"[\W_]+", option) if word) for option in by_lower}

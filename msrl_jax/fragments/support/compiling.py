@@ -1,4 +1,4 @@
-"""How JAX starts: on virtual CPU devices; with XLA's programs on disk, from the last start; and compiling in other threads.
+"""How JAX starts: on virtual CPU devices, with XLA programs of earlier starts from disk; and compiling in other threads.
 
 On disk is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
 environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX never replaces an incomplete file. It can bound the folder's
@@ -29,16 +29,16 @@ _THREAD = "msrl-jax in the background"
 VARIABLE = "MSRL_JAX_CACHE"
 
 MOST_CPU_DEVICES = 1024
-"""Virtual ones, that start within seconds; each has threads of its own."""
+"""Maximum number of virtual CPU devices that start within seconds; each has its own threads."""
 
 MOST_BYTES = 2**30
-"""Size of all programs on disk, at the start of a process."""
+"""Maximum size of all programs on disk, at the start of a process."""
 
 MIN_SECONDS = 0.2
-"""Programs that compile faster are not worth a file."""
+"""Programs that compile faster than this are not stored."""
 
 _FREE_BYTES = 2**27
-"""A disk with less free space is as good as full."""
+"""A disk with less free space counts as full."""
 
 _CHECKED = ".checked"
 
@@ -47,7 +47,7 @@ _OWN = f"jaxlib-*-{'[0-9a-f]' * 12}"
 
 
 class CacheWarning(UserWarning):
-    """Compiled programs cannot be kept on disk."""
+    """Compiled programs cannot be stored on disk."""
 
 
 def use_cpu_devices(count: int | None) -> None:
@@ -56,7 +56,7 @@ def use_cpu_devices(count: int | None) -> None:
         return
     if not 1 <= count <= MOST_CPU_DEVICES:
         raise ValueError(f"--cpu-devices {count}: use 1 to {MOST_CPU_DEVICES}")
-    # Many devices on few cores may reach a collective late; this is not a deadlock.
+    # With many devices on few cores, some may reach a collective late; this is not a deadlock.
     limits = {"warn_stuck": 300, "terminate": 1200}
     patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
     os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
@@ -67,7 +67,7 @@ def use_cpu_devices(count: int | None) -> None:
 
 
 def user_folder() -> Path:
-    """The folder for compiled programs among the user's caches; raises RuntimeError if the user has no home."""
+    """The folder for compiled programs among the user's caches; raises RuntimeError if the user has no home folder."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "msrl-jax" / "programs"
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -75,7 +75,7 @@ def user_folder() -> Path:
 
 
 def machine() -> str:
-    """Names jaxlib and this machine's CPU: programs for a CPU with other instructions would crash here."""
+    """Identifies jaxlib and this machine's CPU: programs for other CPU instructions would crash here."""
     about = [platform.machine(), platform.processor()]
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
@@ -86,9 +86,9 @@ def machine() -> str:
 
 @contextlib.contextmanager
 def on_disk() -> Iterator[None]:
-    """Keeps compiled programs on disk within the context, unless JAX has a cache already or the user wants none.
+    """Stores compiled programs on disk within the context, unless JAX already has a cache or the user wants none.
 
-    Warns once, and goes on without, if there is no folder to write to.
+    If there is no writable folder, warns once and continues without a cache.
     """
     import jax
 
@@ -116,13 +116,13 @@ def on_disk() -> Iterator[None]:
 
 @functools.cache
 def _prepared(choice: str) -> str | None:
-    """Makes the folder of this machine, and removes from it what is damaged or too much; None if there is to be no cache."""
+    """Creates the folder of this machine, and removes damaged and excess files; None if there is to be no cache."""
     choice = choice.strip() or "on"
     if choice.lower() in ("off", "0", "no", "none", "false", "disabled"):
         return None
     try:
         if "://" in choice:
-            raise OSError(f"{choice} is no folder of this machine")
+            raise OSError(f"{choice} is not a folder of this machine")
         folder = user_folder() if choice.lower() in ("on", "1", "yes", "true") else Path(choice).expanduser().absolute()
         own, is_new = folder / machine(), not folder.exists()
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -133,13 +133,13 @@ def _prepared(choice: str) -> str | None:
         _tidy(folder, own)
     except (OSError, RuntimeError) as error:
         warnings.warn(
-            f"compiled programs are not kept on disk, so each start compiles them again: {error}. {VARIABLE} names another "
-            "folder; off ends this warning",
+            f"compiled programs are not stored on disk, so each start compiles them again: {error}. Set {VARIABLE} to another "
+            "folder, or to off to silence this warning",
             CacheWarning, stacklevel=2,
         )  # fmt: skip
         return None
     if is_new:
-        print(f"compiled programs are kept in {folder} for the next start; {VARIABLE}=off keeps none", file=sys.stderr)
+        print(f"compiled programs are stored in {folder} for the next start; {VARIABLE}=off disables this", file=sys.stderr)
     return str(own)
 
 
@@ -164,7 +164,7 @@ def _tidy(folder: Path, own: Path) -> None:
 
 
 def _is_whole(data: bytes) -> bool:
-    if data[:4] == b"\x28\xb5\x2f\xfd":  # Zstandard, if it is installed; JAX reports what it cannot read
+    if data[:4] == b"\x28\xb5\x2f\xfd":  # Zstandard, which may be installed; JAX reports files that it cannot read
         return True
     stream = zlib.decompressobj()
     with contextlib.suppress(zlib.error):
@@ -173,9 +173,9 @@ def _is_whole(data: bytes) -> bool:
 
 
 def in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """Starts work in a thread; returns a function that waits for its result, or raises its error.
+    """Runs a function in a thread; returns a function that waits for its result, or raises its error.
 
-    Settings of JAX that are contexts, such as `jax.enable_x64`, do not reach the work, so it must not trace.
+    JAX settings that are contexts, such as `jax.enable_x64`, do not apply in the thread, so the function must not trace.
     """
     future: Future[T] = Future()
 
@@ -187,11 +187,11 @@ def in_background(work: Callable[[], T]) -> Callable[[], T]:
 
     try:
         threading.Thread(target=run, name=_THREAD).start()
-    except RuntimeError:  # Python ends, and starts no more threads
+    except RuntimeError:  # Python is shutting down, and starts no more threads
         run()
     return future.result
 
 
 def is_busy() -> bool:
-    """Whether a thread works in the background; Python waits for it before the process ends."""
+    """Whether a background thread is working; Python waits for it before the process ends."""
     return any(thread.name == _THREAD for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Names of a package that are imported at their first use (PEP 562), so that a command that needs no JAX does not import it."""
+"""Names of a package that are imported on first use (PEP 562), so that a command that needs no JAX does not import it."""
 
 import importlib
 import re

@@ -1,12 +1,12 @@
-"""MODULE:NAME becomes an object, and an object MODULE:NAME.
+"""Converts MODULE:NAME to an object, and an object to MODULE:NAME.
 
-Importing a module runs its code, and so does a call of what is in it. So a name is imported only
+Importing a module runs its code, and so does calling what it contains. A name is therefore imported only
 
-    on the user's word          who types a name gives it. A name that a folder, a file or another process says needs trust,
-                                `trust=True` or `--trust`: see `check_trust`
-    outside of Python itself    a module of the standard library is never imported for a name
-    if it is of the right kind  which is checked before it is called: an object or a class of that kind, or a function whose
-                                annotation says that it returns one
+    if the user chose it         that is, typed it. A name in a folder, a file or a message of another process needs trust,
+                                 `trust=True` or `--trust`: see `check_trust`
+    outside the standard library whose modules are never imported for a name
+    if it is of the right kind   which is checked before it is called: an object or a class of that kind, or a function whose
+                                 return annotation is of that kind
 """
 
 import contextlib
@@ -26,31 +26,31 @@ from msrl_jax.fragments.support.checks import suggestion
 
 
 class TrustError(ValueError):
-    """A folder, a file or another process names code of its own, and nobody has said that it may run."""
+    """A folder, a file or another process names custom code, and nobody has allowed it to run."""
 
 
 FOLDERS: list[str] = []
-"""The working directories in which `imported` has looked, for processes that this one starts; they come last there."""
+"""The working directories that `imported` has searched, for processes that this one starts; they come last there."""
 
 
 def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
-    """Raises TrustError if something, described by `where`, names code of its own (by argument), unless it is trusted."""
-    if names and trust is not True:  # trust="no" is none
+    """Raises TrustError if `where` names custom code (`names`, by argument), unless it is trusted."""
+    if names and trust is not True:  # trust="no" does not count
         named = ", ".join(f"{name}={text!r}" for name, text in names.items())
         raise TrustError(
-            f"{where} names code to run, {named}; if you trust who made it, pass trust=True (--trust on the command line), or "
-            f"give {' and '.join(names)} again yourself, as train and Result.load allow"
+            f"{where} names code to run, {named}; if you trust its author, pass trust=True (--trust on the command line), or "
+            f"pass {' and '.join(names)} again yourself, as train and Result.load allow"
         )
 
 
 def is_path(text: Any) -> bool:
-    """Whether a text has the form MODULE:NAME."""
+    """Whether a string has the form MODULE:NAME."""
     module, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
 def check_no_file(kind: str, path: str) -> None:
-    """Raises ValueError, with the name to write, if FILE.py or FILE.py:NAME stands in place of MODULE:NAME."""
+    """Raises ValueError, with the correct name, if FILE.py or FILE.py:NAME is given instead of MODULE:NAME."""
     file, _, name = path.partition(":")
     if file.endswith(".py"):
         module, folder = ".".join(Path(file).with_suffix("").parts), ""
@@ -60,17 +60,17 @@ def check_no_file(kind: str, path: str) -> None:
 
 
 def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is_made: bool = False) -> Any:
-    """Imports the object that MODULE:NAME names; modules are looked for in the working directory too.
+    """Imports the object that MODULE:NAME names; modules are also looked up in the working directory.
 
     Args:
-      kind: what it is for, in messages: "policy".
+      kind: its purpose, for messages: "policy".
       path: MODULE:NAME.
-      what: what it has to be, in words: "a class with a method layout(devices, sizes)".
+      what: what it must be, for messages: "a class with a method layout(devices, sizes)".
       fits: whether an object is that.
-      is_made: whether it may be a function that is annotated with what it makes.
+      is_made: whether it may be a function whose annotation says that it makes one.
 
     Raises:
-      ValueError: if there is no such object, if it does not fit, if it is of the standard library, or if MODULE is a file.
+      ValueError: if there is no such object, if it does not fit, if it is in the standard library, or if MODULE is a file.
     """
     check_no_file(kind, path)
     module, _, name = path.partition(":")
@@ -78,7 +78,7 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
         raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
     _check_outside(kind, path, module, what)
     here = os.getcwd()
-    sys.path.insert(0, here)  # a console script has its own folder there
+    sys.path.insert(0, here)  # for a console script, this entry is its own folder
     try:
         found = importlib.import_module(module)
         if here not in FOLDERS:
@@ -108,13 +108,13 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
 def _check_outside(kind: str, path: str, module: str, what: str) -> None:
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise ValueError(
-            f"{kind} {path!r} is of Python's standard library; give MODULE:NAME of {what}, and rename a file of yours that has "
+            f"{kind} {path!r} is in Python's standard library; give MODULE:NAME of {what}, and rename your file if it has "
             "the name of a standard module"
         )
 
 
 def makes(value: Any, fits: Callable[[type], bool]) -> bool:
-    """Whether a call makes an object of a class that fits: of the class itself, or of a function with such an annotation."""
+    """Whether calling a value makes an object of a class that fits: the class itself, or a function with such an annotation."""
     called = _called(value)
     if isinstance(called, type):
         return fits(called)
@@ -125,7 +125,7 @@ def makes(value: Any, fits: Callable[[type], bool]) -> bool:
 
 
 def paths() -> str:
-    """`PYTHONPATH` of a process that finds what this one finds; Python's option `-P` keeps its working directory out."""
+    """A `PYTHONPATH` for child processes that finds what this one finds; Python's option `-P` excludes its directory."""
     found = [path for path in sys.path if path]
     if "" in sys.path:
         with contextlib.suppress(FileNotFoundError):
@@ -134,7 +134,7 @@ def paths() -> str:
 
 
 def _called(value: Any) -> Any:
-    """The class or the function that a call of an object runs: what is in a `partial`, or a method `__call__`."""
+    """The class or function that calling an object runs: that of a `partial`, or a method `__call__`."""
     while isinstance(value, functools.partial):
         value = value.func
     is_object = callable(value) and not isinstance(value, type) and not inspect.isroutine(inspect.unwrap(value))
@@ -142,17 +142,17 @@ def _called(value: Any) -> Any:
 
 
 def _returned(called: Any) -> Any:
-    """What the annotation of a function says that it returns; None if there is none, or if its module lacks that name."""
+    """The return annotation of a function; None if there is none, or if its module lacks that name."""
     function: Any = inspect.unwrap(called)
     written = getattr(function, "__annotations__", {})
-    with contextlib.suppress(Exception):  # a text may be any expression
-        hints = types.SimpleNamespace(__annotations__={"return": written["return"]})  # those of arguments do not matter
+    with contextlib.suppress(Exception):  # a string annotation may be any expression
+        hints = types.SimpleNamespace(__annotations__={"return": written["return"]})  # ignore those of arguments
         return typing.get_type_hints(hints, getattr(function, "__globals__", {}))["return"]
     return None
 
 
 def reference(value: Any) -> str | dict[str, str]:
-    """What a file says of an object: MODULE:NAME, if `imported` finds it by that; else how it looks, under "object"."""
+    """How files refer to an object: MODULE:NAME, if `imported` finds it by that; otherwise its repr, under "object"."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:
         return f"{module}:{name}"

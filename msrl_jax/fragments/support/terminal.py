@@ -1,4 +1,4 @@
-"""Text for the terminal: streams that survive write errors, so that failing output stops no run; numbers; tables that fit."""
+"""Text for the terminal: streams that tolerate write errors, so that failing output stops no run; numbers; tables that fit."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ class TolerantStream:
     """A text stream that drops its text after a write fails: the reader left, the disk is full, the stream is closed."""
 
     def __init__(self, stream: TextIO | None):
-        """Wraps a stream; None, Python's stand-in for a closed standard stream, drops the text."""
+        """Wraps a stream; None, Python's value of a closed standard stream, drops the text."""
         self._stream = stream
         self.error: Exception | None = None  # why writing failed
 
@@ -32,7 +32,7 @@ class TolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Writes buffered text."""
+        """Flushes buffered text."""
         self._unless_lost(lambda stream: stream.flush())
 
     def _unless_lost(self, action: Callable[[TextIO], None]) -> None:
@@ -55,7 +55,7 @@ class TolerantStream:
 
 @contextlib.contextmanager
 def tolerant_streams() -> Iterator[TolerantStream]:
-    """Wraps the process's standard streams in `TolerantStream` within the context, and gives the wrapped `sys.stdout`."""
+    """Wraps the process's standard streams in `TolerantStream` within the context, and yields the wrapped `sys.stdout`."""
     before = sys.stdout, sys.stderr
     out, err = map(TolerantStream, before)
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def significant(value: float) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """The lines of a table that fits the terminal, behind `indent` spaces; if numbers do not, each row becomes a paragraph."""
+    """The lines of a table that fits the terminal, indented; if numbers do not fit, each row becomes a paragraph."""
     from rich.console import Console  # a slow import
     from rich.table import Table
     from rich.text import Text
@@ -98,7 +98,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
     if sum(max(len(title), cell) + 2 for title, cell in zip(head, cells, strict=True)) - 2 > width:
         head = [title.replace("/", "/\n") for title in head]
     grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    # Numbers and short words stay whole if there is space; sentences and paths are folded.
+    # Numbers and short words stay whole if there is space; sentences and paths are wrapped.
     least = [max(len(line) for line in title.split("\n")) for title in head]
     least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
     if sum(least) + 2 * (len(least) - 1) > width:

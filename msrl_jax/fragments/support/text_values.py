@@ -25,7 +25,7 @@ def read_literal(text: str) -> Any:
 
 
 class Call(NamedTuple):
-    """What `NAME`, `NAME:ARGUMENTS` or `NAME(ARGUMENTS)` says; arguments are literals, words (as text) and calls."""
+    """The content of `NAME`, `NAME:ARGUMENTS` or `NAME(ARGUMENTS)`; arguments are literals, words (as strings) and calls."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -33,10 +33,10 @@ class Call(NamedTuple):
 
 
 def read_call(text: str) -> Call:
-    """Reads a name and its arguments, which are written as in a Python call; nothing is evaluated.
+    """Parses a name and its arguments, which are written as in a Python call; nothing is evaluated.
 
     Raises:
-      ValueError: if it cannot be read, or gives an argument twice.
+      ValueError: if it cannot be parsed, or has an argument twice.
     """
     name, colon, arguments = text.strip().partition(":")
     try:
@@ -62,7 +62,7 @@ def _argument(node: ast.expr) -> Any:
         case ast.Call(ast.Name(name)):
             keys = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
             if len(keys) < len(node.keywords):
-                raise ValueError("** is no argument")
+                raise ValueError("** is not an argument")
             if twice := [key for key in keys if keys.count(key) > 1]:
                 raise _Twice(f"{twice[0]} is given twice")
             kwargs = {key: _argument(keyword.value) for key, keyword in zip(keys, node.keywords, strict=True)}
@@ -73,7 +73,7 @@ def _argument(node: ast.expr) -> Any:
 
 
 def write_call(name: str, kwargs: Mapping[str, str], *, nested: bool = False) -> str:
-    """The text that `read_call` reads as this call, whose arguments are texts already."""
+    """The text that `read_call` parses as this call; arguments are already text."""
     arguments = ",".join(f"{key}={value}" for key, value in kwargs.items())
     if nested:
         return f"{name}({arguments})"
@@ -95,9 +95,9 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
 
 
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
-    """Reads `"key=value,key=value"`, whose keys may have dots; raises a ValueError, `wrong` if it cannot be read.
+    """Parses `"key=value,key=value"`, whose keys may have dots; raises ValueError(`wrong`) if it cannot be parsed.
 
-    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text; so are calls if there are no `calls`.
+    Words, which may start with a digit (`scenario=3s_vs_5z`), are strings; so are calls if there are no `calls`.
     """
     found: dict[str, Any] = {}
     for part in filter(str.strip, _split(text)):
@@ -106,7 +106,7 @@ def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[st
             raise ValueError(wrong)
         key, value = pair.groups()
         if key in found:
-            raise ValueError(f"{text!r} gives {key!r} twice; give it once")
+            raise ValueError(f"{text!r} has {key!r} twice; give it once")
         found[key] = read_value(key, value, calls, wrong=wrong)
     if not found:
         raise ValueError(wrong)
@@ -114,7 +114,7 @@ def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[st
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no quotes or brackets."""
+    """The parts between commas that are not in quotes or brackets."""
     parts, depth, quote = [""], 0, ""
     for c in text:
         if c == "," and not depth and not quote:
@@ -129,16 +129,16 @@ def _split(text: str) -> list[str]:
 
 
 def split_specs(text: str) -> list[str]:
-    """The values in `"NAME:key=value,key=value,NAME"`: a comma in front of `key=` does not separate them."""
+    """The values in `"NAME:key=value,key=value,NAME"`: a comma before `key=` does not separate them."""
     return re.split(r",(?!\s*[^\W\d][\w.]*\s*=)", text)
 
 
 def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
-    """Reads one value, as `read_values` does; `what` is its name in messages."""
+    """Parses one value, like `read_values`; `what` is its name in messages."""
     text = text.strip()
     try:
         return _built(what, ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body, calls)
-    except (SyntaxError, RecursionError, MemoryError, _NotLiteral):  # the third is how Python refuses thousands of signs
+    except (SyntaxError, RecursionError, MemoryError, _NotLiteral):  # Python rejects thousands of signs with the third
         if re.fullmatch(r"\d\w*", text):
             return text
         raise ValueError(wrong) from None
@@ -169,7 +169,7 @@ def _built(what: str, node: ast.expr, calls: Calls | None) -> Any:
         except (ValueError, TypeError):
             if calls is None:
                 raise _NotLiteral from None
-            raise ValueError(f"{what}={ast.unparse(node)} is no number; write one, or one of {', '.join(calls)}") from None
+            raise ValueError(f"{what}={ast.unparse(node)} is not a number; use one, or one of {', '.join(calls)}") from None
     assert calls is not None
     if (name := node.func.id) not in calls:
         raise ValueError(f"{what}: there is no {name!r}{suggestion(name, calls)}; use {', '.join(calls)}")

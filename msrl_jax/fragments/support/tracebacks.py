@@ -1,4 +1,4 @@
-"""Tracebacks of errors that a user's values or functions cause: without this package's frames, as JAX leaves out its own.
+"""Tracebacks of errors caused by a user's values or functions: without this package's frames, as JAX filters its own.
 
 `JAX_TRACEBACK_FILTERING=off`, or `jax_traceback_filtering` in `jax.config`, shows all frames.
 """
@@ -17,14 +17,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE = "msrl_jax"
 _JAX = ("jax", "jaxlib")
-_HIDDEN = (_PACKAGE, *_JAX, "contextlib", "functools", "dataclasses")  # with what stands between the frames of this package
+_HIDDEN = (_PACKAGE, *_JAX, "contextlib", "functools", "dataclasses")  # including those between this package's frames
 _is_inside = ContextVar(f"{_PACKAGE} is called", default=False)
 
 
 def entry(target: F) -> F:
-    """Makes a function, or the constructor of a class, an entry point: its errors have the frames of the user's functions only.
+    """Makes a function, or the constructor of a class, an entry point: its errors show only the frames of the user's functions.
 
-    An error that is a bug of this package keeps all frames: it is an assertion, or no `raise` statement here raised it.
+    An error that is a bug of this package keeps all frames: an assertion, or one that no `raise` statement here raised.
     """
     if isinstance(target, type):
         target.__init__ = entry(target.__init__)
@@ -39,7 +39,7 @@ def entry(target: F) -> F:
             return target(*args, **kwargs)
         except Exception as error:
             hide_frames(error)
-            raise  # which adds no frame
+            raise  # adds no frame
         finally:
             _is_inside.reset(token)
 
@@ -47,7 +47,7 @@ def entry(target: F) -> F:
 
 
 def hide_frames(error: Exception) -> None:
-    """Takes this package's frames and JAX's out of the traceback of an error, unless it is a bug of this package."""
+    """Removes this package's and JAX's frames from the traceback of an error, unless it is a bug of this package."""
     if not _shows_all() and _is_of_user(error):
         _hide(error)
 
@@ -82,14 +82,14 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
 
 def _is_of_user(error: Exception) -> bool:
     last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
-    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # of `called`: the arguments do not fit
+    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
         return True
     operation = last.tb_frame.f_code.co_code[last.tb_lasti]
     return not isinstance(error, AssertionError) and dis.opname[operation] == "RAISE_VARARGS"
 
 
 def _hide(error: BaseException | None) -> None:
-    """Takes frames out of the traceback of an error, and of the errors that caused it."""
+    """Removes frames from the traceback of an error, and of the errors that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

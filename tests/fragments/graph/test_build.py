@@ -266,7 +266,7 @@ def test_a_role_of_ones_own_is_refused_with_the_one_that_every_policy_places():
     def iteration(role):
         return lambda s: (msrl.fragment(role=role)(lambda s: 2 * s)(s), {})
 
-    with pytest.raises(ValueError, match=r"role 'adapter', for which policy GPUOnly\(\).*your own \('actor:adapter'\)"):
+    with pytest.raises(ValueError, match=r"role 'adapter', for which policy GPUOnly\(\).*custom suffix \('actor:adapter'\)"):
         compile_(iteration("adapter"), jnp.ones(4), msrl.policies.GPUOnly())
     after, _ = compile_(iteration("actor:adapter"), jnp.ones(4), msrl.policies.GPUOnly()).run(jnp.ones(4), 1)
     np.testing.assert_array_equal(after, 2.0 * np.ones(4))

@@ -217,7 +217,7 @@ def test_results_of_another_type_are_refused(returned, message):
 def test_what_the_host_cannot_do_is_refused_in_words():
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)
     host = host_fragment(lambda x: x, struct, name="f")
-    with pytest.raises(ValueError, match=r"'f' runs on the host, which jax.vmap cannot batch"):
+    with pytest.raises(ValueError, match=r"'f' runs on the host, where jax.vmap cannot batch"):
         jax.vmap(host)(jnp.zeros((2, 4)))
     with pytest.raises(TypeError, match=r"argument\[0\] of host fragment 'f' is a typed key; pass jax.random.key_data"):
         host(jax.random.key(0))

@@ -118,15 +118,15 @@ class NoLayout:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": "GPUOnly"}, TypeError, r"policy='GPUOnly' is no policy.*policies\.get\('GPUOnly'\)"),
-        ({"policy": None}, TypeError, "policy=None is no policy"),
+        ({"policy": "GPUOnly"}, TypeError, r"policy='GPUOnly' is not a policy.*policies\.get\('GPUOnly'\)"),
+        ({"policy": None}, TypeError, "policy=None is not a policy"),
         ({"policy": NoLayout()}, TypeError, r"layout\(\.\.\.\) returned None"),
-        ({"devices": ["cpu:0"]}, TypeError, r"devices holds 'cpu:0'.*jax\.devices\(\)"),
+        ({"devices": ["cpu:0"]}, TypeError, r"devices has 'cpu:0'.*jax\.devices\(\)"),
         ({"groups": 4}, TypeError, "groups=4 must map"),
         ({"groups": {"env": 0}}, ValueError, r"groups\['env'\]=0 must be an integer of at least 1"),
         ({"groups": {"env": 3}}, ValueError, r"groups\['env'\]=3 does not divide the 8 entries of state"),
         ({"groups": {"emv": 2}}, ValueError, "axis 'emv', which no leaf of the state has.*'env'"),
-        ({"axes": P(1)}, ValueError, "axes of state hold 1; name logical axes by text"),
+        ({"axes": P(1)}, ValueError, "axes of state contain 1; name logical axes with strings"),
     ],
 )
 def test_options_that_are_none_are_refused(options, error, message):

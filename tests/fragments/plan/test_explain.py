@@ -73,7 +73,7 @@ class Broken(Halves):
 
 def test_an_error_of_a_policy_is_reported():
     warning = warn_of_idle(fit(Broken(), 6, 3))
-    assert warning.endswith("Other numbers were not tried: Halves raises KeyError('odd'); raise ValueError to refuse one")
+    assert warning.endswith("Other numbers were not tried: Halves raises KeyError('odd'); raise ValueError to reject one")
 
 
 def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():

@@ -20,9 +20,9 @@ def make(devices):
     ("spec", "message"),
     [
         ("tpux:v5e:2x2", "unknown platform 'tpux' \\(did you mean 'tpu'\\?\\)"),
-        ("tpu", "name a kind and a number of devices"),
+        ("tpu", "pass a kind and a number of devices"),
         ("tpu:v5:2x2", "unknown TPU 'v5' \\(did you mean 'v5[ep]'\\?\\); use v5e, v5p, v6e"),
-        ("tpu:v5e:0x2", "'0x2' is no size; use tpu:v5e:8x8"),
+        ("tpu:v5e:0x2", "'0x2' is not a size; use tpu:v5e:8x8"),
         ("gpu:h100:1x2x3", "GPUs are hosts x GPUs"),
         ("cpu:9", 'this process has 8 CPU devices. Call jax.config.update\\("jax_num_cpu_devices", 9\\) before JAX starts'),
     ],
@@ -33,7 +33,7 @@ def test_a_wrong_name_is_refused_with_the_right_ones(spec, message):
 
 
 def test_a_list_of_names_is_refused():
-    with pytest.raises(TypeError, match=r"devices \['gpu:h100:1'\]: give one text"):
+    with pytest.raises(TypeError, match=r"devices \['gpu:h100:1'\]: pass a string"):
         msrl.plan_devices(["gpu:h100:1"])
 
 
@@ -62,7 +62,7 @@ def refused(program, state):
         lambda: program.place(state), lambda: program(state), lambda: program.run(state, 1),
         lambda: program.initialize(lambda: jnp.zeros(64)),
     ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"devices that are not there .* it can be explained, but no state"):
+        with pytest.raises(RuntimeError, match=r"devices that this machine does not have .* it can be explained, but no state"):
             use()
 
 

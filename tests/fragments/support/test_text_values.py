@@ -39,7 +39,7 @@ def test_calls_are_made_where_they_are_known():
     [
         ("unifrom:0:1", r"x: there is no 'unifrom' \(did you mean 'uniform'\?\); use uniform, choice"),
         ("uniform:0", r"x=uniform\(0\): write uniform\(low, high\)"),
-        ("1 + y", r"x=1 \+ y is no number; write one, or one of uniform, choice"),
+        ("1 + y", r"x=1 \+ y is not a number; use one, or one of uniform, choice"),
         ("1 +", "^not so$"),
     ],
 )

@@ -114,8 +114,8 @@ def replace_by_folder(name):
 
 
 DAMAGES = [
-    (damage("config.json", "[" * 200_000), r"config\.json is damaged \(it has too many brackets"),
-    (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it has too many brackets"),
+    (damage("config.json", "[" * 200_000), r"config\.json is damaged \(it is nested too deeply"),
+    (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it is nested too deeply"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
     (
@@ -213,7 +213,7 @@ def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
 @pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}], ids=str)
 def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' names no path; give one, or leave it out"):
+    with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' is not a path; pass one, or omit it"):
         msrl.train(total_steps=64, progress=False, **given, **tiny)
     assert list(tmp_path.iterdir()) == []
 

@@ -162,7 +162,7 @@ def test_no_file_trusts_itself(sent, tmp_path, capsys):
 
 def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
     run = sent(env_spec="tests.support.corridor:Corridor", config={"optimizer": "tests.support.transformations:falling"})
-    with pytest.raises(TrustError, match="if you trust who made it"):
+    with pytest.raises(TrustError, match="if you trust its author"):
         Result.load(run, env="tests.support.corridor:Corridor")  # the optimizer is the folder's word
     with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*give env and optimizer again"):
         Result.load(run, trust="no")  # type: ignore[arg-type]
@@ -178,9 +178,9 @@ def test_with_trust_the_kind_is_checked_before_a_call(trust, sent, tmp_path, cap
     code = f"import pathlib\nfrom os import system\n{EVIL.splitlines()[-1]}\nclass Thing: pass\n"
     (tmp_path / "kinds.py").write_text(code)
     for path, message in {
-        "os:system": "is of Python's standard library", "kinds:system": "is of Python's standard library",
+        "os:system": "is in Python's standard library", "kinds:system": "is in Python's standard library",
         "kinds:opt": "annotate what it returns: def opt(...) -> ...", "kinds:Thing": "is not an environment",
-        "kinds:pathlib": "is not an environment", "builtins:print": "is of Python's standard library",
+        "kinds:pathlib": "is not an environment", "builtins:print": "is in Python's standard library",
     }.items():  # fmt: skip
         words = ["check-env", path] if not trust else ["evaluate", sent(env_spec=path), *trust]
         assert message in one_line(words, capsys)
@@ -259,7 +259,7 @@ def test_no_kind_of_name_reaches_the_standard_library():
 
     for resolve in (envs.make, policies.get, algorithms.get, as_network, as_core, read_schedule, optimizer):
         for path in ("os:system", "os.path:join", "builtins:exec", "subprocess:Popen"):
-            with pytest.raises(ValueError, match="is of Python's standard library"):
+            with pytest.raises(ValueError, match="is in Python's standard library"):
                 resolve(path)
         with pytest.raises(ValueError):
             resolve("..os:system")
