@@ -53,7 +53,7 @@ class HostQueue:
     def call(
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
     ) -> Sequence[Any]:
-        Returns `HostFuture`s for its `count` results, or the results themselves if it cannot be started without waiting for them.
+        """Calls a function now if its arguments are available; otherwise returns `HostFuture`s for its `count` results."""
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
