@@ -280,7 +280,7 @@ def warn_of_idle(placed: PlacedPolicy) -> str | None:
     try:
         ways = [*_sizes(placed), *_parameters(placed)]
     except Exception as error:
-        return f"{fact}. Other numbers were not tried: {placed.layout.policy} raises {error!r}; raise ValueError to refuse one"
+        return f"{fact}. Other numbers were not tried: {placed.layout.policy} raises {error!r}; raise ValueError to reject one"
     return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
 
 

@@ -258,7 +258,7 @@ def test_plans_say_which_collectives_are_unknown(mesh, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: text.replace(" = ", " <- "))
     plan = program.explain()
     assert [p["collectives_known"] for p in plan.to_dict()["programs"]] == [False]
-    assert any("'learn' @ all was not understood in full" in w for w in plan.warnings) and "learn: unknown" in str(plan)
+    assert any("'learn' @ all could not be parsed completely" in w for w in plan.warnings) and "learn: unknown" in str(plan)
 
 
 # A scan of 32 steps; one element of its carry is summed over devices.
