@@ -190,8 +190,9 @@ class R2D2:
             acting_params = acting[0] if acting else state.params
 
             def step(before, inputs):
+                keys, steps = inputs
                 env_state, obs, carry = before
-                action, next_carry = explore(acting_params, obs, *inputs, carry)
+                action, next_carry = explore(acting_params, obs, keys, steps, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
                 return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item

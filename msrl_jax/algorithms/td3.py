@@ -230,8 +230,9 @@ class TD3:
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
             def step(before, inputs):
+                keys, steps = inputs
                 env_state, obs, carry = before
-                action, next_carry = explore(state.params, state.observations, actor_part(obs), *inputs, carry)
+                action, next_carry = explore(state.params, state.observations, actor_part(obs), keys, steps, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
                 return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
