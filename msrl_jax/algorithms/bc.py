@@ -102,8 +102,8 @@ class BC:
             check_given(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
             learned = state.params, state.target_params, state.opt_state
-            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
-            return OfflineState(*learned, key, data_key, data=state.data), metrics
+            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:
             params_key, learner_key, data_key = jax.random.split(key, 3)

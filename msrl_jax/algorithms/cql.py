@@ -107,8 +107,10 @@ class CQL:
         action_space = check_discrete_or_bounded("cql", env.action_space)
         source = read_data(env, self, discount=self.discount)
         venv, to_env_action = playing_env(env, self), action_transform(action_space)
-        conservative = of_values if isinstance(action_space, Discrete) else of_actor_and_critics
-        networks = conservative(env, action_space, self)
+        if isinstance(action_space, Discrete):
+            networks = of_values(env, action_space, self)
+        else:
+            networks = of_actor_and_critics(env, action_space, self)
         optimizer = networks.optimizer
 
         @fragment(role="learner")
@@ -144,8 +146,8 @@ class CQL:
             check_given(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
             learned = state.params, state.target_params, state.opt_state
-            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
-            return OfflineState(*learned, key, data_key, data=state.data), metrics
+            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:
             params_key, learner_key, data_key = jax.random.split(key, 3)

@@ -171,7 +171,7 @@ class IQL:
             return draw(source, data, key, self.num_updates)
 
         @fragment(role="server")
-        def apply_update(params, opt_state, grads, learning_rate):
+        def apply_update(params, opt_state, grads, learning_rate) -> tuple[Any, Any]:
             updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
             return optax.apply_updates(params, updates), opt_state
 
@@ -193,8 +193,8 @@ class IQL:
             check_given(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
             learned = state.params, state.target_params, state.opt_state
-            learned, key, metrics = learn(learned, progress, state.key, batches, held_out)
-            return OfflineState(*learned, key, data_key, data=state.data), metrics
+            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:
             params_key, learner_key, data_key = jax.random.split(key, 3)

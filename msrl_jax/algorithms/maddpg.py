@@ -227,7 +227,8 @@ class MADDPG:
             return params, rest._replace(actor_keys=actor_keys), tuple(inputs)
 
         def act(acting: Any, now: Now, carry: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
-            return explore(acting, now.obs, now.is_first, *inputs, carry)
+            keys, steps = inputs
+            return explore(acting, now.obs, now.is_first, keys, steps, carry)
 
         def finish(
             params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress

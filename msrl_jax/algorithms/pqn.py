@@ -200,8 +200,9 @@ class PQN:
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
             def step(before, inputs):
+                keys, steps = inputs
                 env_state, obs, is_first, carry = before
-                action, carry = explore(state.params, obs, *inputs, is_first, carry)
+                action, carry = explore(state.params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)

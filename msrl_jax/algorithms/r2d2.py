@@ -192,8 +192,9 @@ class R2D2:
             acting_params = acting[0] if acting else state.params
 
             def step(before, inputs):
+                keys, steps = inputs
                 env_state, obs, is_first, carry = before
-                action, carry, next_carry = explore(acting_params, obs, *inputs, is_first, carry)
+                action, carry, next_carry = explore(acting_params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item

@@ -232,9 +232,10 @@ class TD3:
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
             def step(before, inputs):
+                keys, steps = inputs
                 env_state, obs, is_first, carry = before
                 seen = actor_part(obs)
-                action, carry, next_carry = explore(state.params, state.observations, seen, *inputs, is_first, carry)
+                action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
-from msrl_jax.algorithms.agent import Progress
+from msrl_jax.algorithms.agent import Progress, logical_axes
 from msrl_jax.data import Dataset
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.envs import Environment, VectorEnvironment
@@ -63,8 +63,9 @@ def state_axes(source: Source | None) -> OfflineState:
     """The logical axes of a state."""
     whole = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
     if source is None:
-        return OfflineState(**whole, data=P())
-    return OfflineState(**whole, data=Data(source.training.axes, source.validation.axes if source.validation else ()))
+        return logical_axes(OfflineState, **whole, data=P())
+    held_out = source.validation.axes if source.validation else ()
+    return logical_axes(OfflineState, **whole, data=Data(source.training.axes, held_out))
 
 
 def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[jax.Array, NStep, NStep | None]:
