@@ -88,8 +88,6 @@ def train(
       tensorboard: also log to TensorBoard, in the run's folder.
       wandb: also log to Weights & Biases, in the project with this name.
     """
-    if resume and out is None:
-        raise UsageError("--resume needs --out, the folder of the run")
     if video_every is not None:
         _can_draw()
     from msrl_jax import run
@@ -127,8 +125,6 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
       out: folder of the sweep; sweeps/<algo>-<env>-<method>-<seed>-<time> if not given.
       plot: file for a figure, such as sweep.png
     """
-    if asked.get("resume") and out is None:
-        raise UsageError("--resume needs --out, the folder of the sweep")
     from msrl_jax import search
 
     parts = asked.get("method", "random"), asked.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
@@ -381,18 +377,16 @@ def reproduce(
     for name in chosen:
         left = None if ends is None else max(1e-3, ends - time.monotonic())
         each = reproduce(name, **asked | {"compare": compared[name], "out": out / name, "time_limit": left})
-        found.append(each)
-        _note(each)
+        found.append(each.summary())
+        print(each, flush=True)
         if each.record is None:
             code = _code_of(each.stop_reason)
             break
         if update and folder is not None:
             each.record.write(recipes.record_path(name, folder))
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
-    text = [str(each) for each in found]
-    if pages is not None:
-        text.append(f"{len(pages_of.write_pages(pages, folder))} files in {pages}")
-    return Outcome("\n".join(text), [each.summary() for each in found], code)
+    text = "" if pages is None else f"{len(pages_of.write_pages(pages, folder))} files in {pages}"
+    return Outcome(text, found, code)
 
 
 def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, update: bool) -> bool:

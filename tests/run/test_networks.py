@@ -71,7 +71,7 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     assert jax.tree.map(np.shape, loaded.state.params) == jax.tree.map(np.shape, given)
     assert main(["evaluate", str(out), "--episodes", "4", "--trust"]) == 0
     assert main([*words, "--network", "mpl"]) == 2
-    assert "is not one of auto, mlp, cnn, impala_cnn, simba or MODULE:NAME" in capsys.readouterr().err
+    assert "PPO.network='mpl': use 'mlp'" in capsys.readouterr().err
     assert main([*words, "--network", "tests.support.modules:nothing"]) == 2
     assert "has no attribute 'nothing'" in capsys.readouterr().err
 

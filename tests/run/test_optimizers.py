@@ -78,11 +78,11 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     assert msrl.Result.load(out, trust=True).experiment == expected
     assert main([*words, "--out", str(out), "--resume", *chosen]) == 0
     assert main([*words, "--optimizer", "addam"]) == 2
-    assert "'addam' is not one of adam, adamw, rmsprop, sgd, lion, muon or MODULE:NAME" in capsys.readouterr().err
+    assert "PPO.optimizer='addam': use 'adam'" in capsys.readouterr().err
     assert main([*words, "--learning-rate", "linaer:1e-3"]) == 2
     assert "did you mean 'linear'" in capsys.readouterr().err
     assert main([*words, "--learning-rate", "uniform:0:1"]) == 2
-    assert "msrl-jax sweep takes distributions" in capsys.readouterr().err
+    assert "PPO.learning_rate='uniform:0:1': use a number, linear:FROM:TO or cosine:FROM:TO" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -100,9 +100,10 @@ def test_saved_evaluations_come_back(played, capsys):
         assert other is not None and list(other.team_returns) == ["one", "others"]
         np.testing.assert_array_equal(other.agent_returns, played.evaluation.agent_returns)
         np.testing.assert_array_equal(other.team_returns["others"], played.evaluation.team_returns["others"])
+    assert main(["evaluate", str(played.folder), "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
     assert main(["evaluate", str(played.folder), "--episodes", "2", "--json"]) == 0
-    shown, line = capsys.readouterr().out.splitlines()[-2:]
-    outcome, agents = json.loads(line), by_hand(played)
+    outcome, agents = json.loads(capsys.readouterr().out), by_hand(played)
     assert f", of one {agents[0]:.3f} ± 0.000, of others {agents[1:].sum():.2f} ± 0.00, length 4.0" in shown
     assert outcome["agent_returns"] == [agents.tolist()] * 2 and outcome["eval_return/one"] == agents[0]
     assert outcome["team_returns"] == {"one": [agents[0]] * 2, "others": [agents[1:].sum()] * 2}
