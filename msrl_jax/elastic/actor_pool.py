@@ -219,7 +219,7 @@ class ActorPool:
                     connection.close()
                     raise OSError("too many files are open")
             except OSError:
-                places.close_simulators()
+                places.release()
                 await asyncio.sleep(_POLL)
                 continue
             task = loop.create_task(self._serve(connection, places))
@@ -236,7 +236,7 @@ class ActorPool:
             await asyncio.sleep(_PENALTY)
             return
         finally:
-            places.close_simulators()
+            places.release()
         task = asyncio.current_task()
         assert task is not None
         self._serving[task] = peer

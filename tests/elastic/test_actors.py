@@ -741,7 +741,7 @@ def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
         together.append(not inside.acquire(blocking=False))
         time.sleep(0.02)
         if not together[-1]:
-            inside.close_simulators()
+            inside.release()
         return fstat(file)
 
     record.begin(0)
