@@ -56,7 +56,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
 
     Returns:
       The transformation of gradients. A named one clips them first; its `update` takes the `learning_rate`, `[]`, or has one in
-      its state that adapts, see `adapted`.
+      its state that adapts, see `divergence.adapted`.
     """
     if is_own(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
@@ -117,27 +117,11 @@ def _times_adaptive_rate(start: float) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
-    """The state of an optimizer whose learning rate has adapted to the divergence of an update (nats, `[]`).
-
-    The rate is divided by 1.5 if the divergence is above twice the target, and multiplied by it if below half of the target. As
-    in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
-    """
-
-    def new(state: Any) -> Any:
-        if not _is_rate(state):
-            return state
-        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
-        is_small = (kl > 0) & (kl < target.target / 2)
-        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
-
-    return jax.tree.map(new, opt_state, is_leaf=_is_rate)
-
-
 def adaptive_rate(opt_state: Any) -> jax.Array | None:
     """The learning rate in the state of an optimizer whose rate adapts, else None."""
-    return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=_is_rate) if _is_rate(x)), None)
+    return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=is_rate_state) if is_rate_state(x)), None)
 
 
-def _is_rate(state: Any) -> bool:
+def is_rate_state(state: Any) -> bool:
+    """Whether a part of the state of an optimizer is a learning rate that adapts."""
     return isinstance(state, AdaptiveRate)

@@ -14,8 +14,8 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, build, counted, words
 from msrl_jax.algorithms.agent import Agent, Progress, innermost
 from msrl_jax.algorithms.config import config, tunable
-from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.optimizers import AdaptiveRate, adapted, adaptive_rate, make_optimizer
+from msrl_jax.algorithms.loops.divergence import adapted, apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.optimizers import AdaptiveRate, adaptive_rate, make_optimizer
 from msrl_jax.algorithms.schedules import read, read_kl
 from msrl_jax.fragments.counters import counter
 from tests.support.transformations import halving

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.optimizers import KL, adapted, is_own
+from msrl_jax.algorithms.optimizers import KL, AdaptiveRate, is_own, is_rate_state
 
 
 class Divergence(NamedTuple):
@@ -65,3 +65,20 @@ def apply_gradients(
     updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
     after = optax.apply_updates(params, updates), opt_state
     return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
+
+
+def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
+    """The state of an optimizer whose learning rate has adapted to the divergence of an update (nats, `[]`).
+
+    The rate is divided by 1.5 if the divergence is above twice the target, and multiplied by it if below half of the target. As
+    in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
+    """
+
+    def new(state: Any) -> Any:
+        if not is_rate_state(state):
+            return state
+        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
+        is_small = (kl > 0) & (kl < target.target / 2)
+        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+    return jax.tree.map(new, opt_state, is_leaf=is_rate_state)
