@@ -6,6 +6,7 @@ algorithm that is another one with other defaults (`variant`) is copied as the c
 
 import ast
 import importlib.metadata
+import importlib.util
 import itertools
 import keyword
 import os
@@ -43,6 +44,8 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
     others = [n.lower() for n, c in ALGORITHMS.items() if not files.reference(c).startswith(f"{path.absolute()}:")]
     if name.lower() in others:
         raise ValueError(f"{path}: an algorithm named {name!r} is registered already; choose another name")
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        raise ValueError(f"{path} would hide the module {name!r} from programs in its folder; choose another name")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}; make it first, or name another one")
     if path.exists():

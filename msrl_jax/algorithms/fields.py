@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-import keyword
 import math
 import numbers
 import operator
@@ -23,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax.fragments.support.checks import name_of, shown, suggestion
-from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_call
+from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
 from msrl_jax.fragments.support.tracebacks import entry
 
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
@@ -210,8 +209,7 @@ def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
     if is_option(value):
         kwargs = {name: written(x, whole=whole) for name, x in _given(value, whole=whole).items()}
         return write_call(value.option, kwargs, nested=nested and bool(kwargs))
-    is_word = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
-    return str(value) if is_word else repr(value)
+    return write_argument(value)
 
 
 def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:

@@ -1,5 +1,6 @@
 """Checks of the types of environment results, keys and actions, from shapes alone. Messages name the place and the remedy."""
 
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -117,9 +118,14 @@ def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:
         raise TypeError(f"{what} is {show(x)}; return {remedy}")
 
 
+def is_key(x: Any) -> bool:
+    """Whether something is an array of typed PRNG keys."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def check_key(key: jax.Array) -> None:
     """Raises TypeError unless `key` is one typed PRNG key."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
+    if not is_key(key) or key.shape != ():
         raise TypeError(f"reset needs one typed key, got {jax.typeof(key)}; make it with jax.random.key(seed)")
 
 
@@ -178,6 +184,11 @@ def in_short(error: BaseException) -> str:
 
 def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> tuple:
     """The traced result of an environment's method; raises TypeError if it needs concrete values or returns a non-array."""
+    arguments = "key" if len(given) == 1 else "key, state, action"
+    try:
+        inspect.signature(method).bind(*given)
+    except TypeError as error:
+        raise TypeError(f"{where}{inspect.signature(method)} does not take the arguments ({arguments}): {error}") from None
     try:
         result = returned(method(*given), where, parts)
     except _NEEDS_VALUES as error:

@@ -15,6 +15,7 @@ from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.replacing import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.check_types import is_key
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.support.checks import as_path, check_seed, shown
 from msrl_jax.fragments.support.random_keys import key_for
@@ -71,6 +72,10 @@ class Result(Outcome):
     experiment: Experiment
     run_state: Any
     registers: tuple[jax.Array, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the fields, without the programs that act."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def state(self) -> Any:
@@ -250,6 +255,8 @@ class Result(Outcome):
           ValueError: as in `act`, or if the carry does not fit the number of observations.
         """
         obs, single = self.behavior.batched(obs)
+        if key is not None and (not is_key(key) or key.shape != ()):
+            raise TypeError(f"act needs one typed key, got key={shown(key)}; make it with jax.random.key(seed)")
         count = jax.tree.leaves(obs)[0].shape[0]
         carry = self.behavior.checked_carry(carry, count)
         actions, carry = self._compiled[0](self.member(member), obs, carry, key)

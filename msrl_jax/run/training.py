@@ -80,8 +80,9 @@ def train(
     progress and writes files; a request to stop, on any process, stops all after the same chunk.
 
     Args:
-      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An
-        `Experiment` stands for all arguments that decide what is computed.
+      algo: an algorithm: its name, by default `"ppo"`; the file of one, such as `"my_ppo.py"`; `"MODULE:CLASS"`; or, in Python,
+        its config, such as `PPO(learning_rate=3e-4)`, or its class. An `Experiment` stands for all arguments that decide what
+        is computed.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); `"auto"` measures which is the
@@ -118,19 +119,19 @@ def train(
         numbers, at most 5 times; "ignore" goes on, which changes no other member.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
-      env_params: what parameters of the environment are drawn from at each reset, as in `envs.RandomizeParams`: name -> a
-        number, `envs.uniform(low, high)` and the like, also as text (`"length=uniform:0.25:1,gravity=9.8"`); a function
-        `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them (`Tick.set_env_params`). Evaluations
-        draw from the same.
-      pbt: trains a population: `msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, members=8, every=20)`,
-        or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
+      env_params: what parameters of the environment are drawn from at each reset, as text, such as
+        `"length=uniform:0.25:1,gravity=9.8"`, or as in `envs.RandomizeParams`: name -> a number, `envs.uniform(low, high)` and
+        the like; a function `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them
+        (`Tick.set_env_params`). Evaluations draw from the same.
+      pbt: trains a population: `"members=8,every=20,learning_rate=log_uniform:1e-5:1e-2"`, or the same as an `msrl.PBT`.
+        Members copy better ones, and change the hyper-parameters that they copy.
       rank_by: what tells which checkpoint is the best, which member is (`Result.best`), and whom members of a population copy:
         `"return"`, the default, or the name of a metric of the environment, of which more is better.
       trust: whether a run that goes on may run the code that its folder names: modules (`my_module:MyEnv`) and files of
         algorithms. What is given again by name (`env="my_module:MyEnv"`) needs no trust.
       callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
         calls its own. Hooks, as `msrl_jax.run.loop.loop` describes them, may be among them.
-      progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
+      progress: "auto", "bar", "lines", "notebook" or False (`none` on the command line); the display is on stderr.
       **overrides: fields of the algorithm's config. A tunable number, such as `learning_rate`, may have a list of values: each
         is a setting, which has a member for every seed.
 

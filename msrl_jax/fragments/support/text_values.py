@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import keyword
 import re
 import types
 import typing
@@ -31,6 +32,10 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
+    def __str__(self) -> str:
+        arguments = [*map(write_argument, self.args), *(f"{key}={write_argument(x)}" for key, x in self.kwargs.items())]
+        return f"{self.name}({', '.join(arguments)})"
+
 
 def read_call(text: str) -> Call:
     """Parses a name and its arguments, which are written as in a Python call; nothing is evaluated.
@@ -57,19 +62,28 @@ class _Twice(ValueError):
 
 def _argument(node: ast.expr) -> Any:
     match node:
-        case ast.Name(name):
-            return name
+        case ast.Name() | ast.Attribute():
+            return ast.unparse(node)
         case ast.Call(ast.Name(name)):
-            keys = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+            keys = [each.arg for each in node.keywords if each.arg is not None]
             if len(keys) < len(node.keywords):
                 raise ValueError("** is not an argument")
             if twice := [key for key in keys if keys.count(key) > 1]:
                 raise _Twice(f"{twice[0]} is given twice")
-            kwargs = {key: _argument(keyword.value) for key, keyword in zip(keys, node.keywords, strict=True)}
+            kwargs = {key: _argument(each.value) for key, each in zip(keys, node.keywords, strict=True)}
             return Call(name, tuple(map(_argument, node.args)), kwargs)
         case ast.List() | ast.Tuple():
-            return tuple(map(_argument, node.elts))
+            items = map(_argument, node.elts)
+            return list(items) if isinstance(node, ast.List) else tuple(items)
+        case ast.Dict():
+            return {_argument(key): _argument(x) for key, x in zip(node.keys, node.values, strict=True) if key is not None}
     return ast.literal_eval(node)
+
+
+def write_argument(value: Any) -> str:
+    """The text of an argument: a literal, a word or a call."""
+    is_word = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
+    return str(value) if is_word or isinstance(value, Call) else repr(value)
 
 
 def write_call(name: str, kwargs: Mapping[str, str], *, nested: bool = False) -> str:
@@ -130,22 +144,27 @@ def _split(text: str) -> list[str]:
 
 def split_specs(text: str) -> list[str]:
     """The values in `"NAME:key=value,key=value,NAME"`: a comma before `key=` does not separate them."""
-    return re.split(r",(?!\s*[^\W\d][\w.]*\s*=)", text)
+    found: list[str] = []
+    for part in _split(text):
+        if found and re.match(r"\s*[^\W\d][\w.]*\s*=", part):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
 
 
 def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
     """Parses one value, like `read_values`; `what` is its name in messages."""
     text = text.strip()
     try:
-        return _built(what, ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body, calls)
-    except (SyntaxError, RecursionError, MemoryError, _NotLiteral):  # Python rejects thousands of signs with the third
+        found = _argument(ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):  # Python rejects thousands of signs with the third
         if re.fullmatch(r"\d\w*", text):
             return text
         raise ValueError(wrong) from None
-
-
-class _NotLiteral(ValueError):
-    pass
+    except (ValueError, TypeError):
+        raise ValueError(_no_number(what, text, calls) if calls else wrong) from None
+    return _called(what, found, calls)
 
 
 _COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
@@ -157,28 +176,23 @@ def _call(found: re.Match[str]) -> str:
     return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
 
 
-def _built(what: str, node: ast.expr, calls: Calls | None) -> Any:
-    if isinstance(node, ast.Name) or (calls is None and isinstance(node, ast.Attribute | ast.Call)):
-        return ast.unparse(node)
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        keys, values = ([_built(what, x, calls) for x in xs if x] for xs in (node.keys, node.values))
-        return dict(zip(keys, values, strict=True))
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
-        try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError):
-            if calls is None:
-                raise _NotLiteral from None
-            raise ValueError(f"{what}={ast.unparse(node)} is not a number; use one, or one of {', '.join(calls)}") from None
-    assert calls is not None
-    if (name := node.func.id) not in calls:
-        raise ValueError(f"{what}: there is no {name!r}{suggestion(name, calls)}; use {', '.join(calls)}")
-    given = [
-        [_built(what, y, calls) for y in x.elts] if isinstance(x, ast.List | ast.Tuple) else _built(what, x, calls)
-        for x in node.args
-    ]
+def _no_number(what: str, given: object, calls: Calls) -> str:
+    return f"{what}={given} is not a number; use one, or one of {', '.join(calls)}"
+
+
+def _called(what: str, value: Any, calls: Calls | None) -> Any:
+    """A value with the results of calls in it; they are text if there are no `calls`."""
+    if isinstance(value, dict):
+        return {key: _called(what, x, calls) for key, x in value.items()}
+    if not isinstance(value, Call):
+        return type(value)(_called(what, x, calls) for x in value) if isinstance(value, list | tuple) else value
+    if calls is None:
+        return str(value)
+    if value.name not in calls:
+        raise ValueError(f"{what}: there is no {value.name!r}{suggestion(value.name, calls)}; use {', '.join(calls)}")
+    given = [_called(what, x, calls) for x in value.args]
     try:
-        return calls[name](*given)
+        return calls[value.name](*given, **value.kwargs)
     except TypeError:
-        usage = ", ".join(inspect.signature(calls[name]).parameters)
-        raise ValueError(f"{what}={ast.unparse(node)}: write {name}({usage})") from None
+        usage = ", ".join(inspect.signature(calls[value.name]).parameters)
+        raise ValueError(f"{what}={value}: write {value.name}({usage})") from None

@@ -323,6 +323,11 @@ def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, An
                 "environment or config?"
             )
         have, want = saved[name], wanted[name]
+        if {have.shape[-1:], want.shape[-1:]} == {(2,), (4,)} and have.dtype == want.dtype == np.uint32:
+            raise CheckpointError(
+                f"the checkpoint {path} has random keys of another implementation ({name}); call "
+                'jax.config.update("jax_default_prng_impl", ...) with the prng_impl under "devices" in the config.json of the run'
+            )
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
             raise CheckpointError(
                 f"the checkpoint {path} does not fit: {name} is {have.dtype}{list(have.shape)} there and "

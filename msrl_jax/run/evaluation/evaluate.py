@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._compat import Tracer
 from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
 from msrl_jax.envs.base import env_name
@@ -76,6 +77,11 @@ class Behavior:
                 "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
                 if isinstance(kind, MaskedObservation)
                 else f"{env_name(self.env)} names no legal actions; give the observation without an action_mask"
+            )
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(obs)):
+            raise TypeError(
+                "act and probabilities of a result run on the host, and cannot be traced by jax.jit, vmap or grad; give them a "
+                "batch of observations, or trace result.behavior.act_with_carry(result.state, obs, carry, key)"
             )
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
         shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))

@@ -99,6 +99,10 @@ class Experiment:
         check_settings(self.algorithm, self.settings, self.seeds)
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the fields, without the agent and what else was made of them."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     @property
     def name(self) -> str:
         """The name of the algorithm."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from msrl_jax.fragments.support.text_values import parse_spec, read_value, read_values
+from msrl_jax.fragments.support.text_values import parse_spec, read_value, read_values, split_specs
 
 CALLS = {"uniform": lambda low, high: ("uniform", low, high), "choice": lambda options: ("choice", *options)}
 
@@ -11,7 +11,7 @@ CALLS = {"uniform": lambda low, high: ("uniform", low, high), "choice": lambda o
     ("text", "values"),
     [
         ("a=1,b.c=-2.5e3,d=None,", {"a": 1, "b.c": -2500.0, "d": None}),
-        ("a=(1, 2),b=[x],c={k: v, 'w': [1, 2]}", None),
+        ("a=(1, 2),b=[x, f(1)]", {"a": (1, 2), "b": ["x", "f(1)"]}),
         ("a=(1, 2),c={k: v, 'w': [1, 2]}", {"a": (1, 2), "c": {"k": "v", "w": [1, 2]}}),
         ("a='x,b=3m(',d=2s3z, e = word.s", {"a": "x,b=3m(", "d": "2s3z", "e": "word.s"}),
         ("codec=frame_stack(4),lambda=0.9", {"codec": "frame_stack(4)", "lambda": 0.9}),
@@ -51,3 +51,8 @@ def test_what_cannot_be_read_is_refused_in_words(text, message):
 def test_a_key_is_there_once():
     with pytest.raises(ValueError, match="'a=1,b=2,a=3' has 'a' twice; give it once"):
         parse_spec("Name:a=1,b=2,a=3")
+
+
+def test_commas_in_brackets_and_before_keys_do_not_separate_texts():
+    texts = ["dqn:tau=1,clip=2", "replay(5, n_step=3)", "'a,b'", "c"]
+    assert split_specs(",".join(texts)) == texts
