@@ -14,7 +14,6 @@ the number of the iteration that learns from it, or the reason why none does: `d
 """
 
 import array
-import contextlib
 import errno
 import json
 import os
@@ -28,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import parse_json
-from msrl_jax.run.disk.folder import SaveWarning, check_links
+from msrl_jax.run.disk.folder import SaveWarning, check_links, json_lines
 from msrl_jax.run.experiment.plain_data import RunFolderError
 
 FILE = "arrivals.jsonl"
@@ -165,13 +163,9 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 def each_line(file: Path) -> Iterator[dict[str, Any]]:
     """Reads the lines of a log one after another; none if there is no file."""
     try:
-        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
-            for number, text in enumerate(lines):
-                if not text.endswith(b"\n"):  # cut off
-                    return
-                line = parse_json(text)
-                if not isinstance(line, dict) or not (number or "run" in line):
-                    raise ValueError("a line is no entry of a record")
-                yield line
+        for number, line in enumerate(json_lines(file)):
+            if not isinstance(line, dict) or not (number or "run" in line):
+                raise ValueError("a line is no entry of a record")
+            yield line
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error
