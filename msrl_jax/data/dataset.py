@@ -311,7 +311,9 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
-    fields = {name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}
+    del rows
+    for name in fields:  # one after another, since data may be large
+        fields[name] = fields[name].reshape(-1, *fields[name].shape[2:])
     if PRESENT in fields and fields[PRESENT].ndim == 1:  # single-agent steps that the environment did not answer
         keep = fields.pop(PRESENT)
         fields = {name: x[keep] for name, x in fields.items()}

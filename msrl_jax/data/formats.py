@@ -137,7 +137,8 @@ def read_parts(folder: Path) -> Dataset:
         about = parse_json((folder / "about.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'about.json'} is missing or damaged ({error}); write {{}} to it") from error
-    return from_lanes({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, about)
+    names = list(parts[0])
+    return from_lanes({name: np.concatenate([part.pop(name) for part in parts]) for name in names}, about)
 
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)

@@ -15,7 +15,6 @@ late, `refused` if it is invalid.
 """
 
 import array
-import contextlib
 import errno
 import json
 import os
@@ -29,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import parse_json
-from msrl_jax.run.disk.folder import SaveWarning, check_links
+from msrl_jax.run.disk.folder import SaveWarning, check_links, json_lines
 from msrl_jax.run.experiment.plain_data import RunFolderError
 
 FILE = "arrivals.jsonl"
@@ -166,13 +164,9 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 def each_line(file: Path) -> Iterator[dict[str, Any]]:
     """Reads the lines of a log one after another; none if there is no file."""
     try:
-        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
-            for number, text in enumerate(lines):
-                if not text.endswith(b"\n"):  # cut off
-                    return
-                line = parse_json(text)
-                if not isinstance(line, dict) or not (number or "run" in line):
-                    raise ValueError("a line is not an entry of a log")
-                yield line
+        for number, line in enumerate(json_lines(file)):
+            if not isinstance(line, dict) or not (number or "run" in line):
+                raise ValueError("a line is not an entry of a log")
+            yield line
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore the file, or start a new run") from error

@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import shutil
+import tracemalloc
 import warnings
 
 import gymnasium
@@ -17,6 +18,7 @@ import pytest
 
 from msrl_jax import data, envs
 from msrl_jax.cli import main
+from msrl_jax.data.formats import read_parts
 from tests.support.transitions import same
 
 
@@ -221,3 +223,18 @@ def test_a_missing_package_is_named_with_the_remedy(source, package, tmp_path, m
         data.load(source)
     assert main(["explain", "--algo", "dqn", "--data", source]) == 2
     assert f"'{package}'" in capsys.readouterr().err
+
+
+def test_parts_of_a_recording_are_joined_field_by_field(tmp_path):
+    """The memory of the data, and that of one field more."""
+    rows, rng = (10, 16), np.random.default_rng(0)
+    for number in range(20):
+        obs, none = rng.random((*rows, 50), np.float32), np.zeros(rows, bool)
+        fields = {"obs": obs, "action": obs[..., 0], "reward": obs[..., 1], "terminated": none, "truncated": none}
+        np.savez(tmp_path / f"part-{number:06d}.npz", **fields, next_obs=obs)
+    (tmp_path / "about.json").write_text("{}")
+    tracemalloc.start()
+    joined = read_parts(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(joined) == 20 * 160 and peak < 2 * sum(x.nbytes for x in joined.columns.values())

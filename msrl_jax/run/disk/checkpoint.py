@@ -326,7 +326,7 @@ def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, An
         if {have.shape[-1:], want.shape[-1:]} == {(2,), (4,)} and have.dtype == want.dtype == np.uint32:
             raise CheckpointError(
                 f"the checkpoint {path} has random keys of another implementation ({name}); call "
-                'jax.config.update("jax_default_prng_impl", ...) with the prng_impl under "devices" in the config.json of the run'
+                'jax.config.update("jax_default_prng_impl", ...) with the prng_impl under "devices" in its config.json'
             )
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
             raise CheckpointError(

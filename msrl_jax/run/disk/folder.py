@@ -201,28 +201,36 @@ def each_row(path: Path, count: int | None = None) -> Iterator[Row]:
     file = path / ROWS
     first, last = dict[str, Any](), dict.fromkeys(_COUNTS, -math.inf)
     try:
-        with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
-            for number, line in enumerate(itertools.islice(lines, count), 1):
-                if not line.endswith(b"\n"):  # cut off
-                    return
-                row = _row_of(line)
-                first = first or row
-                differs = any(np.shape(value) != np.shape(first.get(name, value)) for name, value in row.items())
-                if not row or differs or any(row[name] <= last[name] for name in _COUNTS):
-                    raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run")
-                yield row
-                last = {name: row[name] for name in _COUNTS}
+        for number, content in enumerate(itertools.islice(json_lines(file), count), 1):
+            row = _row_of(content)
+            first = first or row
+            differs = any(np.shape(value) != np.shape(first.get(name, value)) for name, value in row.items())
+            if not row or differs or any(row[name] <= last[name] for name in _COUNTS):
+                raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run")
+            yield row
+            last = {name: row[name] for name in _COUNTS}
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
 
 
-def _row_of(line: bytes) -> Row:
+def json_lines(file: Path) -> Iterator[Any]:
+    """Reads lines of JSON one after another, None for one that is damaged; a last one that was cut off does not count."""
+    with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                content = None
+                with contextlib.suppress(ValueError):
+                    content = parse_json(line)
+                yield content
+
+
+def _row_of(content: Any) -> Row:
     """A row of `metrics.jsonl`; empty if it is damaged."""
     try:
-        row = {name: _from_json(value) for name, value in parse_json(line).items()}
-        is_sound = all(isinstance(row.get(name), int | float) for name in _COUNTS) and all(map(_is_number, row.values()))
+        row = {name: _from_json(value) for name, value in content.items()}
     except (ValueError, AttributeError):
         return {}
+    is_sound = all(isinstance(row.get(name), int | float) for name in _COUNTS) and all(map(_is_number, row.values()))
     return row if is_sound else {}
 
 
