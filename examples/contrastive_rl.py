@@ -3,7 +3,7 @@
     python examples/contrastive_rl.py --svg docs/example_contrastive_rl.svg
     python examples/contrastive_rl.py --tasks spiral --policy SingleLearnerCoarse --cpu-devices 4
 
-A critic learns to classify which of many goals was achieved after a state and an action. What it then says of a goal is, but for a
+A critic learns to classify which of many goals was achieved after a state and an action. Its output for a goal is, except for a
 constant, the logarithm of how probable it is to be there later, in steps that the discount weighs; an actor maximizes it. The
 losses are those of JaxGCRL (Bortkiewicz et al., 2024, arXiv 2408.11052). The loop, the buffer, the goals and the actor's
 entropy are those of the package's SAC. In the shape descriptions, `B` is the batch size and `R` the size of representations.

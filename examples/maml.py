@@ -167,7 +167,7 @@ class MAML:
         act_adapted = msrl.fragment(role="actor", name="act_adapted")(jax.vmap(choose))
 
         @msrl.fragment(role="env")
-        def draw_tasks(keys):  # their rollouts start in the same way; and keys of actors and environments in both phases, [T, N]
+        def draw_tasks(keys):  # rollouts start in the same way; and keys of actors and environments in both phases, [T, N]
             keys = jax.vmap(lambda key: jax.random.split(key, 2 + 4 * self.unroll_length), out_axes=1)(keys)
             start = jax.vmap(env.reset)(keys[1])
             start = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), start)
