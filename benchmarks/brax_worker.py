@@ -17,7 +17,7 @@ from brax.training.agents.ppo import networks, train
 
 
 def environment(name: str) -> tuple[Any, dict[str, Any]]:
-    """A task of Brax or Playground, and what its training needs besides settings."""
+    """A task of Brax or Playground, and what its training needs in addition to settings."""
     suite, task = name.split(":")
     if suite == "brax":
         return import_module("brax.envs").get_environment(task), {"episode_length": 1000}

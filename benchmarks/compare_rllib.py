@@ -72,7 +72,7 @@ def environments(setting: Setting) -> dict[str, str]:
 
 
 def peer(command: Sequence[str | Path], setting: Setting, *, continuing: bool) -> Peer:
-    """A process of RLlib, which starts one run that goes on, or none."""
+    """A process of RLlib, which starts one run that continues, or none."""
     return Peer([*command, "--options", json.dumps(OPTIONS | {"continuing": continuing})], setting)
 
 

@@ -1,6 +1,6 @@
-"""What the comparisons with other libraries share: settings, timed runs in turns, JSON, and a table in a page of `docs/`.
+"""Shared by the comparisons with other libraries: settings, alternating timed runs, JSON, and a table in a page of `docs/`.
 
-A peer runs in a process of its own, with its own Python. Both processes exist at once; one sleeps while the other trains. Times
+A peer runs in a separate process, with its own Python. Both processes exist at once; one sleeps while the other trains. Times
 exclude initialization, compilation and evaluation.
 """
 
@@ -229,7 +229,7 @@ def versions_of(record: Mapping[str, Any], peer: str) -> str:
 def in_turns(
     label: str, turns: Mapping[str, Callable[[int], dict[str, Any]]], seeds: Sequence[int]
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """What functions of a seed return for each of the seeds, by name, in turns of which every other one is in reverse order."""
+    """The results of functions of a seed for each seed, by name; the order is reversed for every other seed."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
     for number, seed in enumerate(seeds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
@@ -284,7 +284,7 @@ def rewrite(page: str, name: str, text: str) -> str:
 
 
 def chosen(settings: Sequence[_S], only: Sequence[str]) -> list[_S]:
-    """The settings whose label contains one of the words; all if there is no word.
+    """The settings whose label contains one of the words; all if there are no words.
 
     Raises:
       ValueError: if a word is in no label.

@@ -1,4 +1,4 @@
-"""Measures training on one GPU, and writes the page of it: populations, single runs, memories, suites, and peers beside them.
+"""Measures training on one GPU, and writes its page: populations, single runs, recurrent cores, suites, and peers.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs docs/gpu.md
     python benchmarks/gpu.py --only Breakout --rejax /tmp/rejax/bin/python --json gpu.json
@@ -125,7 +125,7 @@ def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] |
 
 
 def compile_at_once(rows: Sequence[Row], processes: int, more: Sequence[str]) -> dict[str, float]:
-    """Compiles rows in processes of their own, whose programs the compilation cache keeps.
+    """Compiles rows in separate processes, whose programs the compilation cache keeps.
 
     Returns:
       The seconds of each, by label; nan where a process failed, whose error comes again when the row is measured.

@@ -7,7 +7,7 @@ without each, and with both:
     python benchmarks/groups.py --json benchmarks/results/groups.json --docs docs/claims.md
 
 With `g` groups, an unroll acts for one group after another in every step; a group has its share of the environments and of the
-workers, and is simulated while the others are acted for. All run in turns.
+workers, and is simulated while the others are acted for. All run alternately.
 """
 
 import argparse
@@ -135,7 +135,7 @@ class Training:
 
 
 def measure(workers: int, delays: Sequence[float], repeats: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """For each delay, the steps per second of all variants in turns."""
+    """For each delay, the steps per second of all variants, measured alternately."""
     with tempfile.NamedTemporaryFile() as file:
         delay_now = np.memmap(file.name, np.float64, "w+", shape=1)
         runners = [Training(*made(groups, staleness, workers, file.name)) for groups, staleness in VARIANTS.values()]

@@ -70,7 +70,7 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
     if replays:  # a buffer of whole unrolls
         config["BUFFER_SIZE"] = setting["replay.capacity"] // setting["unroll_length"]
         config["LEARNING_STARTS"] = 0
-        # The baselines update after `batch_size` iterations; a chunk, which starts anew, has fewer.
+        # The baselines update after `batch_size` iterations; a chunk, which restarts, has fewer.
         buffer = functools.partial(module.fbx.make_trajectory_buffer, min_length_time_axis=1)
         module.fbx = types.SimpleNamespace(make_trajectory_buffer=lambda min_length_time_axis, **fields: buffer(**fields))
 

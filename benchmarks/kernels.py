@@ -43,7 +43,7 @@ PEERS = {
 
 
 def per_iteration(found: Sequence[Launches], length: int) -> int:
-    """The launches of one turn of the loop over iterations, the outermost loop that runs `length` times."""
+    """The launches of one repetition of the loop over iterations, the outermost loop that runs `length` times."""
     inside = [x for x in found if x.trips and x.trips[0] == length]
     return sum(x.count * x.times for x in inside) // length
 
@@ -78,7 +78,7 @@ def count(setting: Setting, peer: str, command: Sequence[str | Path]) -> dict[st
 
 
 def merged(rows: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with a new one in the place of that of the same setting, in the order of the peers and their settings."""
+    """The rows, with the row of the same setting replaced, in the order of the peers and their settings."""
     order = [(peer, setting.label) for peer, settings in PEERS.items() for setting in settings]
     found = {(row["peer"], row["label"]): row for row in [*rows, new]}
     return [found[key] for key in order if key in found]

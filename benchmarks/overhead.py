@@ -1,4 +1,4 @@
-"""What checkpoints and the guard cost: windows of one run with a checkpoint, with the guard, and with neither, in turns.
+"""The cost of checkpoints and the guard: alternating windows of one run with a checkpoint, with the guard, and with neither.
 
     python benchmarks/overhead.py --seconds 10 --windows 12
 

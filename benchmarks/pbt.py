@@ -59,7 +59,7 @@ def compare(seed: int, pbt: msrl.PBT = SEARCH, steps: int = STEPS) -> dict[str, 
 
 
 def overhead(every: int = 20, periods: int = 5, repeats: int = 15) -> dict[str, Any]:
-    """Seconds of an exploit period without and with exploits, the fastest of several repeats, by turns."""
+    """Seconds of an exploit period without and with exploits, the fastest of several repeats, measured alternately."""
     pbt = msrl.PBT(search=SEARCH.search, members=MEMBERS, every=every)
     experiments = {
         "independent": make_experiment("ppo", ENV, overrides={**PPO, "learning_rate": RATES}),

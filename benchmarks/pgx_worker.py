@@ -1,6 +1,6 @@
 """Trains with Pgx's own AlphaZero for `search.py`, which starts it with the Python of an environment that has its libraries.
 
-What is compiled is the script's. What is around it is not used: flags, logging, evaluation, checkpoints. Its network is
+Only the script's compiled program is used, without its flags, logging, evaluation and checkpoints. Its network is
 replaced by one of dense layers, as wide as ours.
 """
 
@@ -21,7 +21,7 @@ from serving import Loop, serve, versions
 
 
 def script(source: Path, env: str, setting: dict) -> ModuleType:
-    """Imports `examples/alphazero/train.py` with a setting, and without its flags, its logging and the network beside it."""
+    """Imports `examples/alphazero/train.py` with a setting, and without its flags, its logging and its network module."""
 
     class Dense(hk.Module):
         """A torso of dense layers, and one more for each of the policy and the value."""

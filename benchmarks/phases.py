@@ -32,10 +32,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", help="algorithm, environment and policy, three words each")
     parser.add_argument("--svg", type=Path, help="a file for the figure")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements that calibrate, and as many that count")
+    parser.add_argument("--repeats", type=int, default=5, help="number of calibrating and of counted measurements")
     args = parser.parse_args()
     if len(args.settings) % 3:
-        parser.error("give an algorithm, an environment and a policy, three words for each setting")
+        parser.error("pass an algorithm, an environment and a policy for each setting")
     words = args.settings
     settings = [tuple(words[i : i + 3]) for i in range(0, len(words), 3)] or SETTINGS
     jax.config.update("jax_num_cpu_devices", 2)

@@ -42,7 +42,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., An
 
 
 def _write_program(function: Callable[..., Any], args: Sequence[Any], topology: dict[str, str], path: str, **_: Any) -> None:
-    """Compiles for a GPU that is not there, writes the program's text, and ends the process: for `kernels.py`."""
+    """Compiles for a GPU that this machine does not have, writes the program's text, and exits: for `kernels.py`."""
     device = topologies.get_topology_desc(**topology).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
@@ -67,7 +67,7 @@ class Loop:
           make: `iterations -> (chunk, seconds)` compiles a chunk; a call of it trains.
           steps: environment steps of an iteration.
           first: iterations of the first call; later ones are typical of a long run.
-          empty: whether each chunk starts anew, so that the time of a chunk without iterations is to be subtracted.
+          empty: whether each chunk restarts, so that the time of a chunk without iterations is to be subtracted.
         """
         first = json.loads(os.environ.get("COMPILE_FOR", "{}")).get("iterations", first)
         chunk, self.compile_seconds = make(first)

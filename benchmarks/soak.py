@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes 10 --policies GPUOnly SingleLearnerFine Central
 
-Each policy trains in a process of its own, with checkpoints every 10 s, evaluations off, and chunks of about a second. The
+Each policy trains in a separate process, with checkpoints every 10 s, evaluations off, and chunks of about a second. The
 first fifth warms up. After every chunk, a fixed program of plain JAX is timed: the drift is that of the rate in units of its
 speed, since the speed of a machine drifts too. Prints one line of JSON per policy.
 """

@@ -5,9 +5,9 @@
     python benchmarks/suite_trainers.py --brax /tmp/brax/bin/python \\
         --json benchmarks/results/suite_trainers.json --docs docs/suite_trainers.md
 
-Both train with equal sizes and for equally many environment steps. Seeds take turns, each in a run of its own that compiles
-anew; Brax's are in a process of its own, as its trainer wants an older JAX. Compared are the mean return of 128 greedy episodes
-after training, and the seconds of the whole run.
+Both train with equal sizes and for equally many environment steps. Seeds take turns, each in a separate run that compiles
+again; Brax's run in a separate process, because its trainer needs an older JAX. Compared are the mean return of 128 greedy
+episodes after training, and the seconds of the whole run.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/tournament.py --json benchmarks/results/tournament.json
 
 Four processes train PPO on CartPole-v1; process `k` takes `k` times as long for its steps (it sleeps, so cores do not matter).
-In generations, a worker waits after every round until all have done theirs. In a tournament, nobody waits. All else is equal:
+In generations, a worker waits after every round until all have done theirs. In a tournament, no worker waits. Otherwise equal:
 rounds, leaderboard, draws. Both take turns, with the same seeds.
 """
 

@@ -1,4 +1,4 @@
-"""Where recipes end on seeds that nobody chose anything on: the last agent of each seed, compared with the recipe's best.
+"""The results of recipes on seeds that were not used for tuning: the last agent of each seed, compared with the recipe's best.
 
 A recipe is accepted if at least 18 of 20 of its last agents come within 5% of the mean score of the best agents in its record.
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("recipes", nargs="+", help="names or patterns of recipes; their rows of the record are replaced")
     parser.add_argument("--seed", type=int, default=FIRST, help="the first seed")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
-    parser.add_argument("--total-steps", type=int, help="steps in place of the recipe's, to try this program")
+    parser.add_argument("--total-steps", type=int, help="steps instead of the recipe's, to try this program")
     parser.add_argument("--json", type=Path, required=True, help="read the record here if it exists, and write it")
     parser.add_argument("--docs", type=Path, help="rewrite the table in this page")
     args = parser.parse_args(argv)

@@ -79,7 +79,7 @@ class State(NamedTuple):
     buffer: Any
     keys: Any  # one for each dialogue, [E]
     key: Any
-    env_state: Any = ()  # dialogues begin anew in every iteration
+    env_state: Any = ()  # dialogues restart in every iteration
 
 
 @config("archer")
@@ -242,7 +242,7 @@ class ArCHer:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Actors, the learner of the actor and that of the critics on devices of their own."""
+    """Actors, the actor's learner and the critics' learner on separate devices."""
 
     def layout(self, devices, sizes):  # noqa: D102
         if len(devices) < 3:

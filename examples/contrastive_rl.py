@@ -3,7 +3,7 @@
     python examples/contrastive_rl.py --svg docs/example_contrastive_rl.svg
     python examples/contrastive_rl.py --tasks spiral --policy SingleLearnerCoarse --cpu-devices 4
 
-A critic learns to tell which of many goals was achieved after a state and an action. What it then says of a goal is, but for a
+A critic learns to classify which of many goals was achieved after a state and an action. Its output for a goal is, except for a
 constant, the logarithm of how probable it is to be there later, in steps that the discount weighs; an actor maximizes it. The
 losses are those of JaxGCRL (Bortkiewicz et al., 2024, arXiv 2408.11052). The buffer, the goals and the actor's entropy are
 those of the package's SAC. In the shape descriptions, `B` is the batch size and `R` the size of representations.
@@ -105,13 +105,13 @@ class ContrastiveRL:
     other_goals: float = tunable(default=1.0, low=0, high=1, doc="share of the actor's goals from other pairs. Usual: 0.5, 1.")
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="first weight of the entropy. Usual: 0.1 to 1.")
 
-    # What the parts of the package read besides.
+    # Other fields that the package reads.
     hindsight = Hindsight(1.0, by="geometric")
     network, activation = "auto", "relu"
     optimizer, anneal_learning_rate, max_grad_norm = "adam", False, None
 
     def build(self, env: Any) -> Agent:
-        """Builds the agent; raises TypeError or ValueError if there are no goals, or if actions have no bounds."""
+        """Builds the agent; raises TypeError or ValueError without goals or action bounds."""
         goals, action_space = goals_of(env), check_bounded("contrastive_rl", env.action_space)
         action_size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))

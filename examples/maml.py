@@ -3,7 +3,7 @@
     python examples/maml.py --svg docs/example_maml.svg
     python examples/maml.py --policy examples.maml:Apart --cpu-devices 8
 
-An algorithm with a role of its own: `"actor:adapter"` takes the step, for each task. In the shape descriptions, `N` is the
+An algorithm with its own role: `"actor:adapter"` takes the step, for each task. In the shape descriptions, `N` is the
 number of tasks, `K` of rollouts of each, `T` of steps of a rollout, and `A` of components of an action.
 """
 
@@ -129,7 +129,7 @@ class State(NamedTuple):
     params: Any
     opt_state: Any
     keys: Any  # one for each task, [N]
-    env_state: Any = ()  # tasks begin anew in every iteration
+    env_state: Any = ()  # tasks restart in every iteration
 
 
 @config("maml")
@@ -167,7 +167,7 @@ class MAML:
         act_adapted = msrl.fragment(role="actor", name="act_adapted")(jax.vmap(choose))
 
         @msrl.fragment(role="env")
-        def draw_tasks(keys):  # their rollouts begin alike; and keys of actors and environments in both phases, [T, N]
+        def draw_tasks(keys):  # rollouts start in the same way; and keys of actors and environments in both phases, [T, N]
             keys = jax.vmap(lambda key: jax.random.split(key, 2 + 4 * self.unroll_length), out_axes=1)(keys)
             start = jax.vmap(env.reset)(keys[1])
             start = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), start)
@@ -232,7 +232,7 @@ class MAML:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Actors, adapters and the learner on devices of their own: a layout lists a custom role like any other."""
+    """Actors, adapters and the learner on separate devices: a layout lists a custom role like any other."""
 
     def layout(self, devices, sizes):  # noqa: D102
         if len(devices) < 3:

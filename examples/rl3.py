@@ -4,7 +4,7 @@
     python examples/rl3.py --tasks bandits
 
 An agent with a memory plays meta-episodes: several episodes of one task, which it does not know. RL^2 shows it the last action
-and reward. RL^3 shows it besides the action values of a model that is estimated within the meta-episode. Everything is made of
+and reward. RL^3 also shows it the action values of a model that is estimated within the meta-episode. Everything is made of
 parts of the package: `meta.RL2`, `meta.RL3`, distributions of tasks as `env_params`, and `recurrent_ppo`.
 """
 
@@ -36,7 +36,7 @@ class Tasks:
       episode_length: steps of an episode.
       horizon: steps of a meta-episode.
       learned: the distribution of tasks in training.
-      others: distributions of tasks that are played besides, by name.
+      others: other distributions of tasks to evaluate, by name.
     """
 
     env: Any
@@ -47,7 +47,7 @@ class Tasks:
 
 
 def mdps(num_states: int = 5, num_actions: int = 3, horizon: int = 64) -> Tasks:
-    """Random MDPs; the others have uniform rewards, as the authors', and nearly deterministic transitions besides."""
+    """Random MDPs; the others have uniform rewards, like the authors', or also nearly deterministic transitions."""
     shape = num_states, num_actions
     env = meta.TabularMDP(np.full((*shape, num_states), 1 / num_states), np.ones(shape))
     draw = meta.random_mdps

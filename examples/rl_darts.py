@@ -94,7 +94,7 @@ class CellNetwork(nn.Module):
     cell: Cell | None = None
 
     def __post_init__(self):
-        """Raises ValueError if there is no operation, or an unknown one, or if edges or sizes fit no network."""
+        """Raises ValueError if there are no operations or unknown ones, or if edges or sizes are invalid."""
         cell, known = self.cell, ", ".join(OPERATIONS)
         nodes = [self.operations] if cell is None else [[name for _, name in into] for into in cell]
         if unknown := [name for names in nodes for name in names if name not in OPERATIONS]:
@@ -165,20 +165,20 @@ def discretize(result: msrl.Result, member: int | None = None) -> CellNetwork:
       member: the member, if the run has several.
 
     Returns:
-      The network, to be trained anew. `network.cell` says what was found.
+      The network, to be trained from scratch. `network.cell` is the cell that was found.
 
     Raises:
-      TypeError: if the run's network is no supernet.
+      TypeError: if the run's network is not a supernet.
     """
     network = result.config.network
     if not isinstance(network, CellNetwork) or network.cell is not None:
         what = "a discrete cell" if isinstance(network, CellNetwork) else f"network={network!r}"
-        raise TypeError(f"discretize: the run has {what}, which is no supernet; train with network=CellNetwork()")
+        raise TypeError(f"discretize: the run has {what}, which is not a supernet; train with network=CellNetwork()")
     weights = weights_of(network, result.member_state(member).params)
     weights = np.where([name == "zero" for name in network.operations], -1.0, weights)
     best = [network.operations[k] for k in weights.argmax(-1)]
     cell, first = [], 0
-    for n in range(1, network.num_nodes + 1):  # the node has as many edges as there are nodes before it
+    for n in range(1, network.num_nodes + 1):  # the number of edges of a node is the number of earlier nodes
         heaviest = np.argsort(-weights[first : first + n].max(-1), kind="stable")[:2]
         cell.append(tuple((int(i), best[first + i]) for i in sorted(heaviest)))
         first += n
@@ -195,7 +195,7 @@ def train(algorithm: str, game: str, network: Any, seed: int, **given: Any) -> m
 def search(
     algorithm: str, game: str, seed: int, supernet: CellNetwork = CellNetwork(), **given: Any  # noqa: B008
 ) -> tuple[dict[str, msrl.Result], np.ndarray]:
-    """Trains the CNN, a supernet, and then anew the cell that it finds.
+    """Trains the CNN, a supernet, and then the cell that it finds, from scratch.
 
     Args:
       algorithm, game, seed, given: what `train` takes.

@@ -41,8 +41,8 @@ class Setting:
     exploration: float = 10.0  # after n episodes, a share exploration / n of actions is random
     stages: int = 3
     coordinates: int = 60
-    relevant: int = 5  # coordinates that matter for rewards, and as many for what an action adds
-    changed: int = 3  # coefficients in which all sources differ from the target, and as many of each
+    relevant: int = 5  # number of coordinates that matter for rewards, and for the effect of an action
+    changed: int = 3  # number of coefficients in which all sources differ from the target, and in which each does
     change: float = 0.6  # by how much; coefficients that are not 0 are 0.5 in size
     pooled_weight: float = 0.6  # of the penalties, in units of sqrt(log D / episodes)
     correction_weight: float = 1.0
@@ -103,7 +103,7 @@ def action_values(states: jax.Array, coefficients: jax.Array) -> jax.Array:
 def lasso(gram: jax.Array, moment: jax.Array, penalty: jax.Array, tolerance: float = 1e-12, steps: int = 20_000) -> jax.Array:
     """Minimizes `b.gram.b / 2 - moment.b + penalty * |b|_1` by FISTA (Beck and Teboulle, 2009); returns `b`, `[D]` float64.
 
-    The momentum begins anew where it points uphill (O'Donoghue and Candes, 2015, arXiv 1204.3982). `gram` `[D, D]` has the mean
+    The momentum is reset where it points uphill (O'Donoghue and Candes, 2015, arXiv 1204.3982). `gram` `[D, D]` has the mean
     products of features, `moment` `[D]` those with responses. Steps end when no coefficient moves by more than `tolerance`.
     """
     rate = 1 / jnp.abs(gram).sum(-1).max()  # a bound of the largest eigenvalue

@@ -204,7 +204,7 @@ def test_bad_input_is_refused_in_words():
     with pytest.raises(ValueError, match="operation 'conv7x7' is unknown; use some of conv3x3, conv5x5"):
         example.CellNetwork(operations=("conv7x7",))
     for network, what in (("cnn", "network='cnn'"), (example.CellNetwork(cell=(((0, "identity"),),)), "a discrete cell")):
-        with pytest.raises(TypeError, match=rf"the run has {what}, which is no supernet; train with network=CellNetwork\(\)"):
+        with pytest.raises(TypeError, match=rf"the run has {what}, which is not a supernet; train with network=CellNetwork"):
             example.discretize(a_result(network, np.zeros((1, 5))))
 
 
