@@ -25,7 +25,7 @@ import numpy as np
 from msrl_jax.algorithms.fields import all_fields, tunable_fields, value_of
 from msrl_jax.algorithms.optimizers import KL
 from msrl_jax.fragments.support import checks, naming
-from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.text_values import read_call
 
 Schedule = Callable[[Any], Any]
 """`progress -> number`; both are scalar arrays."""
@@ -84,10 +84,9 @@ def read(given: Any) -> Schedule:
     """The schedule of a text or a function; raises ValueError, with what to use, if it is none."""
     if not isinstance(given, str):
         return given
-    name, _, text = given.partition(":")
-    if name not in _KINDS:
+    if not is_ramp(given):
         return naming.imported("schedule", given, "a function of the progress", _takes_one)
-    listed, named = _numbers(text, _FORM, 2, ("warmup",))
+    name, listed, named = _numbers(given, _FORM, 2, ("warmup",))
     made = Ramp(name, *listed, **named)
     if not 0 <= made.warmup < 1:
         raise ValueError(f"a warmup of at least 0 and below 1, a share of the run: {_FORM}")
@@ -97,24 +96,24 @@ def read(given: Any) -> Schedule:
 @functools.cache
 def read_kl(given: str) -> KL:
     """The target of an adaptive learning rate; raises ValueError, with what to use, if it is none."""
-    listed, named = _numbers(given.partition(":")[2], _KL_FORM, 1, ("start", "low", "high"))
+    _, listed, named = _numbers(given, _KL_FORM, 1, ("start", "low", "high"))
     made = KL(*listed, **named)
     if not (made.target > 0 and 0 < made.low <= made.start <= made.high):
         raise ValueError(f"a target above 0, and 0 < low <= start <= high (else 1e-5, 1e-3, 1e-2): {_KL_FORM}")
     return made
 
 
-def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[list[float], dict[str, float]]:
-    """Reads `NUMBER:NUMBER,name=NUMBER`."""
-    first, comma, rest = text.partition(",")
+def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[str, list[float], dict[str, float]]:
+    """Reads `NAME:NUMBER:NUMBER,name=NUMBER`."""
     try:
-        listed = [float(x) for x in first.split(":")]
-        named = {name: float(x) for name, x in (read_values(rest, wrong=form) if comma else {}).items()}
+        call = read_call(text)
+        listed, named = list(map(float, call.args)), {name: float(x) for name, x in call.kwargs.items()}
     except (ValueError, TypeError):
         raise ValueError(form) from None
-    if len(listed) > most or not all(map(math.isfinite, [*listed, *named.values()])) or not named.keys() <= set(names):
+    are_finite = all(map(math.isfinite, [*listed, *named.values()]))
+    if not (1 <= len(listed) <= most and are_finite and named.keys() <= set(names)):
         raise ValueError(form)
-    return listed, named
+    return call.name, listed, named
 
 
 def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:

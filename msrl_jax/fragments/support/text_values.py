@@ -1,4 +1,7 @@
-"""Values as text: `NAME:key=value,key=value`, whose values are literals, words, or calls: `uniform(0, 1)`, `uniform:0:1`."""
+"""Values as text: `NAME:ARGUMENTS`, or `NAME(ARGUMENTS)`, whose arguments are literals, words and such calls, as in Python.
+
+Numbers may follow each other by colons: `uniform:0:1` is `uniform(0, 1)`.
+"""
 
 import ast
 import inspect
@@ -44,6 +47,7 @@ def read_call(text: str) -> Call:
       ValueError: if it cannot be parsed, or has an argument twice.
     """
     name, colon, arguments = text.strip().partition(":")
+    arguments = _NUMBERS.sub(lambda found: found[0].replace(":", ","), arguments)
     try:
         node = ast.parse(f"{name}({arguments})" if colon and name.isidentifier() else text.strip(), mode="eval").body
         found = _argument(node)
@@ -54,6 +58,10 @@ def read_call(text: str) -> Call:
     if not isinstance(found, Call):
         raise ValueError(f"cannot read {text!r}; write NAME or NAME:argument=value,argument=value")
     return found
+
+
+_NUMBERS = re.compile(r"^[-+.\d][^:,='\"]*(?::[-+.\d][^:,='\"]*)+")
+"""Numbers between colons, before other arguments."""
 
 
 class _Twice(ValueError):
