@@ -11,7 +11,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
 from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.algorithms.losses import critics
-from msrl_jax.envs.base import narrow
+from msrl_jax.envs.base import to_32_bit
 from msrl_jax.run.prepare import make_experiment
 from tests.support.many_agents import Homes
 from tests.support.slow import mostly_slow
@@ -39,10 +39,10 @@ NAMES = sorted({*algorithms.names()} - {"alphazero"})  # pgx's games do not run 
 @dataclasses.dataclass(frozen=True)
 class Narrow(Homes):
     def reset(self, key):
-        return narrow(super().reset(key))
+        return to_32_bit(super().reset(key))
 
     def step(self, key, state, action):
-        return narrow(super().step(key, state, action))
+        return to_32_bit(super().step(key, state, action))
 
 
 def options(name):
