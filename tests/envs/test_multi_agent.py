@@ -12,7 +12,7 @@ from msrl_jax import envs
 from msrl_jax.nonfinite.failure import Failure
 from msrl_jax.nonfinite.origin import find_origin
 from msrl_jax.run.loop.guard import Finding
-from tests.support.compiled import COLLECTIVE
+from tests.support.compiled import exchanges
 from tests.support.leaving import Leaving
 
 TEAMS = {"first": (0,), "others": (1, 2)}
@@ -106,7 +106,7 @@ def test_splitting_the_environments_over_devices_costs_no_communication_and_chan
     by_env, by_time_env = NamedSharding(mesh, P("env")), NamedSharding(mesh, P(None, "env"))
     split = jax.jit(play, in_shardings=(by_env, by_time_env), out_shardings=(by_env, by_time_env))
     program = split.lower(state, actions).compile()
-    assert not COLLECTIVE.findall(program.as_text())
+    assert not exchanges(program)
     eight = program(jax.device_put(state, by_env), jax.device_put(actions, by_time_env))
     assert eight[1].reward.sharding.device_set == set(jax.devices()[:8]) and eight[1].ended.any()
     jax.tree.map(np.testing.assert_array_equal, eight, jax.jit(play)(state, actions))

@@ -1,6 +1,5 @@
 """Episode statistics and normalization, against NumPy in float64, on one device and on eight."""
 
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import counters, envs
 from msrl_jax.envs import running
+from tests.support.compiled import exchanges
 from tests.support.corridor import Corridor
 
 NUM_ENVS, NUM_STEPS = 16, 80
@@ -235,8 +235,7 @@ def collectives(venv):
     action = jax.ShapeDtypeStruct((venv.num_envs,), jnp.int32)
     by_env = NamedSharding(mesh, P("env"))
     step = jax.jit(venv.step, in_shardings=(shardings, by_env), out_shardings=(shardings, by_env))
-    text = step.lower(state, action).compile().as_text()
-    return set(re.findall(r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text))
+    return {made.kind.removesuffix("-start") for made in exchanges(step.lower(state, action).compile())}
 
 
 def test_only_normalization_communicates_and_only_by_all_reduce():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -16,10 +17,12 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.plan.hlo import COLLECTIVES, module_of
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.run.experiment.agent_transforms import Member
 from msrl_jax.run.experiment.pbt import evolve, exploit, explore, read
 from msrl_jax.run.prepare import make_experiment
+from tests.support.compiled import instructions
 from tests.support.slow import slow_unless
 
 RATE = envs.log_uniform(1e-5, 1e-2)
@@ -355,27 +358,24 @@ class ByMember:
         return Layout({"env": actors, "actor": actors, "learner": learners, "server": learners}, policy="ByMember()")
 
 
-COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-
-
-def collectives_by_place(text):
+def collectives_by_place(compiled):
     """The numbers of collectives of a program in branches of conditionals, and elsewhere."""
-    branches = {name.strip(" %") for found in re.findall(r"branch_computations=\{([^}]*)\}", text) for name in found.split(",")}
-    branches |= set(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", text))
-    inside = outside = 0
-    for line in text.splitlines():
-        if match := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line):
-            body = match[1]
-        if COLLECTIVE.search(line):
-            inside, outside = (inside + 1, outside) if body in branches else (inside, outside + 1)
-    return inside, outside
+    module = module_of(compiled)
+    branches = {name for made in instructions(compiled) if made.kind == "conditional" for name in made.called}
+    each = Counter(
+        name in branches
+        for name in module.computations
+        for made in module.instructions(name)
+        if made.kind.removesuffix("-start") in COLLECTIVES
+    )
+    return each[True], each[False]
 
 
 @pytest.mark.parametrize("together", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)])
 def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     setup, *_ = reference()
     program = setup.compile(ByMember(together), jax.devices()[:4])
-    counts = [collectives_by_place(compiled.as_text()) for compiled in program.compiled()]
+    counts = list(map(collectives_by_place, program.compiled()))
     assert sum(inside for inside, _ in counts) > 0
     assert [outside for _, outside in counts] == [0] * len(counts)
     if not together:
