@@ -225,7 +225,7 @@ def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(ho
         ({"fraction": 0.6}, "PBT.fraction=0.6: use a number above 0 and at most 0.5"),
         ({"resample_probability": 0}, "PBT.resample_probability=0: use a number above 0 and at most 1"),
         ({"search": {"learning_rate": 1e-3}}, "PBT.search['learning_rate']=0.001 is no distribution; use msrl.envs.uniform"),
-        ({"search": {"learning_rate": envs.log_uniform(0, 1)}}, "give low <= high above 0"),
+        ({"search": {"learning_rate": envs.log_uniform(0, 1)}}, "use low <= high above 0"),
         ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has one value only; give it to train as learning_rate"),
         ({"search": {"learning_rate": envs.uniform(1e-4, envs.ramp(1e-3, 1, 10))}}, "a range cannot follow a ramp"),
     ],

@@ -150,7 +150,7 @@ def test_what_flags_give_in_place_of_a_file_needs_no_trust(sent, tmp_path, capsy
     (tmp_path / "a.toml").write_text('env = "evil:Env"\noptimizer = "evil:opt"\ntotal_steps = "many"')
     words = ["train", "--config", "a.toml", "--env", "CartPole-v1"]
     assert "names code to run, optimizer=" in one_line(words, capsys)
-    assert "a.toml, line 3: Error parsing total_steps" in one_line([*words, "--optimizer", "adam"], capsys)
+    assert "a.toml, line 3: total_steps is 'many'" in one_line([*words, "--optimizer", "adam"], capsys)
 
 
 def test_no_file_trusts_itself(sent, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
     run = sent(env_spec="tests.support.corridor:Corridor", config={"optimizer": "tests.support.transformations:falling"})
     with pytest.raises(TrustError, match="if you trust its author"):
         Result.load(run, env="tests.support.corridor:Corridor")  # the optimizer is the folder's word
-    with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*give env and optimizer again"):
+    with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*pass env and optimizer again"):
         Result.load(run, trust="no")  # type: ignore[arg-type]
     description = json.loads((run / "config.json").read_text())
     given = {"env": "tests.support.corridor:Corridor", "optimizer": "tests.support.transformations:falling"}
