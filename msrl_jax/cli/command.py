@@ -152,7 +152,9 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
             raise UsageError(f"{option.flag} {error}; {prog} --help lists the options") from None
     given |= file.read([*known.values(), *fields], given, has_fields=command.has_fields)
     for option in known.values():
-        if option.default is REQUIRED and option.name not in given:
+        if option.is_positional and option.is_sequence:
+            given.setdefault(option.name, ())  # of which the function says what is missing
+        elif option.default is REQUIRED and option.name not in given:
             raise UsageError(f"{option.flag} is missing: {option.doc}")
     return Parsed(given, file, [*known.values()], fields)
 

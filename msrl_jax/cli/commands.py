@@ -106,7 +106,8 @@ def train(
             loggers.append(stack.enter_context(contextlib.closing(logger)))
         if video_every is not None:
             loggers.append(run.Filming(whole("video_every", video_every)))
-        result = run.train(**asked | {"out": out, "callbacks": loggers})
+        asked |= {"out": out, "callbacks": loggers}
+        result = run.train(**asked)
     code = NOT_SAVED if result.save_error else exit_code(result)
     return Outcome(result, result.summary() | {"folder": result.folder}, code) if first else Outcome(code=code)
 
@@ -128,7 +129,8 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
     from msrl_jax import search
 
     parts = asked.get("method", "random"), asked.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
-    result = search.sweep(**asked | {"out": out or _folder("sweeps", asked, *parts)})
+    asked["out"] = out or _folder("sweeps", asked, *parts)
+    result = search.sweep(**asked)
     text = str(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
         text += f"\nthe best setting again: {result.command()}"

@@ -46,7 +46,10 @@ def start(
     if child is not None or distributed:
         from msrl_jax.run import processes as all_processes
 
-        all_processes.start(*(() if child is None else (os.environ[ADDRESS], int(os.environ[COUNT]), int(child))))
+        if child is None:
+            all_processes.start()
+        else:
+            all_processes.start(os.environ[ADDRESS], int(os.environ[COUNT]), int(child))
     return None
 
 

@@ -173,15 +173,15 @@ class Option:
 
     def _number(self, value: Any) -> Any:
         """A value as one of its type; a schedule, several values, and text if it takes text, stay as they are."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else None
         if self.is_tunable or not self.numbers or (isinstance(value, str) and (str in self.parts or Any in self.parts)):
             return value
-        if float in self.numbers and is_number:
-            return value
-        if is_number and abs(value) >= 1e18:
-            raise ValueError(f"is {value}, which is too large; use fewer than 19 digits")
-        if is_number and value == int(value):
-            return int(value)
+        if number is not None and float in self.numbers:
+            return number
+        if number is not None and abs(number) >= 1e18:
+            raise ValueError(f"is {number}, which is too large; use fewer than 19 digits")
+        if number is not None and number == int(number):
+            return int(number)
         choices = "".join(f" or {name}" for name in self.choices)
         raise ValueError(f"is {str(value)!r}, which is not a {'whole ' * (float not in self.numbers)}number{choices}")
 

@@ -13,7 +13,7 @@ def act(asked: dict[str, Any]) -> Outcome:
     """Act for a learner that `msrl-jax train --actors-at` started, until its run is over."""
     from msrl_jax.elastic.actor import act
 
-    if not (addresses := asked.pop("addresses", ())):
+    if not (addresses := asked.pop("addresses")):
         raise UsageError("ADDRESSES are missing: give HOST:PORT of a learner, or the path of a file with it")
     unrolls = act(*addresses, **asked, say=functools.partial(print, file=sys.stderr, flush=True))
     return Outcome(data={"unrolls": unrolls})

@@ -11,5 +11,6 @@ def compete(asked: dict[str, Any]) -> Outcome:
     """Work on a leaderboard: draw a member, train it for a round, and return it if it improved. Workers can run in parallel."""
     from msrl_jax.tournament.worker import compete
 
-    board = compete(**{"progress": "lines"} | asked)
+    asked.setdefault("progress", "lines")
+    board = compete(**asked)
     return Outcome(board, board.entries)
