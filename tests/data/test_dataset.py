@@ -39,7 +39,7 @@ def test_a_split_is_by_whole_episodes(walk):
     assert any(set(walk.split(0.4, seed=s)[1].obs[:, 1]) != whose[1] for s in range(5))
     with pytest.raises(ValueError, match=r"fraction=1\.5"):
         walk.split(1.5)
-    with pytest.raises(ValueError, match="one episode"):
+    with pytest.raises(ValueError, match="single episode"):
         walk.select(slice(0, 3)).split(0.5)
 
 

@@ -138,7 +138,7 @@ def test_names_lead_back_to_the_value():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"next_obs": {"place": 0}}, "has next_obs/place beside obs/choice, .*the same parts"),
+        ({"next_obs": {"place": 0}}, "has next_obs/place with obs/choice, .*the same parts"),
         ({"obs": (), "next_obs": ()}, "obs is an empty tuple"),
         ({"obs": {"a/b": 0}, "next_obs": {"a/b": 0}}, r"obs has a part with the name 'a/b'.* without '/' that is not a number"),
         ({"obs": {"0": 0}, "next_obs": {"0": 0}}, "obs has a part with the name '0'"),

@@ -278,4 +278,4 @@ def test_the_command_line_records(recorded, tmp_path, capsys):
     described = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert described["rows"] == len(data.load(out)) == 50 and described["file"] == str(out)
     assert main(["record", str(folder), "--steps", "50", "--out", str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err

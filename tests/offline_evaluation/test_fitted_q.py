@@ -210,7 +210,7 @@ def test_what_cannot_be_estimated():
             FittedQ(**{name: value})
     with pytest.raises(TypeError, match=r"pass a msrl_jax\.offline_evaluation\.FittedQ"):
         fitted_q(env, act, data, {"discount": 0.9})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one episode"):
+    with pytest.raises(ValueError, match="single episode"):
         fitted_q(env, act, ring_data(1), SMALL)
     ppo = result_of("ppo")
     with pytest.raises(TypeError, match="from_episodes"):

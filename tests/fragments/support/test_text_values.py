@@ -49,5 +49,5 @@ def test_what_cannot_be_read_is_refused_in_words(text, message):
 
 
 def test_a_key_is_there_once():
-    with pytest.raises(ValueError, match="'a=1,b=2,a=3' gives 'a' twice; give it once"):
+    with pytest.raises(ValueError, match="'a=1,b=2,a=3' has 'a' twice; give it once"):
         parse_spec("Name:a=1,b=2,a=3")

@@ -164,7 +164,7 @@ def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
     run = sent(env_spec="tests.support.corridor:Corridor", config={"optimizer": "tests.support.transformations:falling"})
     with pytest.raises(TrustError, match="if you trust its author"):
         Result.load(run, env="tests.support.corridor:Corridor")  # the optimizer is the folder's word
-    with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*give env and optimizer again"):
+    with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*pass env and optimizer again"):
         Result.load(run, trust="no")  # type: ignore[arg-type]
     description = json.loads((run / "config.json").read_text())
     given = {"env": "tests.support.corridor:Corridor", "optimizer": "tests.support.transformations:falling"}
