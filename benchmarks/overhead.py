@@ -16,7 +16,7 @@ from pathlib import Path
 import msrl_jax as msrl
 from msrl_jax.run.loop.guard import Guard
 from msrl_jax.run.loop.hooks import Checkpoints
-from msrl_jax.run.loop.loop import Pace, Run
+from msrl_jax.run.loop.loop import ChunkScheduler, Run
 from msrl_jax.run.prepare import make_experiment
 
 KINDS = ("neither", "checkpoint", "guard")
@@ -26,7 +26,7 @@ def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> d
     """The shares of the rate that checkpoints and the guard take, and the time that training waits for a checkpoint."""
     experiment, where = make_experiment(algo, env, total_steps=10**15), msrl.policies.get(policy)
     program = experiment.compile(where)
-    about, pace = {"rollbacks": [], "eval_every": None, "registers": program.registers}, Pace(10**7, fixed=False)
+    about, pace = {"rollbacks": [], "eval_every": None, "registers": program.registers}, ChunkScheduler(10**7, fixed=False)
     run = Run(experiment, where, None, None, about, program, experiment.start(program), pace, (), time.perf_counter())
     guard = Guard()
     guard.begin(run)

@@ -24,7 +24,7 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tunable
 from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.replay import (
     Batch,
@@ -197,7 +197,8 @@ class ContrastiveRL:
         def learn(learner, progress, key, sample, ready):
             def update(learner, batch):
                 grads, (td_error, stats) = gradients(learner.params, batch)
-                params, opt_state = apply_update(learner.params, learner.opt_state, grads, step_size(self, progress), ready)
+                learning_rate = learning_rate_at(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
                 return Learner(params, (), opt_state), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress)

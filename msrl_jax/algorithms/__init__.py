@@ -23,7 +23,7 @@ from msrl_jax.algorithms.ippo import IPPO as IPPO
 from msrl_jax.algorithms.ippo import MAPPO as MAPPO
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
-from msrl_jax.algorithms.networks.layers import Whole as Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks as CustomNetworks
 from msrl_jax.algorithms.options import C51 as C51
 from msrl_jax.algorithms.options import IQN as IQN
 from msrl_jax.algorithms.options import QR as QR

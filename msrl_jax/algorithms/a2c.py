@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    learning_rate_at,
+    learning_rate_metric,
+    logical_axes,
+    make_vector_env,
+    split_keys,
+)
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -26,13 +35,13 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, final_notes, outside_training, values
-from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_notes, values
+from msrl_jax.algorithms.networks.layers import Carry, reset_carry
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 
 
@@ -78,7 +87,7 @@ class A2C:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        venv = training_env(env, self)
+        venv = make_vector_env(env, self)
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
@@ -99,7 +108,7 @@ class A2C:
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
-            policy, _, carry = network.act(params, obs, forget(is_first, carry))
+            policy, _, carry = network.act(params, obs, reset_carry(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -129,15 +138,15 @@ class A2C:
         @fragment(role="learner")
         def learn(params, opt_state, progress, trajectory, final_obs, last_notes, carry):
             bootstrap_value = values(network, params, final_obs, last_notes)
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
             grads, stats = gradients(params, trajectory, bootstrap_value, carry)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-            return params, opt_state, {**stats, "grad_norm": grad_norm, **in_force(learning_rate)}
+            return params, opt_state, {**stats, "grad_norm": grad_norm, **learning_rate_metric(learning_rate)}
 
         def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[A2CState, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, carry = act(state.params, actor_part(obs), is_first, carry, keys)
+                action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
@@ -145,13 +154,13 @@ class A2C:
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            last_notes = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
             params, opt_state, metrics = learn(
                 state.params, state.opt_state, progress, trajectory, final_obs, last_notes, state.carry
             )
-            after = A2CState(params, opt_state, actor_keys, env_state, obs, forget(is_first, carry))
+            after = A2CState(params, opt_state, actor_keys, env_state, obs, reset_carry(is_first, carry))
             return after, {**metrics, **episodes}
 
         return Agent(
@@ -161,7 +170,7 @@ class A2C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=1,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **acting_functions(network, venv.action_space),
         )
 
 

@@ -22,16 +22,25 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    learning_rate_at,
+    learning_rate_metric,
+    logical_axes,
+    make_vector_env,
+    split_keys,
+)
 from msrl_jax.algorithms.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.trajectory import Trajectory
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
-from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.actor_critic import acting_functions, actor_critic, final_notes, values
+from msrl_jax.algorithms.networks.layers import Carry, reset_carry
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 
 
@@ -89,7 +98,7 @@ class A3C:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        venv = training_env(env, self)
+        venv = make_vector_env(env, self)
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         num_workers = self.num_workers
@@ -127,7 +136,7 @@ class A3C:
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
-            policy, _, carry = workers.act(params, obs, forget(is_first, carry))
+            policy, _, carry = workers.act(params, obs, reset_carry(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -154,7 +163,7 @@ class A3C:
 
         @fragment(role="server")
         def apply_updates(params, opt_state, progress, fetched, grads):
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
 
             def update(carry, worker):
                 params, opt_state = carry
@@ -168,7 +177,7 @@ class A3C:
             (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
                 update, (params, opt_state), (grads, counts, fetched)
             )
-            metrics = jax.tree.map(jnp.mean, stats) | in_force(learning_rate)
+            metrics = jax.tree.map(jnp.mean, stats) | learning_rate_metric(learning_rate)
             return params, opt_state, worker_params, fetched, metrics
 
         @fragment(role="learner")
@@ -178,7 +187,7 @@ class A3C:
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, carry = act(state.worker_params, actor_part(obs), is_first, carry, keys)
+                action, log_prob, carry = act(state.worker_params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
@@ -186,13 +195,14 @@ class A3C:
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.worker_params, actor_part(final_obs), carries, trajectory.truncated)
+            last_notes = bootstrap(state.worker_params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             grads, stats = gradients(state.worker_params, trajectory, final_obs, last_notes, state.carry)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )
-            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, forget(is_first, carry))
+            carry = reset_carry(is_first, carry)
+            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
             return after, {**metrics, **summarize(stats), **episodes}
 
         return Agent(
@@ -202,5 +212,5 @@ class A3C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=num_workers,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **acting_functions(network, venv.action_space),
         )

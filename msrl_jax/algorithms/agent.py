@@ -89,15 +89,15 @@ def with_innermost(state: Any, own: Any) -> Any:
     return state._replace(inner=with_innermost(state.inner, own)) if "inner" in getattr(state, "_fields", ()) else own
 
 
-def counting_environment(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:
+def vectorize_with_statistics(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:
     """A vector environment of `num_envs` copies with episode statistics, which standardizes observations if wanted."""
     vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
     return envs.NormalizeObservation(vector) if normalize_observations else vector
 
 
-def training_env(env: Environment, config: Any) -> VectorEnvironment:
+def make_vector_env(env: Environment, config: Any) -> VectorEnvironment:
     """The vector environment of an on-policy algorithm, with episode statistics (of raw rewards) and what it normalizes."""
-    observed = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
+    observed = vectorize_with_statistics(env, config.num_envs, normalize_observations=config.normalize_observations)
     return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed
 
 
@@ -120,15 +120,15 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
     return jnp.asarray(optax.linear_schedule(rate, 0.0, transition_steps=1)(progress.fraction))
 
 
-def step_size(config: Any, progress: Progress) -> jax.Array | None:
+def learning_rate_at(config: Any, progress: Progress) -> jax.Array | None:
     """The learning rate of a config now, `[]` float32; None if the optimizer has its own, or adapts it."""
     if is_own(getattr(config, "optimizer", "adam")) or isinstance(config.learning_rate, KL):
         return None
     return annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
 
-def in_force(learning_rate: jax.Array | None, opt_state: Any = ()) -> dict[str, jax.Array]:
-    """The metric `learning_rate`: that of `step_size`, or one that adapts; none if the optimizer has its own."""
+def learning_rate_metric(learning_rate: jax.Array | None, opt_state: Any = ()) -> dict[str, jax.Array]:
+    """The metric `learning_rate`: that of `learning_rate_at`, or one that adapts; none if the optimizer has its own."""
     if (rate := adaptive_rate(opt_state)) is not None:
         return {"learning_rate": rate.mean()}  # over networks, if each has one
     return {} if learning_rate is None else {"learning_rate": learning_rate}

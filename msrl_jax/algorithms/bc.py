@@ -9,7 +9,7 @@ import jax
 import optax
 
 from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -93,7 +93,7 @@ class BC:
             def update(learned, batch, key, progress):
                 params, target_params, opt_state = learned
                 grads, stats = gradients(params, batch)
-                params, opt_state = apply_update(params, opt_state, grads, step_size(self, progress))
+                params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, target_params, opt_state), stats
 
             return learn_from(batches, held_out, update, learned, key, progress)

@@ -18,7 +18,7 @@ from msrl_jax.algorithms import fields
 from msrl_jax.algorithms.fields import Codec as Codec
 from msrl_jax.algorithms.fields import Tunable as Tunable
 from msrl_jax.algorithms.fields import TunableOrNone as TunableOrNone
-from msrl_jax.algorithms.fields import all_fields, is_word, value_of
+from msrl_jax.algorithms.fields import all_fields, is_deferred, value_of
 from msrl_jax.algorithms.fields import field as field
 from msrl_jax.algorithms.fields import tunable as tunable
 from msrl_jax.envs.privileged import with_privileged
@@ -120,7 +120,7 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
         for name, f in all_fields(self).items():
             value = value_of(self, name)
             may_be_word = f.metadata.get("tunable") or (Any in typing.get_args(f.type) and isinstance(value, str))
-            if may_be_word and is_word(value):
+            if may_be_word and is_deferred(value):
                 where = f"{type(self).__name__}.{name}={value!r}"
                 raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
         return build(self, with_privileged(env) if self.privileged else env)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -137,7 +137,7 @@ class CQL:
             def update(learned, batch, key, progress):
                 params, target_params, opt_state = learned
                 grads, stats = gradients(params, target_params, batch, key)
-                params, opt_state = apply_update(params, opt_state, grads, step_size(self, progress))
+                params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, update_target(target_params, networks.target(params)), opt_state), stats
 
             return learn_from(batches, held_out, update, learned, key, progress)

@@ -17,7 +17,15 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, in_force, logical_axes, step_size
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    learning_rate_at,
+    learning_rate_metric,
+    logical_axes,
+    vectorize_with_statistics,
+)
 from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.networks.layers import make_torso
@@ -77,7 +85,7 @@ class ES:
                 f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
                 "episode ends; use ppo, a2c, impala, or an environment on devices"
             )
-        venv = counting_environment(env, self.num_envs, normalize_observations=self.normalize_observations)
+        venv = vectorize_with_statistics(env, self.num_envs, normalize_observations=self.normalize_observations)
         # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
         starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
         network = policy_and_value(make_torso(venv.observation_space, self), venv.action_space)
@@ -159,14 +167,14 @@ class ES:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, seeds, fitness):
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
             grads = gradients(params, seeds, fitness)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
             metrics = {
                 "fitness": fitness.mean(),
                 "fitness_max": fitness.max(),
                 "grad_norm": grad_norm,
-                **in_force(learning_rate),
+                **learning_rate_metric(learning_rate),
             }
             return params, opt_state, metrics
 

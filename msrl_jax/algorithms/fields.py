@@ -242,7 +242,7 @@ def _names(field: dataclasses.Field[Any]) -> str:
 def check_made(self: Any) -> None:
     """Checks an object of fields that is made; `words.check` checks what stands for something, and the rest of it then."""
     check_fields(self)
-    if hasattr(self, "check") and not any(is_word(value_of(self, name)) for name in tunable_fields(self)):
+    if hasattr(self, "check") and not any(is_deferred(value_of(self, name)) for name in tunable_fields(self)):
         self.check()
 
 
@@ -268,7 +268,7 @@ def check_fields(self: Any) -> None:
             object.__setattr__(self, f.name, value)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
-        if f.metadata.get("tunable") and is_word(value):
+        if f.metadata.get("tunable") and is_deferred(value):
             continue
         if Any in kinds and is_object(value) and not _is_hashable(value) and has_arrays(value):  # such as one of Equinox
             raise TypeError(f"{type(self).__name__}.{f.name}={name_of(value)} {MADE}")
@@ -288,7 +288,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
-        if Any in kinds and (is_word(value) or is_object(value)):
+        if Any in kinds and (is_deferred(value) or is_object(value)):
             return None if _is_hashable(value) else "tuples in place of lists"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         own = ", your own object, or MODULE:NAME of one" if Any in kinds else ""
@@ -321,7 +321,7 @@ def is_constant(value: Any, number: float) -> bool:
     return not isinstance(value, Tracer) and value == number
 
 
-def is_word(value: Any) -> bool:
+def is_deferred(value: Any) -> bool:
     """Whether a value may stand for something that the program needs: a text with a colon, or a function."""
     return ":" in value if isinstance(value, str) else callable(value)
 

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    learning_rate_at,
+    learning_rate_metric,
+    logical_axes,
+    make_vector_env,
+    split_keys,
+)
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -28,14 +37,14 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
-from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.actor_critic import acting_functions, actor_critic, final_notes, values
+from msrl_jax.algorithms.networks.layers import Carry, reset_carry
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part, are_privileged
+from msrl_jax.envs.privileged import actor_obs, are_privileged
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
@@ -112,7 +121,7 @@ class IMPALA:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        venv = training_env(env, self)
+        venv = make_vector_env(env, self)
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=self.epsilon, rms_decay=self.rms_decay)
         to_env_action = action_transform(venv.action_space)
@@ -133,7 +142,7 @@ class IMPALA:
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
-            policy, _, carry = network.act(params, obs, forget(is_first, carry))
+            policy, _, carry = network.act(params, obs, reset_carry(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), carry
 
@@ -157,7 +166,7 @@ class IMPALA:
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, carry = act(state.params, actor_part(obs), is_first, carry, keys)
+                action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
@@ -166,12 +175,12 @@ class IMPALA:
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
             version = parameter_version(progress.version) if self.replay_batches else ()
-            bootstrap_value = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            bootstrap_value = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
             batch = Batch(trajectory, obs, bootstrap_value, version, state.carry)
             env_state, episodes = pop_episodes(env_state)
-            carry = forget(is_first, carry)
+            carry = reset_carry(is_first, carry)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, carry=carry), batch, episodes
 
         queue = None
@@ -209,7 +218,7 @@ class IMPALA:
                 policy, value, carries = network.unroll(params, t.obs, t.is_first, batch.carry)
                 log_prob = policy.log_prob(t.action)
                 now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-                _, note, _ = network.act(params, actor_part(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
+                _, note, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
                 last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, note))
                 next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
@@ -240,7 +249,7 @@ class IMPALA:
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, batches):
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
 
             def update(carry, batch):
                 params, opt_state = carry
@@ -254,7 +263,7 @@ class IMPALA:
                 (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
                 metrics["parameter_age"] = jax.vmap(lambda version: parameter_age(progress.iteration, version))(batches.version)
                 metrics = jax.tree.map(lambda x: x.mean(0), metrics)
-            return params, opt_state, {**metrics, **in_force(learning_rate)}
+            return params, opt_state, {**metrics, **learning_rate_metric(learning_rate)}
 
         def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
@@ -273,5 +282,5 @@ class IMPALA:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            **outside_training(network, venv.action_space),
+            **acting_functions(network, venv.action_space),
         )

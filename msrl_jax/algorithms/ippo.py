@@ -20,7 +20,7 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, split_keys, step_size
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, split_keys
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -37,17 +37,17 @@ from msrl_jax.algorithms.config import (
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.kernels.time import truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
+from msrl_jax.algorithms.loops.divergence import apply_gradients, no_divergence, update_divergence
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.algorithms.loops.trajectory import next_values
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, values
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.layers import Torso, forget, head
+from msrl_jax.algorithms.networks.layers import Torso, head, reset_carry
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
+from msrl_jax.algorithms.returns.value_size import TargetScale, value_size
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
 
@@ -58,7 +58,7 @@ class Learner(NamedTuple):
     opt_state: optax.OptState  # one for each network
     key: jax.Array  # the learner's, which shuffles
     actor_keys: jax.Array  # one per agent, which samples actions, [E, A]
-    value_size: ValueSize | tuple[()]  # how large the targets of each critic are, if values are normalized
+    value_size: TargetScale | tuple[()]  # how large the targets of each critic are, if values are normalized
 
 
 class Batch(NamedTuple):
@@ -167,7 +167,7 @@ class IPPO:
 
         @fragment(role="actor")
         def choose(params, now, carry, keys):
-            policy, note, carry = team.act(params, inputs_of(now.obs, now.state), forget(now.is_first, carry))
+            policy, note, carry = team.act(params, inputs_of(now.obs, now.state), reset_carry(now.is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), note, carry
 
@@ -202,7 +202,7 @@ class IPPO:
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
-            b, carry = take(self, batch, chosen, dims), take_carry(self, carry, chosen, dims)
+            b, carry = gather_minibatch(self, batch, chosen, dims), gather_carry(self, carry, chosen, dims)
             advantage = standardize(b.advantage, b.present) if self.normalize_advantage == "minibatch" else b.advantage
 
             def loss(params):
@@ -224,7 +224,7 @@ class IPPO:
             def update(learned, chosen):
                 params, opt_state, divergence = learned
                 grads, metrics = gradients(params, batch, carry, chosen)
-                divergence = diverged(self, divergence, metrics["approx_kl"])
+                divergence = update_divergence(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
 
@@ -239,12 +239,12 @@ class IPPO:
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
             batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | in_force(learning_rate, opt_state)
+            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | learning_rate_metric(learning_rate, opt_state)
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, in_force, logical_axes, split_keys, step_size, training_env
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    learning_rate_at,
+    learning_rate_metric,
+    logical_axes,
+    make_vector_env,
+    split_keys,
+)
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -26,18 +35,18 @@ from msrl_jax.algorithms.config import (
     variant,
 )
 from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.loops.divergence import apply_gradients, diverged, no_divergence
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
+from msrl_jax.algorithms.loops.divergence import apply_gradients, no_divergence, update_divergence
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, final_notes, outside_training, values
-from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.actor_critic import acting_functions, actor_critic, final_notes, values
+from msrl_jax.algorithms.networks.layers import Carry, reset_carry
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.returns.advantages import standardize
-from msrl_jax.algorithms.returns.value_size import ValueSize, value_size
+from msrl_jax.algorithms.returns.value_size import TargetScale, value_size
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 
 
@@ -51,7 +60,7 @@ class PPOState(NamedTuple):
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
-    value_size: ValueSize | tuple[()] = ()  # how large the critic's targets are, if values are scaled
+    value_size: TargetScale | tuple[()] = ()  # how large the critic's targets are, if values are scaled
 
 
 @config("ppo", privileged=True)
@@ -93,7 +102,7 @@ class PPO:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        venv = training_env(env, self)
+        venv = make_vector_env(env, self)
         network = actor_critic(self, venv.observation_space, venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-5)
         to_env_action = action_transform(venv.action_space)
@@ -114,7 +123,7 @@ class PPO:
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
-            policy, note, carry = network.act(params, obs, forget(is_first, carry))
+            policy, note, carry = network.act(params, obs, reset_carry(is_first, carry))
             action = policy.sample(keys)
             return action, policy.log_prob(action), note, carry
 
@@ -139,8 +148,8 @@ class PPO:
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
-            minibatch, advantage, old_value, target = take(self, batch, chosen)
-            carry = take_carry(self, carry, chosen)
+            minibatch, advantage, old_value, target = gather_minibatch(self, batch, chosen)
+            carry = gather_carry(self, carry, chosen)
             if self.normalize_advantage == "minibatch":
                 advantage = standardize(advantage, minibatch.present)
 
@@ -158,24 +167,25 @@ class PPO:
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, size, trajectory, notes, final_obs, last_notes, carry):
             size, batch = estimate_advantages(params, size, trajectory, notes, final_obs, last_notes)
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
             def update(learned, chosen):
                 params, opt_state, divergence = learned
                 grads, metrics = gradients(params, batch, carry, chosen)
-                divergence = diverged(self, divergence, metrics["approx_kl"])
+                divergence = update_divergence(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
 
             learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
             params, opt_state, _ = learned
-            return params, opt_state, key, size, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(learning_rate, opt_state)
+            return params, opt_state, key, size, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, note, carry = act(state.params, actor_part(obs), is_first, carry, keys)
+                action, log_prob, note, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, note, t.final_obs, carry)
@@ -183,14 +193,14 @@ class PPO:
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.params, actor_part(final_obs), carries, trajectory.truncated)
+            last_notes = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
             params, opt_state, key, size, metrics = learn(
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, notes, final_obs, last_notes,
                 state.carry,
             )  # fmt: skip
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, forget(is_first, carry), size)
+            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry), size)
             return after, {**metrics, **episodes}
 
         return Agent(
@@ -201,7 +211,7 @@ class PPO:
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
             env_group=self.num_minibatches if has_core(self) else 1,
-            **outside_training(network, venv.action_space),
+            **acting_functions(network, venv.action_space),
         )
 
 

@@ -17,12 +17,12 @@ from msrl_jax.algorithms.agent import (
     Agent,
     Metrics,
     Progress,
-    in_force,
+    learning_rate_at,
+    learning_rate_metric,
     logical_axes,
+    make_vector_env,
     split_keys,
-    step_size,
     steps_before,
-    training_env,
 )
 from msrl_jax.algorithms.config import (
     Activation,
@@ -37,9 +37,9 @@ from msrl_jax.algorithms.config import (
 )
 from msrl_jax.algorithms.kernels.networks import global_norm
 from msrl_jax.algorithms.kernels.time import truncated_values
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, has_core, shuffle, take, take_carry
+from msrl_jax.algorithms.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.algorithms.loops.trajectory import next_values
-from msrl_jax.algorithms.networks.layers import Carry, first_steps, forget
+from msrl_jax.algorithms.networks.layers import Carry, first_steps, reset_carry
 from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -115,7 +115,7 @@ class PQN:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         action_space = check_discrete("PQN", env.action_space)
         to_env_action = action_transform(action_space)
-        venv = training_env(env, self)
+        venv = make_vector_env(env, self)
         heads = lambda torso: value_heads(torso, action_space, self, dueling=False)  # noqa: E731
         network = recurrent_network(venv.observation_space, heads, self)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
@@ -138,7 +138,7 @@ class PQN:
 
         @fragment(role="actor")
         def explore(params, obs, keys, steps, is_first, carry):
-            found, carry = values(params, obs, forget(is_first, carry))
+            found, carry = values(params, obs, reset_carry(is_first, carry))
             greedy = found.argmax(-1).astype(jnp.int32)
             return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n), carry
 
@@ -168,8 +168,8 @@ class PQN:
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
-            minibatch, target = take(self, batch, chosen)
-            carry = take_carry(self, carry, chosen)
+            minibatch, target = gather_minibatch(self, batch, chosen)
+            carry = gather_carry(self, carry, chosen)
 
             def loss(params):
                 outputs, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
@@ -187,7 +187,7 @@ class PQN:
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, t, bootstrap_value, carry):
             batch = t, lambda_targets(params, t, bootstrap_value, carry)
-            learning_rate = step_size(self, progress)
+            learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
             def update(learned, chosen):
@@ -196,7 +196,7 @@ class PQN:
                 return tuple(learned), metrics | {"grad_norm": grad_norm}
 
             (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), minibatches)
-            return params, opt_state, key, jax.tree.map(jnp.mean, metrics) | in_force(learning_rate)
+            return params, opt_state, key, jax.tree.map(jnp.mean, metrics) | learning_rate_metric(learning_rate)
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
             def step(before, inputs):
@@ -216,7 +216,7 @@ class PQN:
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, bootstrap_value, state.carry
             )
-            after = PQNState(params, opt_state, key, actor_keys, env_state, obs, forget(is_first, carry))
+            after = PQNState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry))
             return after, {**metrics, **episodes}
 
         def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:

@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -47,7 +47,7 @@ from msrl_jax.algorithms.loops.replay import (
     state_axes,
 )
 from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.algorithms.networks.layers import Carry, Network, dense, forget
+from msrl_jax.algorithms.networks.layers import Carry, Network, dense, reset_carry
 from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -127,7 +127,7 @@ class QMIX:
 
         @fragment(role="actor")
         def explore(params, obs, is_first, keys, steps, carry):
-            carry, joint = forget(is_first, carry), view.observe(obs)
+            carry, joint = reset_carry(is_first, carry), view.observe(obs)
             values, next_carry = network.step(params["agents"], joint, carry)
             greedy = only_legal(values, joint.obs).argmax(-1).astype(jnp.int32)
             # Every agent explores by itself.
@@ -180,7 +180,7 @@ class QMIX:
         def learn(learner, progress, key, sample, ready):
             def update(learner, batch):
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-                rate = step_size(self, progress)
+                rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
                 due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -43,7 +43,7 @@ from msrl_jax.algorithms.loops.replay import (
     state_axes,
 )
 from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.layers import Carry, reset_carry
 from msrl_jax.algorithms.networks.q_network import epsilon_greedy, greedy_target, value_heads
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.optimizers import make_optimizer
@@ -122,7 +122,7 @@ class R2D2:
 
         @fragment(role="actor")
         def explore(params, obs, keys, steps, is_first, carry):
-            carry = forget(is_first, carry)
+            carry = reset_carry(is_first, carry)
             values, next_carry = network.step(params, obs, carry)
             greedy = only_legal(values, obs).argmax(-1).astype(jnp.int32)
             action = epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size)
@@ -176,7 +176,7 @@ class R2D2:
         def learn(learner, progress, key, sample, ready):
             def update(learner, batch):
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-                rate = step_size(self, progress)
+                rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
                 due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
@@ -211,7 +211,7 @@ class R2D2:
                 metrics = metrics | age
             after = OffPolicyState(
                 *learner, key, acting, actor_keys, replay, replay_key, pending, state.data,
-                forget(is_first, carry), env_state, obs,
+                reset_carry(is_first, carry), env_state, obs,
             )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -43,14 +43,14 @@ from msrl_jax.algorithms.losses.distributional import check_support
 from msrl_jax.algorithms.losses.entropy import expected_soft_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.networks.layers import reset_carry
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy
 from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
 from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.masks import mask_of
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.replay import Transition
@@ -149,7 +149,7 @@ class SAC:
 
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
-            carry = forget(is_first, carry)
+            carry = reset_carry(is_first, carry)
             seen, next_carry = step_cores(networks, params, see(observations, obs), carry)
             explored = policy.apply(params["actor"], seen).sample(keys)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen))
@@ -226,7 +226,8 @@ class SAC:
                     observations, experience = observe(observations, batch)
                     batch = batch._replace(experience=experience)
                 grads, (td_error, stats, *towards) = gradients(learner.params, learner.target_params, batch)
-                params, opt_state = apply_update(learner.params, learner.opt_state, grads, step_size(self, progress), ready)
+                learning_rate = learning_rate_at(self, progress)
+                params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
                 target_params = update_target(learner.target_params, towards[0] if towards else params["critic"], ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
@@ -236,7 +237,7 @@ class SAC:
             def step(before, inputs):
                 keys, steps = inputs
                 env_state, obs, is_first, carry = before
-                seen = actor_part(obs)
+                seen = actor_obs(obs)
                 action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
@@ -251,7 +252,7 @@ class SAC:
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
             after = OffPolicyState(
                 *learner, key, (), actor_keys, replay, replay_key, pending, state.data,
-                forget(is_first, carry), env_state, obs,
+                reset_carry(is_first, carry), env_state, obs,
             )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     CoreKind,
@@ -51,13 +51,13 @@ from msrl_jax.algorithms.loops.replay import (
 )
 from msrl_jax.algorithms.losses.critics import prediction_of
 from msrl_jax.algorithms.losses.distributional import check_support
-from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.networks.layers import reset_carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.replay import Transition
@@ -149,7 +149,7 @@ class TD3:
 
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
-            carry = forget(is_first, carry)
+            carry = reset_carry(is_first, carry)
             seen, next_carry = step_cores(networks, params, see(observations, obs), carry)
             explored = jnp.clip(policy(params["actor"], seen) + deviation * noise(keys), -1.0, 1.0)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space))
@@ -221,7 +221,7 @@ class TD3:
                     batch = batch._replace(experience=experience)
                 actor_moves = is_due(ready, batch.update, self.policy_period)
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-                params, opt_state, rate = {}, {}, step_size(self, progress)
+                params, opt_state, rate = {}, {}, learning_rate_at(self, progress)
                 for part, due in (("actor", actor_moves), ("critic", ready)):
                     before = learner.params[part], learner.opt_state[part]
                     params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
@@ -234,7 +234,7 @@ class TD3:
             def step(before, inputs):
                 keys, steps = inputs
                 env_state, obs, is_first, carry = before
-                seen = actor_part(obs)
+                seen = actor_obs(obs)
                 action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
@@ -249,7 +249,7 @@ class TD3:
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
             after = OffPolicyState(
                 *learner, key, (), actor_keys, replay, replay_key, pending, state.data,
-                forget(is_first, carry), env_state, obs,
+                reset_carry(is_first, carry), env_state, obs,
             )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 

@@ -18,7 +18,7 @@ import optax
 from msrl_jax.algorithms import schedules
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import ALGORITHMS, OptimizerKind
-from msrl_jax.algorithms.fields import all_fields, check_unused, is_word, value_of
+from msrl_jax.algorithms.fields import all_fields, check_unused, is_deferred, value_of
 from msrl_jax.algorithms.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.algorithms.networks.modules import as_network, is_name
 from msrl_jax.algorithms.optimizers import NAMED, Named
@@ -86,7 +86,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
             remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
-        elif tunable and is_word(value):
+        elif tunable and is_deferred(value):
             once = "a number, which is read once, at the start"
             remedy = once if f.metadata.get("once") else schedules.remedy(name, value, f.metadata["bounds"])
         else:
@@ -108,7 +108,7 @@ def check_fits(config: Any) -> None:
     if is_own(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
         check_unused(config, _PARTS, because)
-    if is_word(rate := getattr(config, "learning_rate", None)):
+    if is_deferred(rate := getattr(config, "learning_rate", None)):
         check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is no number")
     if (core := getattr(config, "core", None)) is not None:
         because = f"with core={checks.name_of(core)}"

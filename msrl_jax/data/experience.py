@@ -122,13 +122,13 @@ def without_experience(state: Any) -> Any:
     return _map_recorded(lambda x: x.env_state, state)
 
 
-def at_rest(state: Any) -> Any:
+def detached(state: Any) -> Any:
     """Removes recorded steps that are on disk from the state of a run, for a checkpoint."""
     return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
-def awake(state: Any, like: Any) -> Any:
-    """Adds an empty ring, possibly of another size, to a result of `at_rest`; `like` has the types of the new state."""
+def attached(state: Any, like: Any) -> Any:
+    """Adds an empty ring, possibly of another size, to a result of `detached`; `like` has the types of the new state."""
 
     def wake(x: RecordedState, kind: RecordedState) -> RecordedState:
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)

@@ -26,7 +26,7 @@ from msrl_jax.policies import SingleLearnerCoarse
 from msrl_jax.run.disk.folder import versions
 from msrl_jax.run.experiment.plain_data import to_json
 from msrl_jax.run.loop.hooks import StopRequests
-from msrl_jax.run.loop.loop import Ending, Run
+from msrl_jax.run.loop.loop import Run, StopReason
 
 _QUIET = 1.0  # seconds without an unroll after which a chunk ends, so that hooks run
 _POLL = 0.2  # seconds between checks whether to stop the run
@@ -355,11 +355,11 @@ class WaitForActors:
         """Admits actors."""
         self._pool.open(run)
 
-    def before(self, run: Run) -> Ending | None:
+    def before(self, run: Run) -> StopReason | None:
         """Waits until there is something to learn from."""
         self._pool.waiting()
         start, reason = time.perf_counter(), ""
         while not self._pool.ready(_POLL) and not reason:
             reason = self._requests.reason(0.0)
         run.seconds["train_seconds"] += time.perf_counter() - start
-        return Ending("interrupted", reason) if reason else None
+        return StopReason("interrupted", reason) if reason else None

@@ -103,7 +103,7 @@ def are_privileged(space: spaces.Space) -> TypeGuard[spaces.Tuple]:
     return isinstance(space, spaces.Tuple) and isinstance(space.spaces, PrivilegedObservation)
 
 
-def actor_part(obs: Any) -> Any:
+def actor_obs(obs: Any) -> Any:
     """What an actor sees of observations: everything but the privileged state, with masks if there are any."""
     plain = unmasked(obs)
     return with_mask_of(obs, plain.obs) if isinstance(plain, PrivilegedObservation) else obs

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
 from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.algorithms.config import (
     Activation,
     Codec,
@@ -187,7 +187,7 @@ class AlphaZero:
         def learn(learner, progress, key, sample, ready):
             def update(learner, batch):
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-                rate = step_size(self, progress)
+                rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
                 return Learner(params, (), opt_state), td_error, stats
 

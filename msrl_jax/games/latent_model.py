@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Torso, Whole, dense
+from msrl_jax.algorithms.networks.layers import CustomNetworks, Torso, dense
 from msrl_jax.envs import Box, Discrete
 
 
@@ -70,8 +70,8 @@ class LatentModel(NamedTuple):
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
     """Makes the networks: a torso for observations, and one hidden dense layer of it each for the model and the predictions."""
-    if isinstance(torso.network, Whole):
-        raise ValueError("network=Whole(...) does not support a model of the environment; use a module that returns features")
+    if isinstance(torso.network, CustomNetworks):
+        raise ValueError("network=CustomNetworks(...) supports no model of the environment; use a module that returns features")
     module = _Model(torso, latent_size, action_space.n)
     methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))
     return LatentModel(module.init, *(cast(Any, method) for method in methods))

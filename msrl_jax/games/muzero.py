@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, split_keys, step_size, steps_before
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.algorithms.config import (
     Activation,
     NetworkKind,
@@ -226,7 +226,7 @@ class MuZero:
         def learn(learner, progress, key, sample, ready):
             def update(learner, batch):
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-                rate = step_size(self, progress)
+                rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
                 due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats

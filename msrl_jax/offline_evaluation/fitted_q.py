@@ -30,7 +30,7 @@ from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.actions import policy_actions
 from msrl_jax.envs.masks import MaskedObservation
-from msrl_jax.envs.privileged import actor_part
+from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, shown
@@ -301,7 +301,7 @@ def _acted(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
     parts = []
     for begin in range(0, count, size):
         at = np.minimum(np.arange(begin, begin + size), count - 1)  # pad the last batch
-        parts.append(np.asarray(act(actor_part(jax.tree.map(lambda x, at=at: x[at], obs)))))
+        parts.append(np.asarray(act(actor_obs(jax.tree.map(lambda x, at=at: x[at], obs)))))
     return np.concatenate(parts)[:count]
 
 

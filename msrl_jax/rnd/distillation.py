@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, step_size
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.algorithms.loops.minibatches import shuffle
 from msrl_jax.algorithms.loops.trajectory import Trajectory
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
@@ -176,7 +176,7 @@ def random_network_distillation(
     def add_intrinsic_rewards(rnd, t, last_obs, progress):
         rnd, advantage, goal, reward = intrinsic_advantages(rnd, t, last_obs)
         key, times = shuffle(jax.random.fold_in(rnd.key, progress.iteration.low), plan)
-        rate = step_size(config, progress)  # an adaptive rate keeps its initial value
+        rate = learning_rate_at(config, progress)  # an adaptive rate keeps its initial value
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.present, goal
 

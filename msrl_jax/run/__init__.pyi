@@ -16,8 +16,8 @@ from msrl_jax.run.loop.callbacks import TensorBoard as TensorBoard
 from msrl_jax.run.loop.callbacks import Tick as Tick
 from msrl_jax.run.loop.callbacks import WandB as WandB
 from msrl_jax.run.loop.guard import DivergedError as DivergedError
-from msrl_jax.run.loop.loop import Ending as Ending
 from msrl_jax.run.loop.loop import Run as Run
+from msrl_jax.run.loop.loop import StopReason as StopReason
 from msrl_jax.run.outputs.video import Filming as Filming
 from msrl_jax.run.outputs.video import Video as Video
 from msrl_jax.run.result import Result as Result

@@ -37,7 +37,7 @@ from msrl_jax.run.loop.callbacks import Callback, Callbacks, Progress, check_cal
 from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
 from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
-from msrl_jax.run.loop.loop import Ending, Pace, Run, finish, loop
+from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import as_asked, find_folder, opened
 from msrl_jax.run.result import Result
 
@@ -224,13 +224,13 @@ def train(
         boundaries = tuple(int(steps) for steps in asked if steps is not None)
         run = Run(
             experiment, where, devices, path, deployment, program, None,
-            Pace(most, fixed=watching["chunk"] is not None), boundaries, started,
+            ChunkScheduler(most, fixed=watching["chunk"] is not None), boundaries, started,
         )  # fmt: skip
         _begin(run, saved)
         try:
             loop(run, hooks)
         except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
-            run.ending = Ending("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
+            run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
             lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
             for problem in lost:
                 text = f"the run ends with an error, and could not be saved: {problem}"

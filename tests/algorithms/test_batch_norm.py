@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import counted
-from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks
 from msrl_jax.algorithms.networks.modules import as_network
 from tests.support.compiled import collectives
 from tests.support.modules import FORMS, Head
@@ -147,7 +147,7 @@ def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options
     [
         ({"core": "gru"}, RandomWalk(True), r"SAC\.batch_norm .* core='gru' learns from windows of steps; use core='none'"),
         ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network='simba' has other layers; use 'mlp'"),
-        ({"network": as_network(Whole(Head(4), Head(1)))}, RandomWalk(True), r"network=Whole\(\.\.\.\) has other layers"),
+        ({"network": as_network(CustomNetworks(Head(4), Head(1)))}, RandomWalk(True), r"network=Custom.* has other layers"),
         ({}, RandomWalk(False), r"those of discrete actions see none; use layer_norm=True"),
     ],
     ids=["core", "simba", "whole", "discrete"],

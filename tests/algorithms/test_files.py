@@ -29,7 +29,7 @@ def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     assert json.loads((folder / "run/config.json").read_text())["class"] == f"{folder}/my_ppo.py:PPO"
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    forget()
+    reset_carry()
     again = msrl.train(
         resume="../run", trust=True, policy="MultiLearner", devices=jax.devices()[:4], eval_episodes=0, progress=False
     )
@@ -37,10 +37,10 @@ def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     for x, y in zip(jax.tree.leaves(again.state.params), jax.tree.leaves(whole.state.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-5)
     # The file may move into the working directory, or be given again.
-    forget()
+    reset_carry()
     shutil.move(folder / "my_ppo.py", "my_ppo.py")
     assert cli.main(["evaluate", "../run", "--episodes", "2", "--trust"]) == 0
-    forget()
+    reset_carry()
     (folder / "other").mkdir()
     shutil.move("my_ppo.py", folder / "other")
     capsys.readouterr()
@@ -50,7 +50,7 @@ def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     assert cli.main(["train", "--resume", "--algo", "../other/my_ppo.py", *longer]) == 0
 
 
-def forget():
+def reset_carry():
     """Forgets the file `my_ppo.py`, as a new process does."""
     ALGORITHMS.pop("my_ppo")
     sys.modules.pop("my_ppo")

@@ -171,7 +171,7 @@ def test_a_step_that_is_not_legal_is_named(env, message):
 def test_an_evaluation_whose_environment_gives_no_legal_action_says_so(run_of_ppo):
     result = run_of_ppo[0]
     played = make_evaluator(type(result.behavior)(result.behavior.agent, Maze(stuck=2)), 8)
-    with pytest.raises(ValueError, match=r"Maze gave \d of 8 .*an observation had no legal action"):
+    with pytest.raises(ValueError, match=r"Maze: \d of 8 .*An observation had no legal action"):
         played(result.state, jax.random.key(0))
 
 

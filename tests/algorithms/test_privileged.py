@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.algorithms import Replay, build, counted, get
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks
 from msrl_jax.algorithms.networks.modules import as_network
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.fragments.metrics import Mean
@@ -80,7 +80,7 @@ def test_nobody_can_know_the_values_of_the_same_environment_without_it(algorithm
     assert loss_of_values(algorithm, envs.Unprivileged(Seen(space)), 200) > 0.4
 
 
-MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(Whole(Head(2), Head(1)))
+MODULE, WHOLE = {"network": as_network(FORMS["linen"])}, as_network(CustomNetworks(Head(2), Head(1)))
 
 
 @pytest.mark.parametrize(

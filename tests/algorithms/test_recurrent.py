@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.algorithms.networks.cores import named_core
-from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.networks.layers import reset_carry
 from msrl_jax.algorithms.words import objects
 from msrl_jax.fragments.support.random_keys import key_for
 from tests.support.agents import make_counted, make_still, still
@@ -73,7 +73,7 @@ def test_gradients_equal_the_plain_loop(unrolled):
 
     def by_steps(params, inputs, is_first, carry):
         def step(carry, now):
-            outputs, carry = core.step(params, now[0], forget(now[1], carry))
+            outputs, carry = core.step(params, now[0], reset_carry(now[1], carry))
             return carry, (outputs, carry)
 
         return jax.lax.scan(step, carry, (inputs, is_first))[1]

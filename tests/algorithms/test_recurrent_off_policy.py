@@ -8,7 +8,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import SAC, TD3, counted
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
 from tests.support.compiled import collectives
@@ -211,5 +211,5 @@ def test_what_does_not_fit_is_refused_in_one_sentence():
         SAC(core="gruu")
     with pytest.raises(ValueError, match=r"TD3, whose burn_in \+ trace_length .*learning_starts=1000: a batch of 256 windows"):
         msrl.algorithms.build(TD3(core="gru"), RandomWalk(True))
-    with pytest.raises(ValueError, match=r"network=Whole\(\.\.\.\) has no place for a core"):
-        build("sac", network=Whole())
+    with pytest.raises(ValueError, match=r"network=CustomNetworks\(\.\.\.\) has no place for a core"):
+        build("sac", network=CustomNetworks())

@@ -97,7 +97,7 @@ def test_donated_registers_are_refused():
     program.run(state, 1, donate=True)
     spent = state.registers
     fresh = program.run(init(), 2)[0]
-    with pytest.raises(RuntimeError, match=r"a register of stale parameters has no memory any more"):
+    with pytest.raises(RuntimeError, match=r"a register of stale parameters no longer has memory"):
         program.run(fresh._replace(registers=spent), 1)
 
 

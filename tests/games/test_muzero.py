@@ -284,7 +284,7 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
         ({"replay.capacity": 32}, r"MuZero, whose model_steps .* length: .* a window is length=5 steps long"),
         ({"act_simulations": -1}, r"MuZero\.act_simulations=-1: use an integer of at least 0"),
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
-        ({"network": msrl.algorithms.Whole(actor=None)}, r"network=Whole\(\.\.\.\) does not support a model"),
+        ({"network": msrl.algorithms.CustomNetworks(actor=None)}, r"network=CustomNetworks\(\.\.\.\) does not support a model"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_sentence(options, message):

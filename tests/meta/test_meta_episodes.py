@@ -119,7 +119,7 @@ def test_value_iteration_is_that_of_numpy_and_a_missing_probability_ends_the_epi
     np.testing.assert_allclose(whole, q, rtol=1e-6)
 
 
-class Ending:
+class StopReason:
     """Two states; action 1 ends the episode with reward 1."""
 
     observation_space, action_space = envs.Discrete(2), envs.Discrete(2)
@@ -135,12 +135,12 @@ class Ending:
         return {"steps": state}
 
 
-class Shifted(Ending):
+class Shifted(StopReason):
     action_space = envs.Discrete(2, start=1)
 
 
 def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_nothing():
-    env = meta.RL3(meta.RL2(Ending(), 6, 3), discount=1.0, smoothing=0.1)
+    env = meta.RL3(meta.RL2(StopReason(), 6, 3), discount=1.0, smoothing=0.1)
     state, _ = env.reset(jax.random.key(0))
     begun = []
     for action in (1, 0, 1, 0, 0, 0):
@@ -160,7 +160,7 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
     [("last", 3), pytest.param("max", 3, marks=pytest.mark.long), ("sum", 1 + 1 + 1 + 1 + 2 + 3)],
 )
 def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
-    inner = type("Reporting", (Ending,), {"metrics": {"steps": reduction}})()
+    inner = type("Reporting", (StopReason,), {"metrics": {"steps": reduction}})()
     env = envs.EpisodeStatistics(envs.vectorize(meta.RL2(inner, 6, 3), 1))
     state, _ = env.reset(jax.random.key(0))
     for action in (1, 1, 1, 0, 0, 0):  # three episodes of a step, and one of three

@@ -77,6 +77,6 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
 
 
 def test_networks_with_their_last_layers_are_no_members():
-    whole = msrl.algorithms.Whole(actor="nets:actor", critic=(len, max))
+    whole = msrl.algorithms.CustomNetworks(actor="nets:actor", critic=(len, max))
     made = experiment_of("sac", "Pendulum-v1", seeds=2, overrides={"network": whole, "tau": [0.1, 0.2]})
     assert made.algorithm.network == whole and made.settings == {"tau": (0.1, 0.2)}

@@ -13,7 +13,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.transformations import counted
 from msrl_jax.fragments.counters import to_int
-from msrl_jax.run import Ending, Experiment, Result, Tick
+from msrl_jax.run import Experiment, Result, StopReason, Tick
 from msrl_jax.run.loop.callbacks import _answer
 from msrl_jax.run.prepare import make_experiment
 
@@ -254,7 +254,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
             calls.append(("begin", run.iteration))
 
         def before(self, run):
-            return Ending("stopped") if run.iteration == 2 else calls.append(("before", run.iteration))
+            return StopReason("stopped") if run.iteration == 2 else calls.append(("before", run.iteration))
 
         def after(self, run):
             calls.append(("after", run.iteration))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax.algorithms import IQL, PPO, Whole
+from msrl_jax.algorithms import IQL, PPO, CustomNetworks
 from msrl_jax.search.space import Trial, choose, ranked, read_axes, rung_steps, survivors
 
 
@@ -87,7 +87,9 @@ def test_rungs_by_hand():
     assert [t.number for t in survivors(trials[:2], 1)] == [0]
 
 
-@pytest.mark.parametrize("whole", [Whole("nets:actor", "nets:critic", "nets:value"), Whole((len, max), (len, max))])
+@pytest.mark.parametrize(
+    "whole", [CustomNetworks("nets:actor", "nets:critic", "nets:value"), CustomNetworks((len, max), (len, max))]
+)
 def test_networks_with_their_last_layers_are_one_value(whole):
     axes, constants = read_axes(IQL, {"network": whole, "critic.expectile": [0.7, 0.9]})
     assert [axis.field for axis in axes] == ["critic.expectile"] and constants == {"network": whole}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from msrl_jax.algorithms.networks.layers import Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks
 from msrl_jax.algorithms.networks.modules import as_network
 from tests.support import transformations
 from tests.support.modules import FORMS, Fading, Head
@@ -111,7 +111,7 @@ for _name in ("ppo", "recurrent_ppo", "sac"):
 MODULES = {"ppo+linen": "linen", "dqn+equinox": "equinox", "sac+nnx": "nnx", "r2d2+equinox": "equinox", "a2c+pair": "pair"}
 for _name, _form in MODULES.items():
     PARTICULAR[_name] = PARTICULAR.get(_name.partition("+")[0], {}) | {"network": as_network(FORMS[_form])}
-WHOLE = {"ppo+whole": Whole(Head(2), Head(1)), "sac+whole": Whole(Head(2), Head(1))}
+WHOLE = {"ppo+whole": CustomNetworks(Head(2), Head(1)), "sac+whole": CustomNetworks(Head(2), Head(1))}
 for _name, _whole in WHOLE.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | {"network": as_network(_whole)}
 # Optimizers and schedules. Each step of Muon's iteration for small singular values multiplies a rounding by 3.4.

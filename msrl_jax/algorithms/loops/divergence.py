@@ -29,7 +29,7 @@ def no_divergence(config: Any) -> Divergence:
     return Divergence(exceeded, None, None)
 
 
-def diverged(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
+def update_divergence(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
     """That for an update whose gradients come with a divergence of `kl` nats, `[]`."""
     exceeded, followed, is_first = before
     if is_first is not None:
@@ -56,8 +56,8 @@ def apply_gradients(
       params: the parameters.
       opt_state: the state of the optimizer.
       grads: the gradients of the parameters.
-      learning_rate: `step_size(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
-      divergence: that of `diverged`.
+      learning_rate: `learning_rate_at(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
+      divergence: that of `update_divergence`.
     """
     if divergence.kl is not None:
         opt_state = adapted(config.learning_rate, opt_state, divergence.kl)

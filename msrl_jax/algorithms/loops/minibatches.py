@@ -31,7 +31,7 @@ def has_core(config: Any) -> bool:
 
 
 def shuffle(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Shuffles every epoch: the next key, and what is in each minibatch, for `take`. `[U, T / M]`; `[U, E / M]` with a core."""
+    """Shuffles every epoch: the next key, and the indices of each minibatch: `[U, T / M]`, or `[U, E / M]` with a core."""
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
     size = config.num_minibatches
     if has_core(config):
@@ -41,7 +41,7 @@ def shuffle(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     return key, times.reshape(config.num_epochs * size, -1)
 
 
-def take(config: Any, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
+def gather_minibatch(config: Any, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
     """One minibatch `[T', B, ...]` of a pytree `[T, E, ...]`: whole sequences with a core, without one sequences of one step.
 
     The first `dims` dimensions become two: agents `[T, E, A, ...]` are sequences of their own if it is 3.
@@ -60,6 +60,6 @@ def take(config: Any, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
     return jax.tree.map(sequences if has_core(config) else steps, batch)
 
 
-def take_carry(config: Any, carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
+def gather_carry(config: Any, carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
     """The carries `[B, ...]` before the sequences of a minibatch, of those before an unroll `[E, ...]`."""
-    return jax.tree.map(lambda x: take(config, x[None], chosen, dims)[0], carry)
+    return jax.tree.map(lambda x: gather_minibatch(config, x[None], chosen, dims)[0], carry)

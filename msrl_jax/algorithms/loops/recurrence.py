@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from msrl_jax.algorithms.fields import check_unused
 from msrl_jax.algorithms.kernels.time import truncated_values
 from msrl_jax.algorithms.loops.replay import Batch
-from msrl_jax.algorithms.networks.layers import Carry, Network, Torso, TwoTorsos, first_steps, flatten, unflatten
+from msrl_jax.algorithms.networks.layers import AsymmetricTorso, Carry, Network, Torso, first_steps, flatten, unflatten
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.envs import Space
 from msrl_jax.envs.masks import unmasked, with_mask_of
-from msrl_jax.envs.privileged import actor_part, with_privileged_of
+from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.replay import NStep, Transition
 from msrl_jax.replay.buffers import fold
 
@@ -83,14 +83,14 @@ def with_core(name: str, observation_space: Space, config: Any, make: Callable[[
         return make(observation_space)
     made: list[Network] = []
 
-    def make_heads(torsos: Torso | TwoTorsos) -> Network:
+    def make_heads(torsos: Torso | AsymmetricTorso) -> Network:
         layers = {"hidden_sizes": config.hidden_sizes[-1:], "layer_norm": config.layer_norm}
-        if isinstance(torsos, TwoTorsos):
+        if isinstance(torsos, AsymmetricTorso):
             torsos = torsos._replace(actor=torsos.actor.clone(**layers))
         else:
             torsos = torsos.clone(**layers)
         made.append(make(torsos))
-        return Network(made[0].init, lambda params, seen: actor_part(unmasked(seen)))
+        return Network(made[0].init, lambda params, seen: actor_obs(unmasked(seen)))
 
     core = recurrent_network(observation_space, make_heads, config)
     (heads,) = made

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from msrl_jax.algorithms.networks.layers import first_steps
 from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.returns.value_size import ValueSize
+from msrl_jax.algorithms.returns.value_size import TargetScale
 
 AddBonus = Callable[["Trajectory", Any], "Trajectory"]
 """`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
@@ -50,8 +50,8 @@ def estimate(
     t: Trajectory,
     value: jax.Array,
     bootstrap_value: jax.Array,
-    size: ValueSize | tuple[()] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array, ValueSize | tuple[()]]:
+    size: TargetScale | tuple[()] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array, TargetScale | tuple[()]]:
     """Advantages, standardized unless that is for minibatches or not wanted; and what the critic learns.
 
     Args:
@@ -59,7 +59,7 @@ def estimate(
       t: the experience.
       value: the critic's outputs. `[T, E]`
       bootstrap_value: those for the last observations of episodes, see `next_values`, and of the unroll. `[T, E]`
-      size: a `ValueSize`, by which values are divided for the critic; `()` if they are not.
+      size: a `TargetScale`, by which values are divided for the critic; `()` if they are not.
 
     Returns:
       Advantages; values and their targets, as the critic's outputs should be; `[T, E]` each; and the size with these targets.

@@ -108,7 +108,7 @@ def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carr
     return truncated_values(lambda params, final: note(params, *final), params, (final_obs, carries), truncated, and_last=True)
 
 
-def outside_training(network: ActorCritic, space: Space) -> dict[str, Any]:
+def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:
     """`act`, `initial_carry` and `probabilities` of an `Agent` whose state has the parameters."""
     to_env_action = action_transform(space)
 

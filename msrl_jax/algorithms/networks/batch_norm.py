@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.networks.layers import Network, Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks, Network
 from msrl_jax.algorithms.networks.policies import taken_value
 from msrl_jax.envs import Discrete, Space
 
 
 def check_batch_norm(config: Any, action_space: Space | None = None) -> None:
     """Raises ValueError if the critics of a config are to be normalized, but have no place for it."""
-    whole = isinstance(config.network, Whole)
-    network = "Whole(...)" if whole else "'simba'"
+    whole = isinstance(config.network, CustomNetworks)
+    network = "CustomNetworks(...)" if whole else "'simba'"
     obstacles = {
         "those of discrete actions see none; use layer_norm=True": isinstance(action_space, Discrete),
         f"core={config.core!r} learns from windows of steps; use core='none'": config.core != "none",

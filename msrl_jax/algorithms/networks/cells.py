@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.kernels.networks import matmul
-from msrl_jax.algorithms.networks.layers import Carry, Core, forget
+from msrl_jax.algorithms.networks.layers import Carry, Core, reset_carry
 
 Gates = tuple[jax.Array, ...]
 """One array `[..., H]` for each gate."""
@@ -100,7 +100,7 @@ def _scan(
 def _scan_forward(update, kernel, x, is_first, carry):
     def step(carry, inputs):
         x, is_first = inputs
-        carry = forget(is_first, carry)
+        carry = reset_carry(is_first, carry)
         product = carry[0] @ kernel  # for all gates, one after another
         carry = update(x, per_gate(product, len(x)), carry)
         return carry, (carry, product)
@@ -112,7 +112,7 @@ def _scan_forward(update, kernel, x, is_first, carry):
 def _scan_backward(update, residuals, cotangents):
     kernel, x, is_first, carry, carries, products = residuals
     before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
-    before = forget(is_first, before)
+    before = reset_carry(is_first, before)
     # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
     # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
     # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
@@ -132,7 +132,7 @@ def _scan_backward(update, residuals, cotangents):
         cotangent = tuple(map(jnp.add, later, cotangent))
         output, *rest = _chain(cotangent, by_carry)
         output += jax.lax.optimization_barrier(through_gates(cotangent, by_u)) @ transposed
-        return forget(is_first, (output, *rest)), cotangent
+        return reset_carry(is_first, (output, *rest)), cotangent
 
     # Without the barriers, XLA fuses transpose, chain rule and product for one row: a loop that took ten times as long.
     transposed = jax.lax.optimization_barrier(kernel.T)

@@ -21,7 +21,7 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.cells import CELLS, stepwise
-from msrl_jax.algorithms.networks.layers import Carry, Core, Network, forget
+from msrl_jax.algorithms.networks.layers import Carry, Core, Network, reset_carry
 from msrl_jax.algorithms.networks.linear_recurrence import lru, min_gru
 from msrl_jax.algorithms.networks.modules import check_gradients, is_name
 from msrl_jax.algorithms.networks.transformer import gtrxl
@@ -150,7 +150,7 @@ def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
 
     def scan(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         def one(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, Carry]]:
-            outputs, carry = step(params, now[0], forget(now[1], carry))
+            outputs, carry = step(params, now[0], reset_carry(now[1], carry))
             return carry, (outputs, carry)
 
         return jax.lax.scan(one, carry, (inputs, is_first))[1]

@@ -84,7 +84,7 @@ class Network(NamedTuple):
     core: Any = None  # the `RecurrentNetwork` before it, if it has one
 
 
-class Whole(NamedTuple):
+class CustomNetworks(NamedTuple):
     """Networks with their last layers, in place of a torso to which the algorithm adds them.
 
     Attributes:
@@ -107,18 +107,18 @@ class Torso(nn.Module):
     kind: Literal["mlp", "cnn", "impala_cnn", "simba"] = "mlp"
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
     # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
-    network: Network | Whole | None = None
-    is_whole: bool = False  # whether the network is one of a `Whole`, so that no head follows
+    network: Network | CustomNetworks | None = None
+    is_whole: bool = False  # whether the network is one of a `CustomNetworks`, so that no head follows
     # what it sees of a `PrivilegedObservation`; "both": the privileged state, and the observation as an action
-    sees: Literal["obs", "privileged_state", "both"] = "obs"
+    input_part: Literal["obs", "privileged_state", "both"] = "obs"
     batch_norm: bool = False  # whether what the dense layers see is normalized, and what comes out of them
 
     def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
-        """The torso of a part, which is this one but for a `Whole`."""
-        if not isinstance(self.network, Whole):
+        """The torso of a part, which is this one but for a `CustomNetworks`."""
+        if not isinstance(self.network, CustomNetworks):
             return self
         if (network := getattr(self.network, part)) is None:
-            raise ValueError(f"network=Whole(...) has no {part}, which this algorithm needs; give {part}=...")
+            raise ValueError(f"network=CustomNetworks(...) has no {part}, which this algorithm needs; give {part}=...")
         return self.clone(network=network, is_whole=True)
 
     @property
@@ -141,9 +141,9 @@ class Torso(nn.Module):
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
         obs = unmasked(obs)
         if isinstance(obs, PrivilegedObservation):
-            if self.sees == "both":
+            if self.input_part == "both":
                 action = obs.obs if action is None else jnp.concatenate([obs.obs, action], axis=-1)
-            obs = obs.obs if self.sees == "obs" else obs.privileged_state
+            obs = obs.obs if self.input_part == "obs" else obs.privileged_state
         activation = ACTIVATIONS[self.activation]
         if self.is_whole:
             return self._outputs(obs) if action is None else self._outputs(obs, action)
@@ -189,7 +189,7 @@ class Torso(nn.Module):
         return x.reshape(*batch, x.shape[-1])
 
 
-class TwoTorsos(NamedTuple):
+class AsymmetricTorso(NamedTuple):
     """The torsos of an actor and of critics that see a privileged state in its observation's place."""
 
     actor: Torso
@@ -200,7 +200,7 @@ class TwoTorsos(NamedTuple):
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
-Seen = Space | Torso | TwoTorsos
+Seen = Space | Torso | AsymmetricTorso
 """What a network sees: observations of a space; or what torsos see that are made."""
 
 
@@ -211,20 +211,20 @@ def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Call
 
     def check(outputs: jax.Array) -> jax.Array:
         if outputs.shape[-1] != size:
-            raise ValueError(f"network=Whole(...): a network returns {outputs.shape[-1]} numbers where {size} are needed")
+            raise ValueError(f"network=CustomNetworks(...): one returns {outputs.shape[-1]} numbers where {size} are needed")
         return outputs
 
     return check
 
 
-def make_torsos(seen: Seen, config: Any) -> Torso | TwoTorsos:
+def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two if critics see a privileged state; raises as `make_torso` does. Keeps made ones."""
-    if isinstance(seen, Torso | TwoTorsos):
+    if isinstance(seen, Torso | AsymmetricTorso):
         return seen
     if not are_privileged(seen):
         return make_torso(seen, config)
     actor, critic = (make_torso(space, config) for space in seen.spaces)
-    return TwoTorsos(actor, critic.clone(sees="privileged_state"))
+    return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
 def make_torso(observation_space: Space, config: Any) -> Torso:
@@ -235,7 +235,7 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
       ValueError: if it convolves observations that are not images of at least 3x3, or if blocks of "simba" differ in width.
     """
     network, sizes, layer_norm = config.network, config.hidden_sizes, config.layer_norm
-    if isinstance(network, Whole):
+    if isinstance(network, CustomNetworks):
         return Torso(observation_space, sizes, config.activation, network=network)
     if not isinstance(network, str):
         if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
@@ -259,7 +259,7 @@ Carry = tuple[jax.Array, ...]
 """A recurrent state: arrays `[..., H]`; empty for networks without one. An episode starts with zeros."""
 
 
-def forget(is_first: jax.Array, carry: ArraysT) -> ArraysT:
+def reset_carry(is_first: jax.Array, carry: ArraysT) -> ArraysT:
     """Clears carries `[..., H]` where an observation is the first of an episode, `is_first` bool of their first dimensions."""
     return jax.tree.map(lambda x: jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x), carry)
 

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from msrl_jax.algorithms.kernels.networks import matmul
 from msrl_jax.algorithms.networks.cells import Gates, per_gate
-from msrl_jax.algorithms.networks.layers import Carry, Core, forget
+from msrl_jax.algorithms.networks.layers import Carry, Core, reset_carry
 
 LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
@@ -45,7 +45,7 @@ def min_gru(size: int) -> Core:
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         keep, write = gates(params, inputs)
-        (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
+        (keep,) = reset_carry(is_first, (keep,))  # what an episode keeps of the one before
         h = linear_recurrence(keep, write, carry[0])
         return h, (h,)
 
@@ -90,7 +90,7 @@ def lru(size: int) -> Core:
         return outputs(params, inputs, (h.real, h.imag))
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        (keep,) = forget(is_first, (jnp.broadcast_to(decay(params), (*is_first.shape, size)),))
+        (keep,) = reset_carry(is_first, (jnp.broadcast_to(decay(params), (*is_first.shape, size)),))
         h = linear_recurrence(keep, written(params, inputs), jax.lax.complex(*carry))
         return outputs(params, inputs, (h.real, h.imag))
 

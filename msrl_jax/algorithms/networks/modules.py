@@ -9,7 +9,7 @@ algorithm adds its heads. What a config takes as `network`, besides names, is on
                                  If it takes two arguments, the second is a batch of one observation, which tells sizes.
                                  The key may be a keyword, `key`, as of the layers of Equinox
     MODULE:NAME                  the name of one of these
-    Whole(actor=..., critic=...) of these, which have their last layers; critics of continuous actions take them as well
+    CustomNetworks(actor=..., critic=...) of these, with their last layers; critics of continuous actions take them as well
 
 All numbers of a module are parameters: random numbers while it is applied (dropout) and state (batch statistics) are refused.
 """
@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from msrl_jax._compat import used_inputs
 from msrl_jax.algorithms.fields import MADE, has_arrays
-from msrl_jax.algorithms.networks.layers import Network, Whole
+from msrl_jax.algorithms.networks.layers import CustomNetworks, Network
 from msrl_jax.fragments.support import naming
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
@@ -38,23 +38,23 @@ def is_name(network: Any) -> bool:
     return isinstance(network, str) and (":" not in network or "=" in network)
 
 
-def as_network(given: Any) -> Network | Whole:
+def as_network(given: Any) -> Network | CustomNetworks:
     """The pair of functions of a module, which says in words what does not fit when it is first traced.
 
     Args:
       given: one of the forms above.
 
     Returns:
-      The network, or the networks of a `Whole`. Its `init` raises ValueError if the module fails, if its features are no floats
-      `[B, F]`, and if a parameter is no array of floats or has no gradient; the message names the parameter.
+      The network, or the networks of a `CustomNetworks`. Its `init` raises ValueError if the module fails, if its features
+      are not floats `[B, F]`, and if a parameter is not an array of floats or has no gradient; the message names it.
 
     Raises:
       TypeError: if it is none of the forms.
       ValueError: if MODULE:NAME cannot be imported.
     """
     what = naming.imported("network", given, _NAMED, _is_network, is_made=True) if isinstance(given, str) else given
-    if isinstance(what, Whole):
-        return Whole(*(None if part is None else as_network(part) for part in what))
+    if isinstance(what, CustomNetworks):
+        return CustomNetworks(*(None if part is None else as_network(part) for part in what))
     name = f"network={given!r}" if isinstance(given, str) else f"network={_name(what)}"
     network = _pair_of(what, name)
 
@@ -97,7 +97,7 @@ def _pair_of(what: Any, name: str) -> Network:
     if isinstance(what, nn.Module):
         return _linen(what, name)
     if isinstance(what, tuple) and any(isinstance(x, nn.Module) for x in what):
-        raise TypeError(f"{name} holds modules; for one of the actor and one of the critic, give Whole(actor=..., critic=...)")
+        raise TypeError(f"{name} holds modules; give CustomNetworks(actor=..., critic=...) instead")
     is_pair = isinstance(what, tuple) and not isinstance(what, Network)
     pair: Any = what if is_pair else (getattr(what, "init", None), getattr(what, "apply", None))
     if len(pair) == 2 and all(map(callable, pair)):

@@ -14,7 +14,7 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Torso, TwoTorsos, head
+from msrl_jax.algorithms.networks.layers import AsymmetricTorso, Torso, head
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation
@@ -55,7 +55,7 @@ class _Module(nn.Module):
 
     def _sees(self, obs: Any) -> bool:
         """Whether the critic sees in observations what it needs for values."""
-        sees_all = self.critic_torso is None or self.critic_torso.sees == "obs"
+        sees_all = self.critic_torso is None or self.critic_torso.input_part == "obs"
         return sees_all or isinstance(unmasked(obs), PrivilegedObservation)
 
     def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
@@ -74,12 +74,12 @@ class PolicyAndValue(NamedTuple):
     value: Callable[[Any, jax.Array], jax.Array]  # (params, obs) -> value [...]
 
 
-def policy_and_value(torso: Torso | TwoTorsos, action_space: Space, *, shared_torso: bool = False) -> PolicyAndValue:
+def policy_and_value(torso: Torso | AsymmetricTorso, action_space: Space, *, shared_torso: bool = False) -> PolicyAndValue:
     """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
     actor = torso.of("actor")
     if shared_torso and actor.is_whole:
-        raise ValueError("network=Whole(...) shares no torso; use shared_torso=False, or give a module of features")
-    if shared_torso and isinstance(torso, TwoTorsos):
+        raise ValueError("network=CustomNetworks(...) shares no torso; use shared_torso=False, or give a module of features")
+    if shared_torso and isinstance(torso, AsymmetricTorso):
         raise ValueError(
             "shared_torso=True: the critic sees the environment's privileged_state and the actor does not, so they share no "
             "torso; use shared_torso=False"

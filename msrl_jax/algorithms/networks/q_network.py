@@ -63,7 +63,7 @@ def q_network(
     """
     torso = torso.of("critic")
     if (dueling or implicit) and torso.is_whole:
-        raise ValueError("network=Whole(...) has no place for streams or fractions; give a module of features")
+        raise ValueError("network=CustomNetworks(...) has no place for streams or fractions; give a module of features")
     *first, last = torso.hidden_sizes if dueling or implicit else (*torso.hidden_sizes, None)
     module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last, dueling)
     return Network(module.init, module.apply)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.networks.layers import Carry, Torso, TwoTorsos, Whole, flatten, make_torsos, unflatten
+from msrl_jax.algorithms.networks.layers import AsymmetricTorso, Carry, CustomNetworks, Torso, flatten, make_torsos, unflatten
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
@@ -38,18 +38,18 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     value is right (Baisero & Amato, 2022, arXiv 2105.11674).
     """
     torsos = make_torsos(observation_space, config)
-    torso = torsos.actor if isinstance(torsos, TwoTorsos) else torsos
+    torso = torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
-    if isinstance(torso.network, Whole):
-        raise ValueError("network=Whole(...) has no place for a core before its last layers; give a module of features")
+    if isinstance(torso.network, CustomNetworks):
+        raise ValueError("network=CustomNetworks(...) has no place for a core; give a module of features")
     if isinstance(config.core, str):
         raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")
     core = config.core(torso.num_features)
     space = Box(-np.inf, np.inf, (core.num_outputs,))
     head_torso: Any = Torso(space, (), config.activation)
-    if isinstance(torsos, TwoTorsos):
-        head_torso = TwoTorsos(head_torso, torsos.critic.clone(sees="both"))
+    if isinstance(torsos, AsymmetricTorso):
+        head_torso = AsymmetricTorso(head_torso, torsos.critic.clone(input_part="both"))
     heads = make_heads(head_torso)
 
     def init(key: jax.Array) -> dict[str, Any]:

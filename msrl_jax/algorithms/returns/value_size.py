@@ -18,7 +18,7 @@ _SMALL = 2.0**-80
 """Factor of values whose squares overflow; the square of its product with the largest float32 is 8e28."""
 
 
-class ValueSize(NamedTuple):
+class TargetScale(NamedTuple):
     """The root of the decaying mean square of value targets, one for each network, `[]` or `[A]`; squares would overflow.
 
     An update moves it by less than the precision of float32, so the rest keeps what was rounded off; see `RunningStatistics`.
@@ -33,7 +33,7 @@ class ValueSize(NamedTuple):
         """The root of the mean square, at least 1: smaller values stay as they are."""
         return jnp.maximum(self.root, 1.0)
 
-    def updated(self, target: jax.Array, counts: jax.Array | None) -> "ValueSize":
+    def updated(self, target: jax.Array, counts: jax.Array | None) -> "TargetScale":
         """Adds the targets `[T, E]` or `[T, E, A]` that count, all if None; if none do, nothing changes."""
         axes = tuple(range(target.ndim - self.root.ndim))
         number = target.size // self.root.size if counts is None else counts.sum(axes)
@@ -44,8 +44,8 @@ class ValueSize(NamedTuple):
         after = jnp.hypot(jnp.sqrt(1 - share) * old, jnp.sqrt(share) * added)
         between = (added / 2 + old / 2) / jnp.maximum(after / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
         root, rest = compensated_sum(old, share * (added - old) * between, self.rest)
-        new = ValueSize(root, weight, rest)
-        return new if counts is None else ValueSize(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
+        new = TargetScale(root, weight, rest)
+        return new if counts is None else TargetScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
 
 
 def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
@@ -57,6 +57,6 @@ def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes:
     return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 
 
-def value_size(*shape: int) -> ValueSize:
+def value_size(*shape: int) -> TargetScale:
     """The size before any target: 1."""
-    return ValueSize(*[jnp.zeros(shape, jnp.float32)] * 3)
+    return TargetScale(*[jnp.zeros(shape, jnp.float32)] * 3)

@@ -90,8 +90,8 @@ def _argument(node: ast.expr) -> Any:
 
 def write_argument(value: Any) -> str:
     """The text of an argument: a literal, a word or a call."""
-    is_word = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
-    return str(value) if is_word or isinstance(value, Call) else repr(value)
+    is_deferred = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
+    return str(value) if is_deferred or isinstance(value, Call) else repr(value)
 
 
 def write_call(name: str, kwargs: Mapping[str, str], *, nested: bool = False) -> str:

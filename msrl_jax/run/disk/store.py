@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from msrl_jax.algorithms import schedules, words
-from msrl_jax.algorithms.fields import is_word, tunable_fields, value_of
-from msrl_jax.data.experience import at_rest, awake, without_experience
+from msrl_jax.algorithms.fields import is_deferred, tunable_fields, value_of
+from msrl_jax.data.experience import attached, detached, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.program import Delayed, Program
@@ -155,8 +155,8 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     agent = experiment.agent
     full = jax.eval_shape(experiment.initial_state)
     places, register_places = program.shardings
-    like = agent.without_data(at_rest(full))
-    to = jax.tree.leaves(agent.without_data(at_rest(places)))
+    like = agent.without_data(detached(full))
+    to = jax.tree.leaves(agent.without_data(detached(places)))
     held, depths, leaves = _registers(saved, like), saved.progress["registers"], jax.tree.leaves(like)
     same = depths == program.registers
     if not same:
@@ -167,7 +167,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
     state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
-    state = agent.with_data(awake(state, agent.without_data(full)))
+    state = agent.with_data(attached(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
 
 
@@ -198,7 +198,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
-    fixed = is_word(rate) or words.is_own(getattr(config, "optimizer", "adam"))
+    fixed = is_deferred(rate) or words.is_own(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     beta = "replay.priorities.beta"
     rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in own
@@ -320,7 +320,7 @@ def load(
         saved = choose(path, which)
         is_recorded = saved.progress["recorded"] is not None and experiment.recorded_steps is None
         whole = experiment.record(1) if is_recorded else experiment
-        like = whole.agent.without_data(at_rest(jax.eval_shape(whole.initial_state)))
+        like = whole.agent.without_data(detached(jax.eval_shape(whole.initial_state)))
         leaves = jax.tree.leaves(like)
         state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
         return saved, without_experience(state), registers

@@ -12,7 +12,7 @@ import numpy as np
 from msrl_jax import algorithms, data, envs
 from msrl_jax.algorithms import code_names, files, words
 from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.algorithms.fields import is_object, is_word, tunable_fields
+from msrl_jax.algorithms.fields import is_deferred, is_object, tunable_fields
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.replay_ratio import check_learns
 from msrl_jax.algorithms.transformations import counted
@@ -85,7 +85,7 @@ class Experiment:
             known = get_args(GuardPolicy)
             raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
         rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
-        if self.guard == "rollback" and (is_word(rate) or words.is_own(optimizer)):
+        if self.guard == "rollback" and (is_deferred(rate) or words.is_own(optimizer)):
             raise ValueError(
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'

@@ -23,7 +23,7 @@ from msrl_jax.fragments.support.terminal import TolerantStream, progress_stream,
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
 from msrl_jax.run.evaluation.history import scalars, team_of
-from msrl_jax.run.loop.loop import Ending, Run
+from msrl_jax.run.loop.loop import Run, StopReason
 
 
 def _no_run(values: Any) -> None:
@@ -72,7 +72,7 @@ class Callbacks:
     def __init__(self, functions: Sequence[Callback]):
         self._functions, self._values = functions, None
 
-    def after(self, run: Run) -> Ending | None:
+    def after(self, run: Run) -> StopReason | None:
         """Calls all functions; ends the run if one of them, in any process, returned True."""
         each = run.experiment.steps_per_iteration
         tick = Tick(
@@ -88,8 +88,8 @@ class Callbacks:
         answers = processes.gathered(answer)
         self._apply_env_params(run)
         if "SIGINT" in answers:
-            return Ending("interrupted", "SIGINT")
-        return Ending("stopped") if any(answers) else None
+            return StopReason("interrupted", "SIGINT")
+        return StopReason("stopped") if any(answers) else None
 
     def _set_env_params(self, run: Run, values: Any) -> None:
         new = changed(run.experiment.environment, values)

@@ -20,7 +20,7 @@ from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
 from msrl_jax.run.experiment.agent_transforms import Member, fold_keys
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import Checkpoints
-from msrl_jax.run.loop.loop import Ending, Run
+from msrl_jax.run.loop.loop import Run, StopReason
 from msrl_jax.run.loop.watch import Watch
 
 KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
@@ -177,14 +177,14 @@ class Divergence:
     def __init__(self, guard: Guard, saver: Checkpoints | None):
         self._guard, self._saver = guard, saver
 
-    def after(self, run: Run) -> Ending | None:
+    def after(self, run: Run) -> StopReason | None:
         """Ends the run if it diverged and does not go back."""
         if run.finding is None:
             if run.changed_at == run.iteration:
                 self._guard.changed(run)
             return None
         if run.experiment.guard != "rollback" or len(run.deployment["rollbacks"]) >= MOST_ROLLBACKS:
-            return Ending("diverged")
+            return StopReason("diverged")
         self._roll_back(run)
         return None
 

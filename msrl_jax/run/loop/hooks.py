@@ -20,7 +20,7 @@ import numpy as np
 
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.check_spaces import bytes_per_step
-from msrl_jax.data.experience import ExperienceWriter, at_rest
+from msrl_jax.data.experience import ExperienceWriter, detached
 from msrl_jax.data.formats import check_new
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.random_keys import key_for
@@ -32,7 +32,7 @@ from msrl_jax.run.disk.store import Saved, progress_of
 from msrl_jax.run.evaluation.evaluate import make_evaluator
 from msrl_jax.run.evaluation.history import Row
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.loop.loop import Ending, Run, chunk_length
+from msrl_jax.run.loop.loop import Run, StopReason, chunk_length
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 TIME_LIMIT = "time limit"
@@ -67,10 +67,10 @@ class StopRequests:
         late = self.deadline is not None and now() + next_seconds >= self.deadline
         return next(filter(None, processes.gathered(self.signal or TIME_LIMIT * late)), "")
 
-    def before(self, run: Run) -> Ending | None:
+    def before(self, run: Run) -> StopReason | None:
         """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
         reason = self.reason(run.last_seconds + run.saving_seconds)
-        return Ending("interrupted", reason) if reason else None
+        return StopReason("interrupted", reason) if reason else None
 
     def on_signal(self, signum: int, frame: Any) -> None:
         """Notes the first signal. A second one ends the process at once; a second Ctrl-C raises KeyboardInterrupt."""
@@ -276,7 +276,7 @@ class Checkpoints:
         """Starts to write a checkpoint; warns if this one or the one before fails."""
         start = now()
         self._saved_at, self._saved_step = start, run.step
-        state = run.experiment.agent.without_data(at_rest(run.program.unwrap(run.run_state)))
+        state = run.experiment.agent.without_data(detached(run.program.unwrap(run.run_state)))
         state, registers = processes.to_hosts((state, run.registers))
         if self._writer is None:
             return

@@ -4,8 +4,8 @@ A hook has any of these, which are called in the order of the hooks:
 
     every            steps at whose multiples chunks end, unless the user chose the length of chunks
     begin(run)       the state is there, and nothing has run
-    before(run)      before each chunk; an `Ending` ends the run, and the hooks after that one are not called
-    after(run)       after each chunk; an `Ending` ends the run, and so does True
+    before(run)      before each chunk; an `StopReason` ends the run, and the hooks after that one are not called
+    after(run)       after each chunk; an `StopReason` ends the run, and so does True
     end(run)         the run is over: the last hook first; all are called, also if one of them raises an error
 """
 
@@ -41,14 +41,14 @@ _TICKS = 50  # the approximate number of chunks of a run that takes less than a 
 _SECONDS = 1.0  # the approximate length of a chunk of longer runs
 
 
-class Ending(NamedTuple):
+class StopReason(NamedTuple):
     """Why a run ends; `reason` says what interrupted it, or which error ended it while it was "unfinished"."""
 
     status: Status
     reason: str = ""
 
 
-_NOT_YET = Ending("unfinished")
+_NOT_YET = StopReason("unfinished")
 
 
 def chunk_length(iterations: int) -> int:
@@ -62,7 +62,7 @@ def chunk_length(iterations: int) -> int:
     return min(divisors, key=lambda n: abs(iterations / n - _TICKS)) if divisors else round(iterations / _TICKS)
 
 
-class Pace:
+class ChunkScheduler:
     """Chooses the lengths of chunks by the time of iterations: powers of two that change by factors of two, or `most`.
 
     Chunks end at multiples of their length where they can, so that runs have their ticks at the same iterations.
@@ -104,7 +104,7 @@ class Run:
     deployment: dict[str, Any]  # where it runs and what watches it, as plain data: the rest of `config.json`
     program: Program  # the compiled iteration
     run_state: Any  # as `Program.run` takes and returns it
-    pace: Pace  # chooses the lengths of chunks
+    pace: ChunkScheduler  # chooses the lengths of chunks
     boundaries: tuple[int, ...]  # numbers of steps at whose multiples a chunk has to end
     started: float  # time of `time.perf_counter` at which it would have started if it had never been interrupted
     iteration: int = 0  # iterations done
@@ -115,7 +115,7 @@ class Run:
     evaluation: Evaluation | None = None  # the last one
     finding: Any = None  # what is not finite and ends the run
     changed_at: int = 0  # the iteration at which the host last changed the state; 0 if it never did
-    ending: Ending = _NOT_YET  # why it ended; "unfinished" while it runs
+    ending: StopReason = _NOT_YET  # why it ended; "unfinished" while it runs
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))  # spent, by part
     compiled_before: float = 0.0  # seconds that earlier processes and programs spent on compiling
     last_seconds: float = 0.0  # that the last chunk took
@@ -209,10 +209,10 @@ class Run:
         return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
 
 
-def _call(hook: Any, phase: str, run: Run) -> Ending | None:
+def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
     """Calls a phase of a hook, if it has it; gives the ending that it asks for."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
-    return Ending("stopped") if answer is True else answer if isinstance(answer, Ending) else None
+    return StopReason("stopped") if answer is True else answer if isinstance(answer, StopReason) else None
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
@@ -227,7 +227,7 @@ def loop(run: Run, hooks: Sequence[Any]) -> None:
         run.advance()
         endings = [ending for hook in hooks if (ending := _call(hook, "after", run))]
         if run.iteration == run.iterations and run.finding is None:
-            endings.append(Ending("finished"))
+            endings.append(StopReason("finished"))
         if endings:
             run.ending = min(endings, key=lambda ending: _FIRST.index(ending.status))
             return

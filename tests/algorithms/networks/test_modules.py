@@ -128,7 +128,7 @@ REFUSED = {
     "integers": (module(lambda self, x: x.astype(int)), "dtype int32; return floats"),
     "an unused layer": (module(unused), r"the parameter \['lost'\]\['bias'\], on which no feature depends"),
     "a coarse parameter": (linen.Dense(3, param_dtype=jnp.bfloat16), r"\['bias'\] of dtype bfloat16.*float32 \(param_dtype\)"),
-    "actor and critic": ((linen.Dense(2), linen.Dense(1)), r"give Whole\(actor=..., critic=...\)"),
+    "actor and critic": ((linen.Dense(2), linen.Dense(1)), r"give CustomNetworks\(actor=..., critic=...\)"),
     "another argument": (module(lambda self, x, train: x), "missing 1 required positional argument: 'train'"),
     "random numbers of Haiku": ((lambda key, obs: {}, lambda params, rng, x: x), r"apply\(params, rng, x\).*without_apply_rng"),
     "nothing for a key": (lambda key: None, "returns NoneType for a key"),

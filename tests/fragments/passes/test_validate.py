@@ -83,7 +83,7 @@ def test_environments_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"num_envs=6 cannot be split over the 4 devices of placement 'actors'.*1 or 2 or 3"):
         compile_(lambda s: ({"x": fit(act(s["x"]))}, {}), state, policy, axes={"x": P("env")})
     state = {"x": jnp.ones(16), "groups": jnp.ones((2, 8))}
-    with pytest.raises(ValueError, match=r"axis 'env' of state\['groups'\], which is of size 2, cannot be split over the 4"):
+    with pytest.raises(ValueError, match=r"axis 'env' of state\['groups'\], which has size 2, cannot be split over the 4"):
         compile_(lambda s: ({**s, "x": fit(act(s["x"]))}, {}), state, policy, axes={"x": P("env"), "groups": P("env")})
 
 

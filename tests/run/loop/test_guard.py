@@ -15,7 +15,7 @@ from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.history import NO_EPISODES, SKIPPED
 from msrl_jax.run.experiment.agent_transforms import Member
 from msrl_jax.run.loop.guard import MOST_SKIPPED, Divergence, Guard, again
-from msrl_jax.run.loop.loop import Ending
+from msrl_jax.run.loop.loop import StopReason
 from msrl_jax.run.loop.watch import non_finite
 from tests.support.guarded_envs import Faulty
 from tests.support.guarded_runs import APART, CONFIGS, TOGETHER, WHERE, all_finite, run
@@ -106,7 +106,7 @@ def test_skip_ends_a_run_whose_member_drops_too_many_updates_in_a_row():
         guard.after(run)
         assert (run.finding is None) == (run.iteration < 7 + MOST_SKIPPED)
     assert (run.finding.metric, run.finding.iteration, run.finding.member) == (SKIPPED, 8, 1)
-    assert Divergence(guard, None).after(run) == Ending("diverged")
+    assert Divergence(guard, None).after(run) == StopReason("diverged")
 
 
 def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from msrl_jax.run.loop.hooks import AUTOMATIC, TIME_LIMIT, StopRequests, interval, seconds
-from msrl_jax.run.loop.loop import Pace, chunk_length
+from msrl_jax.run.loop.loop import ChunkScheduler, chunk_length
 
 
 def ticks(pace, each, count, done=0):
@@ -32,12 +32,12 @@ def test_a_short_run_has_about_fifty_chunks(iterations, length):
 
 def test_a_fast_run_has_the_same_ticks_whatever_its_speed():
     for each in (1e-5, 1e-3, 8e-3):
-        assert ticks(Pace(120, fixed=False), lambda i, each=each: each, 3) == [120, 240, 360]
+        assert ticks(ChunkScheduler(120, fixed=False), lambda i, each=each: each, 3) == [120, 240, 360]
 
 
 @pytest.mark.parametrize("each", [3e-6, 1e-4, 0.03, 0.4, 7.0])
 def test_a_chunk_of_a_long_run_takes_about_a_second(each):
-    pace = Pace(10**11, fixed=False)
+    pace = ChunkScheduler(10**11, fixed=False)
     ends = ticks(pace, lambda i: each, 4)
     for first, last in itertools.pairwise(ends):
         assert each >= 1 or 0.5 <= (last - first) * each <= 1.0
@@ -45,7 +45,7 @@ def test_a_chunk_of_a_long_run_takes_about_a_second(each):
 
 
 def test_the_length_follows_the_speed_by_factors_of_two():
-    pace = Pace(10**9, fixed=False)
+    pace = ChunkScheduler(10**9, fixed=False)
     pace.measured(1, 0.01)
     assert pace.length(0) == 64
     pace.measured(64, 1.5)  # a slower chunk within the factor changes nothing
@@ -57,7 +57,7 @@ def test_the_length_follows_the_speed_by_factors_of_two():
 
 
 def test_a_given_length_stays():
-    pace = Pace(7, fixed=True)
+    pace = ChunkScheduler(7, fixed=True)
     pace.measured(7, 100.0)
     assert pace.is_known and pace.length(0) == 7 and pace.length(9) == 5, "a run that goes on keeps its ticks"
 
