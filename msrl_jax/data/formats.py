@@ -47,10 +47,10 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
     check_suffix(path)
     write = _FORMATS[path.suffix][1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial{path.suffix}")
+    partial = path.with_name(f".{path.name}.partial{path.suffix}")
     with writing(path):
-        write(dataset, beside)
-        os.replace(beside, path)
+        write(dataset, partial)
+        os.replace(partial, path)
     return path
 
 
@@ -101,10 +101,10 @@ def check_new(path: str | os.PathLike) -> None:
 
 def write_part(folder: Path, number: int, rows: Transition) -> None:
     """Adds steps `[T, E, ...]` to a folder of parts, as part `number`."""
-    path, beside = folder / f"part-{number:06d}.npz", folder / f".part-{number:06d}.npz"
+    path, partial = folder / f"part-{number:06d}.npz", folder / f".part-{number:06d}.npz"
     with writing(path):
-        np.savez(beside, **columns(rows))
-        os.replace(beside, path)
+        np.savez(partial, **columns(rows))
+        os.replace(partial, path)
 
 
 def keep_parts(folder: Path, count: int) -> None:

@@ -1,7 +1,7 @@
 """The key that the learner of a run and its actors share, in a file of the user; the first learner creates it.
 
 The PEM file contains a private key and a self-signed certificate. Both ends present the certificate, prove that they have the
-key, and trust no other certificate, so without the file, nobody can connect, read or change anything (TLS 1.3).
+key, and trust no other certificate, so without the file, no one can connect, read or change anything (TLS 1.3).
 """
 
 import contextlib

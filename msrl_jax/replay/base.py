@@ -191,6 +191,6 @@ def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: i
         raise ValueError(
             f"{what} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
             f"have {limit:,} bytes; use capacity={limit * capacity // nbytes} or less, smaller dtypes (storage={{...}}), or "
-            f"more devices (and as many shards)"
+            f"more devices (and shards)"
         )
     return nbytes

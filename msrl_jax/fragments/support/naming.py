@@ -26,7 +26,7 @@ from msrl_jax.fragments.support.checks import suggestion
 
 
 class TrustError(ValueError):
-    """A folder, a file or another process names custom code, and nobody has allowed it to run."""
+    """A folder, a file or another process names custom code, which you have not allowed to run."""
 
 
 FOLDERS: list[str] = []
