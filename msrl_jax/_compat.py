@@ -203,6 +203,11 @@ def is_reference(var: Var) -> bool:
     return not isinstance(var.aval, ShapedArray)
 
 
+def is_tracing() -> bool:
+    """Whether a function is being transformed now, as by `jax.jit`, `vmap` or `grad`."""
+    return type(core.find_top_trace(())).__name__ != "EvalTrace"
+
+
 def is_traced_here(x: Any) -> bool:
     """Whether the innermost active transformation gives `x` a batch axis or a tangent."""
     # JAX has no public name for a tracer's trace. Without it every value would count as batched or differentiated.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
+from msrl_jax._compat import is_tracing
 from msrl_jax.algorithms.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators, is_on_host
@@ -149,6 +150,11 @@ def train(
         hook, and the error's `result` is the result.
     """
     started = time.perf_counter()
+    if is_tracing():
+        raise TypeError(
+            "train runs on the host, and cannot be traced by jax.jit, vmap or grad. seeds=8 and learning_rate=[1e-4, 3e-4] train "
+            "many runs in one program; algorithms.build(config, env).iteration is the pure function of one iteration"
+        )
     limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
     if policy is not None and not is_auto(policy):

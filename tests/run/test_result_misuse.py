@@ -53,3 +53,9 @@ def test_a_step_without_a_key_is_refused_with_the_arguments():
 def test_a_copy_does_not_hide_a_module(tmp_path):
     with pytest.raises(ValueError, match=r"json\.py would hide the module 'json'"):
         algorithms.copy("ppo", tmp_path / "json.py")
+
+
+@pytest.mark.parametrize("of", [jax.jit, jax.vmap, jax.grad])
+def test_training_is_not_traced(of):
+    with pytest.raises(TypeError, match=r"train runs on the host, and cannot be traced by jax\.jit, vmap or grad"):
+        of(lambda rate: msrl.train("ppo", learning_rate=rate, total_steps=128).history["loss"][-1])(jnp.ones((2,) * (of is jax.vmap)))
