@@ -152,8 +152,8 @@ def train(
     started = time.perf_counter()
     if is_tracing():
         raise TypeError(
-            "train runs on the host, and cannot be traced by jax.jit, vmap or grad. seeds=8 and learning_rate=[1e-4, 3e-4] train "
-            "many runs in one program; algorithms.build(config, env).iteration is the pure function of one iteration"
+            "train runs on the host, and cannot be traced by jax.jit, vmap or grad. seeds=8 and learning_rate=[1e-4, 3e-4] "
+            "train many runs in one program; algorithms.build(config, env).iteration is the pure function of one iteration"
         )
     limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
