@@ -59,4 +59,4 @@ def test_a_learner_says_where_it_is_and_its_actors_look_there(run, tmp_path, cod
     assert re.fullmatch(r"\S+:7000\n", written["shared/learner"])
     assert written["keys"] == 2 * f"{tmp_path}/shared/actors.pem\n"
     learner, actor = parsed(written["ran"])
-    assert learner.actors_at == "0.0.0.0:7000" and actor.addresses == (f"{tmp_path}/shared/learner",)
+    assert learner["actors_at"] == "0.0.0.0:7000" and tuple(actor["addresses"]) == (f"{tmp_path}/shared/learner",)

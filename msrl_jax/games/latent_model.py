@@ -71,7 +71,7 @@ class LatentModel(NamedTuple):
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
     """Makes the networks: a torso for observations, and one hidden dense layer of it each for the model and the predictions."""
     if isinstance(torso.network, CustomNetworks):
-        raise ValueError("network=CustomNetworks(...) supports no model of the environment; use a module that returns features")
+        raise ValueError("network=CustomNetworks(...) does not support a model; use a module that returns features")
     module = _Model(torso, latent_size, action_space.n)
     methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))
     return LatentModel(module.init, *(cast(Any, method) for method in methods))

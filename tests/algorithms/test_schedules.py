@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, build, counted, words
 from msrl_jax.algorithms.agent import Agent, Progress, innermost
 from msrl_jax.algorithms.config import config, tunable
-from msrl_jax.algorithms.loops.divergence import adapted, apply_gradients, diverged, no_divergence
+from msrl_jax.algorithms.loops.divergence import adapted, apply_gradients, no_divergence, update_divergence
 from msrl_jax.algorithms.optimizers import AdaptiveRate, adaptive_rate, make_optimizer
 from msrl_jax.algorithms.schedules import read, read_kl
 from msrl_jax.fragments.counters import counter
@@ -146,7 +146,7 @@ def test_updates_of_ppo_take_the_adapted_rate():
     params = {"x": jnp.arange(3.0)}
     got, opt_state, divergence = params, optimizer.init(params), no_divergence(algorithm)
     for i, kl in enumerate(divergences):
-        divergence = diverged(algorithm, divergence, kl)
+        divergence = update_divergence(algorithm, divergence, kl)
         got, opt_state = apply_gradients(algorithm, optimizer, got, opt_state, {"x": got["x"] - i}, None, divergence)
     rates = [0.1, 0.1 / 1.5, 0.1 / 1.5, 0.1]  # the first one is none; the fifth ends the updates, and lowers the rate
     adam = optax.scale_by_adam(eps=1e-5)

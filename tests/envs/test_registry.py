@@ -66,7 +66,7 @@ def test_a_name_like_no_other_suggests_none():
 def test_parameters_may_stand_in_the_name():
     assert envs.make("CartPole-v1:max_steps_in_episode=9").params.max_steps_in_episode == 9
     assert envs.make("CartPole-v1:gravity=1", max_steps_in_episode=9).params.gravity == 1.0
-    with pytest.raises(ValueError, match="gives 'gravity' twice; give it once"):
+    with pytest.raises(ValueError, match="has 'gravity' twice; give it once"):
         envs.make("CartPole-v1:gravity=1,gravity=2")
 
 

@@ -113,7 +113,7 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     )  # fmt: skip
     for module in ("msrl_jax.report.best_agents", "msrl_jax.run.loop.hooks"):
         monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
-    monkeypatch.setattr("msrl_jax.report.best_agents.release", lambda env: None)
+    monkeypatch.setattr("msrl_jax.report.best_agents.close_simulators", lambda env: None)
     key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
     experiment = SimpleNamespace(
         behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key,

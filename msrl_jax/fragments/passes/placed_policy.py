@@ -132,4 +132,4 @@ class PlacedPolicy:
             return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
                 axis, f"the size of axis {axis!r}={size}"
             )
-        return f"axis {axis!r} of {path}, which is of size {size},"
+        return f"axis {axis!r} of {path}, which has size {size},"

@@ -83,8 +83,8 @@ def _argument(node: ast.expr) -> Any:
         case ast.List() | ast.Tuple():
             items = map(_argument, node.elts)
             return list(items) if isinstance(node, ast.List) else tuple(items)
-        case ast.Dict():
-            return {_argument(key): _argument(x) for key, x in zip(node.keys, node.values, strict=True) if key is not None}
+        case ast.Dict(keys, values) if None not in keys:
+            return {_argument(key): _argument(x) for key, x in zip(keys, values, strict=True) if key is not None}
     return ast.literal_eval(node)
 
 

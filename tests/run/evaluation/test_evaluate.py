@@ -197,7 +197,7 @@ def test_evaluations_that_are_asked_for_have_keys_of_their_own(trained, monkeypa
             keys.append(key)
 
     monkeypatch.setattr("msrl_jax.run.result.make_evaluator", lambda *args, **options: Playing())
-    monkeypatch.setattr("msrl_jax.run.result.release", lambda env: None)
+    monkeypatch.setattr("msrl_jax.run.result.close_simulators", lambda env: None)
     trained.evaluate(4, seed=trained.experiment.seed)
     assert not any((plain(keys[-1]) == plain(key)).all() for key in keys[:-1])
 

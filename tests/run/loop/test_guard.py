@@ -133,7 +133,7 @@ def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):
         rows=[{"iteration": i} for i in (2, 4, 6)],
         last_episodes=NO_EPISODES.add(0, np.arange(1.0, 7.0)),
     )  # fmt: skip
-    monkeypatch.setattr("msrl_jax.run.loop.guard.release", lambda env: None)
+    monkeypatch.setattr("msrl_jax.run.loop.guard.close_simulators", lambda env: None)
     assert Divergence(kept, None).after(run) is None
     assert (run.iteration, run.finding) == (4, None) and [row["iteration"] for row in run.rows] == [2, 4]
     assert run.last_episodes.iterations.tolist() == [1, 2, 3, 4] and run.last_episodes.mean() == 2.5
