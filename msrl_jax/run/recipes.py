@@ -1,7 +1,7 @@
 """Recipes: settings for an algorithm on an environment, and a record of the scores that they reach.
 
-        msrl_jax/recipes/NAME.toml      the settings, in the format of `--config`; comments at the top say where they come from
-        benchmarks/records/NAME.json    the record: curves and scores of every seed, written by `reproduce`
+    msrl_jax/recipes/NAME.toml      the settings, in the format of `--config`; comments at the top say where they come from
+    benchmarks/records/NAME.json    the record: curves and scores of every seed, written by `reproduce`
 
 The recipes are part of the package. The records are part of the repository, so an installed package may have none.
 """

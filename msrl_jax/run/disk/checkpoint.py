@@ -1,7 +1,7 @@
 """Checkpoints: the whole state of a run on disk, written in the background during training.
 
-        checkpoints/000000001200/            after 1,200 iterations: an Orbax checkpoint; entries are named by pytree path
-        checkpoints/000000001200/run.json    the host's part of the state, and the SHA-256 of every other file
+    checkpoints/000000001200/            after 1,200 iterations: an Orbax checkpoint; entries are named by pytree path
+    checkpoints/000000001200/run.json    the host's part of the state, and the SHA-256 of every other file
 
 `run.json` is written last, to a temporary file that is then renamed. A folder without it is incomplete; a file that does not
 match its checksum is damaged. A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoint can be

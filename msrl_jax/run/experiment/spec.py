@@ -1,4 +1,4 @@
-"""`Experiment`: everything that determines what a run computes, as one value, without where it runs and what observes it."""
+"""`Experiment`: one value with everything that determines what a run computes, but not where it runs or what observes it."""
 
 import dataclasses
 import functools
