@@ -69,7 +69,7 @@ class Behavior:
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
     def batched(self, obs: Any) -> tuple[Any, bool]:
-        """Checks raw observations; returns them as a batch, and whether they were one."""
+        """Checks raw observations; returns them as a batch, and whether they were a single observation."""
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
             raise ValueError(
