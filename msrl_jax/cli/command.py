@@ -1,4 +1,4 @@
-"""Commands: a command is a function, with the options of library functions that it calls beside its own."""
+"""Commands: a command is a function; its options are its parameters, and those of the library functions that it calls."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from msrl_jax.fragments.support.naming import check_trust
 
 
 class Outcome(NamedTuple):
-    """What a command found: its text, the same as data, and the exit code."""
+    """The outcome of a command: its text, the same as data, and the exit code."""
 
     text: object = ""
     data: Any = None
@@ -26,10 +26,10 @@ class General:
 
     Args:
       cpu_devices: compute on this many virtual CPU devices.
-      json: print the outcome as one line of JSON in place of text, the last on stdout.
+      json: print the outcome as one line of JSON instead of text, as the last line on stdout.
       trust: run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms.
-      config: file with options, FILE.toml, whose keys are the names of flags; flags win over the file.
-      print_config: print such a file with all options, and do nothing else.
+      config: file with options, FILE.toml, whose keys are the names of flags; flags take precedence over the file.
+      print_config: print a config file with all options, and exit.
     """
 
     cpu_devices: int | None = None
@@ -41,15 +41,15 @@ class General:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of the command line.
+    """A command of the command line interface.
 
     Attributes:
-      function: what it does. It gets the arguments that are given for each of the `parts`, a dictionary each, and its own
-        options by name; it returns an `Outcome`. The first line of its docstring is the help.
-      parts: library functions whose parameters are options too; an option that several have goes to each of them.
+      function: the function to run. It gets one dictionary per entry of `parts`, with the given arguments, and its own options
+        by name; it returns an `Outcome`. The first line of its docstring is the help text.
+      parts: library functions whose parameters are also options; an option that several have is passed to each of them.
       others: functions whose parameters are options that the command line itself uses.
-      sweeps: whether fields of the config take several values.
-      check: raises the error of the command for wrong arguments of the first part, as far as they are known without running it.
+      sweeps: whether config fields take several values.
+      check: raises the command's error for wrong arguments of the first part, as far as they are known without running it.
     """
 
     function: Callable[..., Outcome]
@@ -60,23 +60,23 @@ class Command:
 
     @property
     def about(self) -> str:
-        """What it does, without its options."""
+        """A description of the command, without its options."""
         return (inspect.getdoc(self.function) or "").partition("\n\nArgs:")[0]
 
     @property
     def has_fields(self) -> bool:
-        """Whether the fields of configs are options of it."""
+        """Whether the fields of configs are options of the command."""
         return any(part.has_fields for part in self.parts)
 
     def options(self) -> dict[str, Option]:
-        """Its options by name, without the fields of configs."""
+        """Returns the options by name, without the fields of configs."""
         found: dict[str, Option] = {}
         for part in (Part(self.function), *self.parts, *self.others, Part(General)):
             found |= {option.name: option for option in part.options() if option.name not in found}
         return found
 
     def __call__(self, given: Mapping[str, Any]) -> Outcome:
-        """Runs the command with the values of options and fields that are given."""
+        """Runs the command with the given values of options and fields."""
         known, own = self.options(), inspect.signature(self.function).parameters
         of_parts = [
             {name: x for name, x in given.items() if (part.takes(name) if name in known else part.has_fields)}
@@ -93,17 +93,17 @@ def command(
     sweeps: bool = False,
     check: Callable[[dict[str, Any]], object] | None = None,
 ) -> Callable[[Callable[..., Outcome]], Command]:
-    """Makes a function a `Command`."""
+    """Makes a function into a `Command`."""
     made = tuple(part if isinstance(part, Part) else Part(part) for part in parts)
     return lambda function: Command(function, made, tuple(map(Part, others)), sweeps, check)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A command line that has been read.
+    """A parsed command line.
 
     Attributes:
-      given: the values of the options and fields that are given, in the words or in the file.
+      given: the values of the given options and fields, from the command line or the file.
       file: the config file.
       options: all options of the command.
       fields: the fields of the config.
@@ -116,15 +116,15 @@ class Parsed:
 
     @property
     def general(self) -> General:
-        """What it says about the options of every command."""
+        """The values of the options that every command has."""
         return General(**{f.name: self.given[f.name] for f in dataclasses.fields(General) if f.name in self.given})
 
 
 def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
-    """Reads the words of a command line, and the file that they name.
+    """Parses the arguments of a command line, and the config file that they name.
 
     Raises:
-      UsageError: if they cannot be read.
+      UsageError: if they cannot be parsed.
       SystemExit: after `--help`.
     """
     argv, known = options.in_hyphens(argv), command.options()
@@ -153,14 +153,14 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
     given |= file.read([*known.values(), *fields], given, has_fields=command.has_fields)
     for option in known.values():
         if option.is_positional and option.is_sequence:
-            given.setdefault(option.name, ())  # of which the function says what is missing
+            given.setdefault(option.name, ())  # the function itself reports what is missing
         elif option.default is REQUIRED and option.name not in given:
             raise UsageError(f"{option.flag} is missing: {option.doc}")
     return Parsed(given, file, [*known.values()], fields)
 
 
 def _algos_of(file: ConfigFile, argv: Sequence[str], known: Mapping[str, Option]) -> list[str]:
-    """The algorithms that a file, or the folder of a run that goes on, names; they decide which fields there are."""
+    """Returns the algorithms that a file, or the folder of a resumed run, names; they determine which fields are options."""
     if "algo" in file.values and "algo" in known:
         named = file.values["algo"]
         return [*map(str, named)] if isinstance(named, list) else [str(known["algo"].take(named))]

@@ -1,4 +1,4 @@
-"""The command line: parses the arguments of `msrl-jax COMMAND`, calls the command, and turns errors into one line.
+"""The command line: parses the arguments of `msrl-jax COMMAND`, runs the command, and reports errors in one line.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag.
@@ -41,28 +41,32 @@ def _overview() -> str:
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    """Whether something could not be written because a disk is full or fails."""
+    """Returns whether something could not be written because a disk is full or failing."""
     return type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
+    """Returns whether this package raised the error itself. Other errors are bugs, and need their traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").startswith("msrl_jax.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; it continues if an output stream closes or its disk is full.
+    """Runs a command; continues if an output stream closes or its disk is full.
 
     Args:
-      argv: the arguments without the program's name; those of the process if None.
+      argv: the arguments without the program's name; None uses those of the process.
 
     Returns:
-      The exit code. 0 is success; 1, a run diverged, an environment does not conform, or a
-      recipe does not agree; 2, bad input, with one line on stderr,
-      or a command that only prints cannot write its output; 3, the run, or a file, could not be written, as on a full disk;
-      75, the time limit ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C,
-      143 for SIGTERM, 129 for SIGHUP), the signal ended it.
+      The exit code:
+
+      - 0: success.
+      - 1: a run diverged, an environment does not conform, or a recipe does not agree with its record.
+      - 2: bad input, with one line on stderr; or a command that only prints cannot write its output.
+      - 3: the run, or a file, could not be written, for example because a disk is full.
+      - 75: the time limit ended the run.
+      - 76: another process of the run ended.
+      - 128 plus the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP): the signal ended the run.
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -79,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
-            code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
+            code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
     if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
         _end(code)
     return code
@@ -90,7 +94,7 @@ def _is_one_of_several() -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process at once: at the usual end, JAX would wait for other processes, and Python for what is being compiled."""
+    """Ends the process immediately: a normal exit would wait for other processes and for compilations in progress."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -99,7 +103,7 @@ def _end(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Shows the warnings of this package in one line on stderr, and the first of JAX's about its programs on disk."""
+    """Shows the warnings of this package, and JAX's first one about its compilation cache, in one line each on stderr."""
     show, said = warnings.showwarning, False
 
     def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
@@ -167,7 +171,7 @@ def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str
     with contextlib.nullcontext() if name == "list" else compiling.on_disk():
         text, data, code = command(given)
     if general.json and data is not None:
-        if "jax" in sys.modules:  # else data are plain
+        if "jax" in sys.modules:  # otherwise the data are plain already
             from msrl_jax.run.experiment.plain_data import to_json
 
             data = to_json(data)

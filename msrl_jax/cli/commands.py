@@ -1,4 +1,4 @@
-"""What the commands do. Their options are those of the library functions that they name, and the arguments in their docstrings.
+"""Implements the commands. Their options come from the library functions that they name, and from the Args of their docstrings.
 
 Slow imports are inside the functions, so that devices can be configured before JAX starts.
 """
@@ -34,11 +34,11 @@ _note = functools.partial(print, file=sys.stderr, flush=True)
 
 
 def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest", trust: bool = False) -> Any:
-    """The result of a run.
+    """Loads the result of a run.
 
     Args:
       run: folder of a run.
-      checkpoint: newest, best, or the iterations after which it was written.
+      checkpoint: newest, best, or the number of iterations after which it was written.
     """
     from msrl_jax.run import Result
 
@@ -46,7 +46,7 @@ def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest",
 
 
 def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
-    """A new folder, named after what is trained."""
+    """Returns the path of a new folder, named after the arguments."""
     from msrl_jax import algorithms
 
     name: str = algorithms.get(asked.get("algo", "ppo")).name  # type: ignore[attr-defined]
@@ -55,11 +55,11 @@ def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
 
 
 def check_train(asked: dict[str, Any]) -> None:
-    """Raises the error of `train` for what is wrong whatever the environment, the data and the devices are."""
+    """Raises the error of `train` for arguments that are wrong for any environment, data and devices."""
     from msrl_jax import policies
     from msrl_jax.run.prepare import experiment_of
 
-    if not asked.get("resume"):  # else the folder has what is not given
+    if not asked.get("resume"):  # otherwise the folder supplies the arguments that are not given
         known = {option.name for option in Part(TRAIN).options()} | TRAIN_COMMAND.options().keys()
         names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
         fields = {name: x for name, x in asked.items() if name not in known}
@@ -78,14 +78,14 @@ def train(
     tensorboard: bool = False,
     wandb: str | None = None,
 ) -> Outcome:
-    """Train an agent; with no arguments, PPO on CartPole-v1.
+    """Train an agent; without arguments, PPO on CartPole-v1.
 
     Args:
-      out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
-      resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
-        devices may change (give cpu_devices again), and more total_steps extend it.
-      video_every: steps between films of an episode, videos/STEPS.gif in the folder of the run.
-      tensorboard: also log to TensorBoard, in the run's folder.
+      out: folder of the run; by default runs/<algo>-<env>-<policy>-<seed>-<time>.
+      resume: resume the run in the folder, or start a new run if there is none. You need not repeat its settings; policy and
+        devices may change (give cpu_devices again), and more total_steps extend the run.
+      video_every: steps between videos of an episode, written to videos/STEPS.gif in the folder of the run.
+      tensorboard: also log to TensorBoard, in the folder of the run.
       wandb: also log to Weights & Biases, in the project with this name.
     """
     if video_every is not None:
@@ -100,7 +100,7 @@ def train(
         if tensorboard and first:
             loggers.append(stack.enter_context(contextlib.closing(run.TensorBoard(out))))
         if wandb and first:
-            # The same folder is the same run there, so that a run that goes on appends to it.
+            # The same folder maps to the same run in W&B, so that a resumed run appends to it.
             number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
             logger = run.WandB(project=wandb, name=out.name, id=number, resume="allow", config=asked)
             loggers.append(stack.enter_context(contextlib.closing(logger)))
@@ -117,13 +117,14 @@ TRAIN_COMMAND = train
 
 @command(Part("msrl_jax.search.sweep:sweep", without=("devices",)), sweeps=True)
 def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Outcome:
-    """Train many settings of an algorithm, side by side, and rank them.
+    """Train an algorithm with many settings at the same time, and rank them.
 
-    A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2; one of words
-    does too, such as --activation tanh,relu. One of sequences takes several words: --hidden-sizes 64,64 128.
+    A config flag that takes a number also takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2. A flag that takes
+    text also takes several values, such as --activation tanh,relu. For sequences, separate the values by spaces:
+    --hidden-sizes 64,64 128.
 
     Args:
-      out: folder of the sweep; sweeps/<algo>-<env>-<method>-<seed>-<time> if not given.
+      out: folder of the sweep; by default sweeps/<algo>-<env>-<method>-<seed>-<time>.
       plot: file for a figure, such as sweep.png
     """
     from msrl_jax import search
@@ -132,7 +133,7 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
     asked["out"] = out or _folder("sweeps", asked, *parts)
     result = search.sweep(**asked)
     text = str(result)
-    if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
+    if any(trial.mean == trial.mean for trial in result.trials):  # skipped if all means are nan
         text += f"\nthe best setting again: {result.command()}"
         if plot is not None:
             result.plot(plot)
@@ -140,7 +141,7 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
 
 
 def exit_code(result: Any) -> int:
-    """The exit code of a run, or a sweep, that is over."""
+    """Returns the exit code of a run or a sweep that has ended."""
     return _code_of(result.stop_reason) if result.interrupted else 0
 
 
@@ -149,7 +150,7 @@ def _code_of(stop_reason: str) -> int:
 
 
 def about_agent(result: Any, member: int | None) -> tuple[str, dict[str, Any]]:
-    """What is said of an agent that acts, as a line, which is empty if its run has one member, and as data."""
+    """Describes the agent that acts, as a line of text (empty if its run has one member) and as data."""
     from msrl_jax.run.evaluation.history import in_words
 
     number = result.member(member) if result.has_members else None
@@ -172,7 +173,7 @@ def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
 
 @command(Part(run_of, without=("checkpoint",)), Part("msrl_jax.data.rollout:record", without=("result", "path")))
 def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Outcome:
-    """Let a trained agent act, and write its steps to a data set.
+    """Run a trained agent, and write its steps to a data set.
 
     Args:
       steps: number of rows of the data set.
@@ -197,11 +198,11 @@ def explain(
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
     Args:
-      devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared in
-        a table.
-      envs_per_device: environments for each of these devices, instead of num_envs.
-      beside: other distribution policies; a table compares their plans.
-      out: write pictures of the plans: a page, FILE.html, or one plan, FILE.svg.
+      devices: plan for these devices, even if you do not have them: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Give several to compare
+        them in a table.
+      envs_per_device: environments per device, instead of num_envs.
+      beside: other distribution policies to compare in a table.
+      out: file for pictures of the plans: FILE.html for a page, or FILE.svg for one plan.
     """
     if devices and cpu_devices is not None:
         raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{cpu_devices} is enough")
@@ -246,7 +247,7 @@ def explain(
 
 
 def _check_picture(out: Path, number: int) -> None:
-    """Raises UsageError if a picture of so many plans cannot be written."""
+    """Raises UsageError if a picture of this number of plans cannot be written."""
     if out.suffix not in (".html", ".svg"):
         raise UsageError(f"--out {out}: name a page, such as plan.html, or a picture, such as plan.svg")
     if out.suffix == ".svg" and number > 1:
@@ -256,14 +257,14 @@ def _check_picture(out: Path, number: int) -> None:
 
 
 def _can_draw() -> None:
-    """Lets MuJoCo draw where there are no windows."""
+    """Lets MuJoCo render on machines without a display."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
 @command(run_of, Part("msrl_jax.run.result:Result.video", without=("path",)))
 def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Outcome:
-    """Show what a trained agent does: a film of greedy episodes.
+    """Write a video of a trained agent: greedy episodes.
 
     Args:
       out: the file: .gif, .mp4 or .html
@@ -276,17 +277,17 @@ def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video
 
 @command(run_of, "msrl_jax.run.result:Result.export")
 def export(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
-    """Write the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
+    """Export the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
     file = run_of(**run).export(**asked)
     return Outcome(file, {"file": str(file)})
 
 
 @command(Part("msrl_jax.report.runs_page:runs_page", without=("path",)))
 def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Outcome:
-    """Write a page about runs: returns and curves of each setting, what they differ in, times, and how to repeat each.
+    """Write a page about runs: returns and curves of each setting, their differences, times, and how to repeat each run.
 
     Args:
-      out: the page, one file that loads nothing.
+      out: the page, a single file that loads no other files.
     """
     from msrl_jax.report import runs_page
 
@@ -296,7 +297,7 @@ def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Outcome
 
 @command(Part("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
 def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
-    """Draw a curve for each setting of each run with its interval over seeds, as a figure for a paper.
+    """Plot a curve with its interval over seeds for each setting of each run, as a figure for a paper.
 
     Args:
       out: the figure: .pdf, .svg or .png
@@ -309,7 +310,7 @@ def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
 
 @command(Part("msrl_jax.report.bench:bench", without=("devices", "on_stage", "on_measurement")))
 def bench(asked: dict[str, Any]) -> Outcome:
-    """Measure steps, updates and, where the host drives the loop, its time per instruction, over a grid of several values."""
+    """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
 
     measurements = report.bench(**asked, on_stage=_note, on_measurement=_note)
@@ -318,11 +319,11 @@ def bench(asked: dict[str, Any]) -> Outcome:
 
 @command(Part("msrl_jax.report.profiling:profile", without=("devices", "on_stage")))
 def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Outcome:
-    """Measure where the time of training goes: simulation, inference, learning, transfers, Python, and every fragment.
+    """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
     Args:
-      run: folder of a run, whose training is measured in place of --algo and --env; reports about it show the profile.
-      out: a file: a figure, FILE.svg, the numbers, FILE.json, or the trace, FILE.trace.json.gz.
+      run: folder of a run to measure, instead of --algo and --env; reports about the run show the profile.
+      out: file for the outcome: FILE.svg for a figure, FILE.json for the numbers, or FILE.trace.json.gz for the trace.
     """
     from msrl_jax.report import profile, profiles
 
@@ -347,13 +348,13 @@ def reproduce(
     records: Path | None = None,
     time_limit: float | str | None = None,
 ) -> Outcome:
-    """Train recipes on several seeds, and say whether their scores agree with the recorded ones.
+    """Train recipes on several seeds, and check whether their scores agree with the recorded ones.
 
     Args:
       *names: names of recipes, or patterns such as 'ppo-*'.
-      out: folder in which each recipe has one, with which the same command goes on.
-      update: write the new records to the folder of the records, in place of those there.
-      pages: folder to write the pages of all records to; names may then be left out.
+      out: folder with a subfolder for each recipe; run the same command again to resume.
+      update: write the new records to the folder of records, instead of the existing ones.
+      pages: folder for the pages of all records; with it, you may leave out the names.
     """
     if not names and pages is None:
         raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
@@ -369,7 +370,7 @@ def reproduce(
         _note(recipes.NO_RECORDS)
     elif update and not os.access(folder, os.W_OK):
         raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {out}")
-    if pages is not None:  # what is refused is told before anything is trained
+    if pages is not None:  # report errors before training anything
         pages_of.check_pages(pages)
         for name in set(recipes.names()) - set(chosen):
             recipes.record_of(recipes.find(name), folder)
@@ -392,8 +393,8 @@ def reproduce(
 
 
 def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, update: bool) -> bool:
-    """Whether a recipe has a record to compare with; says if the seeds are too few for that. With `update`, one that is
-    damaged or of other settings is no error."""
+    """Returns whether a recipe has a record to compare with; prints a note if there are too few seeds to compare. With
+    `update`, a record that is damaged or has other settings is not an error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
     from msrl_jax.report.statistics import fewest
 
@@ -422,7 +423,7 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
 
 @command("msrl_jax.algorithms.copying:copy")
 def copy(asked: dict[str, Any]) -> Outcome:
-    """Copy the file of an algorithm under a new name, to change it; `--algo FILE` then trains it."""
+    """Copy the file of an algorithm under a new name, so that you can change it; train it with `--algo FILE`."""
     from msrl_jax import algorithms
 
     path = algorithms.copy(**asked)
@@ -433,12 +434,12 @@ def copy(asked: dict[str, Any]) -> Outcome:
 
 @command()
 def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = False) -> Outcome:
-    """List the algorithms, environments, distribution policies, and the suites of environments that can be installed.
+    """List the algorithms, environments, distribution policies, and installable suites of environments.
 
     Args:
-      recipes: the recipes instead, with what they reach.
-      records: with --recipes, folder of the records; benchmarks/records of the clone if not given.
-      envs: only the environments and their suites.
+      recipes: list the recipes instead, with their scores.
+      records: with --recipes, the folder of the records; by default benchmarks/records of the clone.
+      envs: list only the environments and their suites.
     """
     if records is not None and not recipes:
         raise UsageError("--records is for --recipes; give both, or leave it out")
@@ -447,7 +448,7 @@ def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = Fa
 
 @command("msrl_jax.envs.check_values:check")
 def check_env(asked: dict[str, Any]) -> Outcome:
-    """Try an environment out with random actions, and say where it breaks the protocol."""
+    """Test an environment with random actions, and report where it breaks the protocol."""
     from msrl_jax.envs import check
 
     found = check(**asked)

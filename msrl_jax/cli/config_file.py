@@ -1,4 +1,4 @@
-"""Config files, `--config run.toml`: TOML whose keys are the names of flags, and values as they are in TOML."""
+"""Config files, `--config run.toml`: TOML files whose keys are the names of flags."""
 
 import dataclasses
 import re
@@ -12,34 +12,34 @@ from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.run import recipes
 from msrl_jax.run.disk import toml
 
-_OF_WORDS = ("config", "print_config", "recipe", "trust")  # options that a file does not have
+_OF_WORDS = ("config", "print_config", "recipe", "trust")  # options that a file cannot set
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """What a file says: values by key, and the line of each."""
+    """The content of a config file: values by key, and the line number of each key."""
 
     name: str = ""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """The place of a key, to begin a message."""
+        """Returns the location of a key, as the start of a message."""
         return f"{self.name}, line {self.lines[key]}" if key in self.lines else self.name
 
     def located(self, error: BaseException, given: Mapping[str, Any]) -> str:
-        """The message of an error, with the place in the file of the key that it names first."""
+        """Returns the message of an error, preceded by the location in the file of the first key that it names."""
         text = " ".join(str(error).split())
         if text.startswith(self.name):
             return text
-        named = re.findall(r"(?=\b([\w.]+)(?:\[\d+\])?=)", text)  # `replay.n_step` in `DQN.replay.n_step=0`, too
+        named = re.findall(r"(?=\b([\w.]+)(?:\[\d+\])?=)", text)  # also `replay.n_step` in `DQN.replay.n_step=0`
         key = next((name for name in named if name in self.values and name in given), None)
         return text if key is None else f"{self.at(key)}: {text}"
 
     def read(self, options: Sequence[Option], given: Collection[str], *, has_fields: bool) -> dict[str, Any]:
-        """The values of options that are not given elsewhere.
+        """Returns the values of options that are not given elsewhere.
 
-        Raises UsageError, which names the file, the line and the key, if a key is unknown or has a value that does not fit.
+        Raises UsageError with the file, the line and the key if a key is unknown or has an invalid value.
         """
         known, found = {option.name: option for option in options}, dict[str, Any]()
         for key, value in self.values.items():
@@ -57,27 +57,27 @@ class ConfigFile:
         return found
 
     def check_trust(self, options: Collection[str], flags: Collection[str], *, trusted: bool) -> None:
-        """Raises TrustError if the file names code to run in what no flag gives, unless it is trusted."""
+        """Raises TrustError if the file names code to run in a key that no flag overrides, unless it is trusted."""
         values = {key: x for key, x in self.values.items() if key.replace("_", "-") not in flags}
         if trusted or not any(":" in text or ".py" in text for text in map(str, values.values())):
             return
-        from msrl_jax.run.experiment.trust import KINDS, code_of  # which imports JAX
+        from msrl_jax.run.experiment.trust import KINDS, code_of  # this import loads JAX
 
         values = {key: x for key, x in values.items() if key in KINDS or key not in options}
         check_trust(f"the file {self.name}", code_of(values), False)
 
 
 def recipe_file(*, recipe: str | None = None) -> Path | None:
-    """The file of a recipe.
+    """Returns the file of a recipe.
 
     Args:
-      recipe: take options from a recipe, such as ppo-cartpole (see `msrl-jax list --recipes`); others may be given beside it.
+      recipe: take options from a recipe, such as ppo-cartpole (see `msrl-jax list --recipes`); you may add other options.
     """
     return None if recipe is None else recipes.find(recipe).path
 
 
 def of(argv: Sequence[str], *, has_recipes: bool) -> ConfigFile:
-    """The file that `--config` or `--recipe` names; an empty one without."""
+    """Reads the file that `--config` or `--recipe` names; returns an empty one if there is none."""
     flags = [word.partition("=")[0] for word in argv]
     given = [flag for flag in flags if flag == "--config" or (flag == "--recipe" and has_recipes)]
     if len(given) > 1:
@@ -92,7 +92,7 @@ def of(argv: Sequence[str], *, has_recipes: bool) -> ConfigFile:
 
 
 def read(name: str) -> ConfigFile:
-    """Reads a file; raises UsageError, which names the file and the line, if it is no TOML."""
+    """Reads a file; raises UsageError with the file and the line if it is not valid TOML."""
     path = Path(name)
     if path.is_dir():
         raise UsageError(f"--config {name} is a folder; name a file, such as {path / 'run.toml'}")
@@ -135,7 +135,7 @@ def _twice(name: str, key: str, number: int, lines: Mapping[str, int]) -> UsageE
 
 
 def text(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> str:
-    """The file of a command line: all options and fields of the config, those that were not given in comments."""
+    """Returns a config file for a command line: all options and config fields; those that were not given are comments."""
     head = f"msrl-jax {name} --config FILE is this command line. Keys in comments have their defaults; flags win over the file."
     parts = [toml.comment(head)]
     for option in options:

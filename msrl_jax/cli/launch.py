@@ -1,4 +1,4 @@
-"""Starts the processes of a run on one machine, and ends them together."""
+"""Starts the processes of a run on one machine, and stops them together."""
 
 import collections
 import os
@@ -16,10 +16,10 @@ from msrl_jax.cli.options import UsageError
 from msrl_jax.fragments.support.compiling import use_cpu_devices
 from msrl_jax.fragments.support.naming import paths
 
-# Environment variables that tell a process where process 0 is, how many there are, and which one it is.
+# Environment variables that give a process the address of process 0, the number of processes, and its own index.
 ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"
-LOST = 76  # exit code if a process ended, so that the others stopped too
-PATIENCE = 10  # seconds that the others have to stop by themselves after one has failed
+LOST = 76  # exit code if a process ended, which stopped the others too
+PATIENCE = 10  # seconds that the other processes have to stop by themselves after one has failed
 
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
 
@@ -27,11 +27,11 @@ _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
 def start(
     argv: Sequence[str], *, processes: int | None = None, distributed: bool = False, cpu_devices: int | None = None
 ) -> int | None:
-    """Starts the processes of a run, or makes this one a part of it; returns the exit code if the run is over.
+    """Starts the processes of a run, or makes this process part of one; returns the exit code if the run is over.
 
     Args:
-      processes: start this many processes here; each has one CPU device, or --cpu-devices.
-      distributed: be one of the processes of a cluster, which JAX finds: SLURM, Open MPI, GKE, a TPU pod.
+      processes: start this many processes on this machine; each has one CPU device, or --cpu-devices.
+      distributed: join the processes of a cluster, which JAX detects: SLURM, Open MPI, GKE, a TPU pod.
     """
     child = os.environ.get(INDEX)
     if processes is not None and distributed:
@@ -54,9 +54,9 @@ def start(
 
 
 def launch(argv: Sequence[str], count: int) -> int:
-    """Runs processes of `python -m msrl_jax` with equal arguments, which get the signals to this one and die with it.
+    """Runs processes of `python -m msrl_jax` with equal arguments; signals to this process are passed on, and they end with it.
 
-    Returns 0 if all succeeded; else the exit code of the first that failed, or `LOST` if a signal ended it.
+    Returns 0 if all succeeded; otherwise the exit code of the first that failed, or `LOST` if a signal ended it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ def launch(argv: Sequence[str], count: int) -> int:
                 stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
             )  # fmt: skip
             children.append(child)
-            # The first one writes to the terminal; what the others write to stderr is shown if the run fails.
+            # The first process writes to the terminal; stderr of the others is shown if the run fails.
             work = (child.stdout, _print) if i == 0 else (child.stderr, tails[i].append)
             readers.append(threading.Thread(target=_follow, args=work, daemon=True))
             readers[-1].start()
@@ -104,7 +104,7 @@ def launch(argv: Sequence[str], count: int) -> int:
     if code >= 0:
         return code
     ended = f"was ended by {signal.Signals(-code).name}"
-    if code == -signal.SIGABRT:  # what JAX does when another process gives no sign of life
+    if code == -signal.SIGABRT:  # JAX aborts the process when the heartbeat of another process stops
         ended = "lost contact with another one"
     print(
         f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; --resume goes on from the newest checkpoint",
@@ -114,7 +114,7 @@ def launch(argv: Sequence[str], count: int) -> int:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Waits for the processes; returns the number of the first that failed, after the others have had time to stop."""
+    """Waits for the processes; returns the index of the first that failed, after the others have had time to stop."""
 
     def cause() -> int | None:  # processes that see another one die end with LOST
         codes = [child.poll() for child in children]
@@ -140,7 +140,7 @@ def _print(line: bytes) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the one that launched it dies, which closes this one's stdin."""
+    """Ends this process when its launcher dies, which closes the stdin of this process."""
 
     def watch() -> None:
         while os.read(0, 1024):

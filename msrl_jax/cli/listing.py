@@ -1,4 +1,4 @@
-"""What `msrl-jax list` prints: recipes, and the names of algorithms, environments, policies and suites."""
+"""The output of `msrl-jax list`: recipes, and the names of algorithms, environments, policies and suites."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from msrl_jax.run import recipes
 
 
 def recipes_in(records: Path | None) -> tuple[str, Any]:
-    """The recipes, with what they reach by the records in a folder: as text, and as data."""
+    """Lists the recipes, with their scores from the records in a folder: as text, and as data."""
     rows, cells, folder = [], [], recipes.records_folder(records)
     if folder is None:
         print(recipes.NO_RECORDS, file=sys.stderr)
@@ -41,8 +41,8 @@ def recipes_in(records: Path | None) -> tuple[str, Any]:
 
 
 def names(*, only_envs: bool) -> tuple[str, Any]:
-    """The names of algorithms, environments, policies and suites: as text, and as data."""
-    if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too; else JAX is not imported
+    """Lists the names of algorithms, environments, policies and suites: as text, and as data."""
+    if "msrl_jax.algorithms" in sys.modules:  # also list what this process has registered; otherwise avoid importing JAX
         from msrl_jax import algorithms, envs, policies
 
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
@@ -57,7 +57,7 @@ def names(*, only_envs: bool) -> tuple[str, Any]:
 
 
 def names_in_sources() -> dict[str, list[str]]:
-    """The names of the registries, read from the sources of this package: importing those would import JAX."""
+    """Returns the names in the registries, read from the sources of this package, because importing them would import JAX."""
 
     def found(folder: str, pattern: str) -> list[str]:
         texts = [file.read_text("utf-8") for file in (Path(__file__).parents[1] / folder).glob("*.py")]
@@ -72,7 +72,7 @@ def names_in_sources() -> dict[str, list[str]]:
 
 
 def _state(suite: catalog.Suite) -> str:
-    """Whether a suite of environments is installed, or how to install it."""
+    """Returns whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"
     if not suite.files:

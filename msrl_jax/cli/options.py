@@ -1,6 +1,6 @@
-"""Options of commands: parameters of functions, with the text of their docstrings, and the fields of configs.
+"""Options of commands: parameters of functions, documented by their docstrings, and the fields of configs.
 
-The type of a parameter decides how its words on the command line, and its values in a config file, are read.
+The type of a parameter determines how its values on the command line and in a config file are parsed.
 """
 
 import argparse
@@ -29,16 +29,16 @@ class UsageError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A flag, or an argument without a name.
+    """A flag, or a positional argument.
 
     Attributes:
-      name: the name of the parameter or the field, which is dotted if it is one of an option of a config.
+      name: the name of the parameter or field; dotted if it is a field of an option of a config.
       kind: its type.
-      default: its default; `REQUIRED` if it has to be given.
-      doc: its text.
+      default: its default; `REQUIRED` if it must be given.
+      doc: its documentation.
       is_positional: whether it is given without a name.
-      is_tunable: whether members of a run may have several values of it, or a schedule.
-      is_swept: whether it takes several values, or text about them, for the trials of a sweep.
+      is_tunable: whether it may have several values, for members of a run, or a schedule.
+      is_swept: whether it takes several values, or text that describes them, for the trials of a sweep.
       defaults: the text of its default, if several configs have different ones.
     """
 
@@ -53,38 +53,38 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """How it is written on the command line."""
+        """The flag as written on the command line."""
         return self.name.upper() if self.is_positional else f"--{self.name.replace('_', '-')}"
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The members of its type, if that is a union."""
+        """The alternatives of its type, if that is a union."""
         return parts_of(self.kind)
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is true or false, and takes no value."""
+        """Whether it is a boolean flag, without a value."""
         return self.kind is bool
 
     @property
     def items(self) -> tuple[Any, ...]:
-        """The types of items, if one value is a sequence."""
+        """The types of the items, if a value is a sequence."""
         sequences = [part for part in self.parts if typing.get_origin(part) in (tuple, Sequence)]
         return tuple(item for part in sequences for item in typing.get_args(part))
 
     @property
     def is_sequence(self) -> bool:
-        """Whether one value is a sequence."""
+        """Whether a value is a sequence."""
         return bool(self.items)
 
     @property
     def numbers(self) -> list[Any]:
-        """The types of numbers that it takes, or its items."""
+        """The types of numbers that the option, or its items, accept."""
         return [kind for kind in (int, float) if kind in (*self.parts, *self.items)]
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What its words stand for. A word that is a choice, or false, has the choice `none`."""
+        """The values of its choices, by their text. An option with choices that also accepts False has the choice `none`."""
         words = [word for part in self.parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
         known = {str(word): word for word in words}
         known |= {"none": False} if words and bool in self.parts else {}
@@ -92,7 +92,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """What it takes, in short."""
+        """A short description of its values, for the help."""
         alternatives = [f"{part.option}[:field=value,...]" for part in self.parts if hasattr(part, "option")]
         names = [*alternatives, *(name for name in self.choices if name != "None" or alternatives)]
         names += [kind.__name__.upper() for kind in self.numbers]
@@ -104,7 +104,7 @@ class Option:
         return "|".join(names or ["TEXT"]) + "[,...]" * (self.is_tunable or self.is_swept)
 
     def read(self, words: Sequence[str]) -> Any:
-        """Reads its words on the command line; raises ValueError if they are no value."""
+        """Parses its values from the command line; raises ValueError if they are invalid."""
         if not words:
             raise ValueError("has no value; give at least one, or leave the option out")
         if "" in words:
@@ -121,7 +121,7 @@ class Option:
         return words[0] if self.is_swept else self._one(words[0])
 
     def take(self, value: Any) -> Any:
-        """Reads its value in a config file; raises ValueError if it is none."""
+        """Reads its value from a config file; raises ValueError if it is invalid."""
         if isinstance(value, Mapping):
             if [*value] == ["object"]:
                 object_, remedy = value["object"], f"name one with {self.flag}, or use msrl.train"
@@ -140,7 +140,7 @@ class Option:
         return value if isinstance(value, str) else self._plain(value)
 
     def _plain(self, value: Any) -> Any:
-        """Reads text, a number or a truth value of a config file."""
+        """Reads text, a number or a boolean from a config file."""
         if isinstance(value, bool) != self.is_flag:
             remedy = "true or false" if self.is_flag else "a value, not true or false"
             raise ValueError(f"is {toml.value(value)}; use {remedy}")
@@ -172,7 +172,7 @@ class Option:
         return self._number(read_literal(text))
 
     def _number(self, value: Any) -> Any:
-        """A value as one of its type; a schedule, several values, and text if it takes text, stay as they are."""
+        """Converts a value to its type; keeps schedules, several values, and text if it accepts text."""
         number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else None
         if self.is_tunable or not self.numbers or (isinstance(value, str) and (str in self.parts or Any in self.parts)):
             return value
@@ -188,11 +188,11 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A function of which a command has the parameters as options.
+    """A function whose parameters are options of a command.
 
     Attributes:
-      of: the function, or where it is: `MODULE:NAME`, which is imported if its options are needed.
-      without: the parameters that are no options.
+      of: the function, or its location `MODULE:NAME`, which is imported when its options are needed.
+      without: the parameters that are not options.
       only: the parameters that are options, if not all.
     """
 
@@ -219,12 +219,12 @@ class Part:
         return "algo" in self.parameters and any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def takes(self, name: str) -> bool:
-        """Whether the function gets the value of an option."""
+        """Returns whether the function gets the value of an option."""
         is_chosen = name in self.only if self.only else name not in self.without
         return is_chosen and name in self.parameters
 
     def options(self) -> Iterator[Option]:
-        """The parameters that the docstring of the function tells about, as options."""
+        """Yields the parameters that the docstring of the function documents, as options."""
         docs = arguments_of(self.function)
         for name, p in self.parameters.items():
             if p.kind is p.VAR_POSITIONAL and name in docs:
@@ -235,7 +235,7 @@ class Part:
 
 
 def arguments_of(function: Any) -> dict[str, str]:
-    """The texts of the arguments in the docstring of a function, by name."""
+    """Returns the Args of a function's docstring, by name."""
     found, name = dict[str, str](), ""
     for line in (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].splitlines():
         if line and not line.startswith(" "):
@@ -247,7 +247,7 @@ def arguments_of(function: Any) -> dict[str, str]:
 
 
 def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
-    """The fields that the configs of all these algorithms have, with the defaults of the first, as options."""
+    """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
     from msrl_jax.algorithms.fields import all_fields, choices, tunable_fields, value_of
 
@@ -278,14 +278,14 @@ def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bo
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are of this package."""
+    """A parser whose errors belong to this package."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; {self.prog} --help lists the options")
 
 
 def parser_of(prog: str, about: str, groups: Mapping[str, Sequence[Option]]) -> argparse.ArgumentParser:
-    """A parser that collects the words of the options that are given, by name."""
+    """Makes a parser that collects the texts of the given options, by name."""
     parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escaped(about), allow_abbrev=False, add_help=False)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
     for title, options in groups.items():
@@ -309,14 +309,14 @@ def _escaped(text: str) -> str:
 
 
 def in_hyphens(argv: Sequence[str]) -> list[str]:
-    """The words, with hyphens in the names of flags."""
+    """Returns the arguments, with hyphens in the names of flags."""
     split = [word.partition("=") if word.startswith("--") else ("", "", word) for word in argv]
     return [f"{name.replace('_', '-')}{equals}{value}" for name, equals, value in split]
 
 
 def values_of(argv: Sequence[str], name: str) -> list[str]:
-    """The words after a flag, of the last one if it is there several times; read before parsing, because they decide on other
-    flags."""
+    """Returns the values after a flag, from its last occurrence; reads them before parsing, because they determine which other
+    flags exist."""
     words: list[str] = []
     for i, word in enumerate(argv, 1):
         flag, equals, value = word.partition("=")
@@ -326,7 +326,7 @@ def values_of(argv: Sequence[str], name: str) -> list[str]:
 
 
 def nearest(name: str, known: Sequence[str], *, has_fields: bool) -> str:
-    """What an unknown name probably means, to follow it: one of these, or a field of the configs of other algorithms."""
+    """Suggests what an unknown name means, to append to a message: a known name, or a field of other algorithms' configs."""
     if has_fields:
         from msrl_jax import algorithms
         from msrl_jax.algorithms.fields import all_fields

@@ -1,6 +1,6 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result.
 
-Each name is imported at its first use.
+Names are imported lazily, on first use.
 """
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of

@@ -1,7 +1,7 @@
-"""`policy="auto"`: the synchronous policy whose iterations take the least time, by a short calibration of each.
+"""Implements `policy="auto"`: calibrates each candidate briefly, and chooses the synchronous policy with the fastest iteration.
 
-Policies without staleness and lossy codecs compute the same mathematics, so the choice changes how long training takes, and the
-numbers only by float rounding. Every candidate is compiled and runs a few iterations of a state that is thrown away.
+Policies without staleness and lossy codecs compute the same mathematics: the choice changes how long training takes, and
+changes numbers only by float rounding. Every candidate is compiled, and runs a few iterations on a state that is discarded.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class Alternative:
 
     Attributes:
       policy: the policy.
-      prediction: what an iteration takes; None if the policy cannot run it.
-      compile_seconds: time to compile it.
-      refusal: why it cannot run it; empty if it can.
+      prediction: the predicted time of an iteration; None if the policy cannot run the experiment.
+      compile_seconds: time to compile the program.
+      refusal: why the policy cannot run the experiment; empty if it can.
     """
 
     policy: DistributionPolicy
@@ -46,12 +46,12 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The policy with the lowest predicted time, and what the others would take.
+    """The policy with the lowest predicted time, and the predictions for the others.
 
     Attributes:
       policy: the policy.
-      alternatives: all candidates, the fastest first, then those that cannot run the experiment.
-      reason: why, in a sentence.
+      alternatives: all candidates: the fastest first, and those that cannot run the experiment last.
+      reason: the reason for the choice, as a sentence.
     """
 
     policy: DistributionPolicy
@@ -59,7 +59,7 @@ class Choice:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The choice as plain data, ready for JSON."""
+        """Returns the choice as plain data, ready for JSON."""
 
         def row(a: Alternative) -> dict[str, Any]:
             return dataclasses.asdict(a) | {"policy": spec(a.policy)}
@@ -67,7 +67,7 @@ class Choice:
         return {"policy": spec(self.policy), "reason": self.reason, "alternatives": [row(a) for a in self.alternatives]}
 
     def __str__(self) -> str:
-        """The reason, and a table of the alternatives."""
+        """Returns the reason, and a table of the alternatives."""
         head = ["policy", "ms/iteration", "programs, ms", "transfers, ms", "host, ms", "compile, s"]
         rows = []
         for a in self.alternatives:
@@ -89,26 +89,26 @@ def choose_policy(
     delay: float = 0.0,
     note: Callable[[str], None] = lambda line: None,
 ) -> Choice:
-    """Chooses the policy with the lowest predicted time of an iteration.
+    """Chooses the policy with the lowest predicted time per iteration.
 
-    Candidates that cannot run the experiment, or would change what is learned (by staleness, or by a codec that loses
-    precision), are listed with the reason.
+    Candidates that cannot run the experiment are listed with the reason, and so are those that would change what is learned
+    (by staleness, or by a codec that loses precision).
 
     Args:
-      experiment: the run.
-      devices: the devices for the policies; all if None.
-      policies: the candidates; if None, all of the package and of `register` that need no parameters. On one device they are
-        measured only if they are given: there is nothing to cross.
-      delay: seconds that a transfer between placements takes longer than here, such as over a network. Collectives inside of
-        programs are as they are here.
-      note: called with a line of text before a candidate is measured; an exception of it ends the measurement.
+      experiment: the experiment to run.
+      devices: the devices for the policies; None uses all.
+      policies: the candidates; None takes all policies of the package and of `register` that need no parameters. On one device,
+        candidates are measured only if you pass them, because there are no transfers between devices.
+      delay: extra seconds per transfer between placements compared with this machine, for example over a network. Collectives
+        inside programs are assumed to take as long as here.
+      note: called with a line of text before each candidate is measured; an exception from it stops the measurement.
 
     Returns:
-      The choice.
+      The chosen policy, with the alternatives.
 
     Raises:
-      ValueError: if nothing can be measured: simulators on the host would be stepped, several processes would measure
-        different times, planned devices are not there, or no candidate can run the experiment.
+      ValueError: if nothing can be measured: the host simulates the environment, several processes would measure different
+        times, the devices are only planned, or no candidate can run the experiment.
     """
     if not isinstance(experiment, Experiment) or isinstance(policies, str):
         raise TypeError("choose_policy takes an Experiment, and policies as a list: [\"GPUOnly\", \"Central\"]")
@@ -132,7 +132,7 @@ def choose_policy(
 
 
 def is_auto(policy: object) -> bool:
-    """Whether a policy is to be chosen; case is ignored, as in the names of policies."""
+    """Returns whether a policy is to be chosen automatically; ignores case, as names of policies do."""
     return isinstance(policy, str) and policy.lower() == "auto"
 
 
@@ -143,9 +143,9 @@ def resolved(
     say: Callable[[str], Any],
     stop: Callable[[], str],
 ) -> DistributionPolicy:
-    """The policy itself, or the chosen one if it is "auto".
+    """Returns the policy itself, or the chosen one if it is "auto".
 
-    `say` is called with lines of text about the choice. If `stop` has a reason, KeyboardInterrupt ends the measurement.
+    `say` is called with lines of text about the choice. If `stop` returns a reason, KeyboardInterrupt ends the measurement.
     """
     if not is_auto(policy):
         return registry.get(policy)
@@ -161,7 +161,7 @@ def resolved(
 
 
 def _candidates() -> list[DistributionPolicy]:
-    """The registered policies that need no parameters."""
+    """Returns the registered policies that need no parameters."""
     found = []
     for name in registry.names():
         needed = inspect.signature(registry.POLICIES[name]).parameters.values()
@@ -193,7 +193,7 @@ def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, 
             why = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
             return Alternative(policy, None, refusal=f"it {why}, which changes what is learned; name it as the policy")
         prediction = program.predict(experiment.start(program), delay=delay)
-    except Exception as error:  # of any policy of a user's
+    except Exception as error:  # any policy, also a custom one, may raise anything
         return Alternative(policy, None, refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return Alternative(policy, prediction, program.compile_seconds)
 
@@ -204,7 +204,7 @@ def _seconds(alternative: Alternative) -> float:
 
 
 def _short(number: float) -> str:
-    """Three digits, or a whole number."""
+    """Formats a number with three digits, or as a whole number."""
     return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""How many runs of one program the memory of the devices holds, side by side."""
+"""Computes how many runs of one program fit in the memory of the devices at the same time."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,16 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
 from msrl_jax.run.experiment.spec import Experiment
 
-HEADROOM = 0.8  # part of the memory to plan with; programs of initial states and evaluations need some, too
+HEADROOM = 0.8  # fraction of the memory to plan with; the programs for initial states and evaluations need some, too
 
 
 def memory_of(
     experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
 ) -> tuple[int, int, int | None]:
-    """The number of such experiments that fit side by side; the bytes of one with all its seeds, and of the memory if known.
+    """Returns how many such experiments fit at the same time, the bytes of one with all its seeds, and of the memory if known.
 
-    Where memory is scarcest, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
+    All three are for the memory that fits the fewest, estimated from shapes alone: two states, and the arrays of an iteration
+    as if XLA fused none of them.
     """
     program = experiment.compile(policy, devices)
     held = program.state_bytes

@@ -1,4 +1,4 @@
-"""`Outcome`: what the folder of a run tells without its agent, its environment, and any code that it names."""
+"""`Outcome`: what a run folder says about a run, read without its agent, its environment, or any code that it names."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Outcome:
-    """What a run has to tell: its settings, its history and how it ended. `C` denotes the number of chunks, `M` of members.
+    """The settings of a run, its history and how it ended. `C` denotes the number of chunks, `M` the number of members.
 
     Attributes:
-      description: what the run computed, and where it ran, as plain data: the content of `config.json`.
-      history: columns with one value per chunk, as of `Result`. shape=[C] or [C, M]
-      status: how it ended, as of `Result`.
+      description: what the run computed and where it ran, as plain data: the content of `config.json`.
+      history: columns with one value per chunk, as in `Result`. shape=[C] or [C, M]
+      status: how the run ended, as in `Result`.
       compile_seconds: time for tracing and compiling the training program and the initial state.
-      wall_seconds: total time of the run, without saving.
+      wall_seconds: total time of the run, excluding saving.
       evaluation: the last evaluation, if there was one.
       folder: the run's folder, if it has one.
-      timings: other parts of `wall_seconds`, as of `Result`.
-      stop_reason: why the run was interrupted; else empty.
-      save_error: why something could not be saved, as of `Result`; else empty.
+      timings: other parts of `wall_seconds`, as in `Result`.
+      stop_reason: why the run was interrupted; otherwise empty.
+      save_error: why something could not be saved, as in `Result`; otherwise empty.
     """
 
     description: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Outcome:
 
     @classmethod
     def read(cls, path: Path) -> "Outcome":
-        """Reads what the folder of a run tells, up to its newest checkpoint; imports and runs nothing that it names.
+        """Reads the outcome of a run from its folder, up to the newest checkpoint; runs no code that the folder names.
 
         Raises:
           RunFolderError: if the folder holds no run, a damaged one, or one that this version cannot read.
@@ -68,23 +68,23 @@ class Outcome:
 
     @property
     def rank_by(self) -> str:
-        """What tells which member and which checkpoint is better."""
+        """The score that ranks members and checkpoints."""
         return self.description["rank_by"]
 
     @property
     def unit(self) -> str:
-        """What a step of the history is: "environment steps" or "updates"."""
-        return self.description.get("unit", "environment steps")  # runs of before have none
+        """The unit of steps in the history: "environment steps" or "updates"."""
+        return self.description.get("unit", "environment steps")  # folders of older versions have no unit
 
     @property
     def seeds(self) -> int:
-        """The number of seeds, with each of which every setting of the config has a member."""
+        """The number of seeds; every setting of the config has one member per seed."""
         return self.description["seeds"]
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The seed of every member, and its values of the fields of the config in which members differ; of a population that is
-        trained, the initial ones."""
+        """The seed of every member, and its values of the config fields in which members differ; the initial values for a
+        population that is trained."""
         about = self.description
         return each_member(about["seed"], about["seeds"], about["settings"] or {}, evolve=about["pbt"] is not None)
 
@@ -95,12 +95,12 @@ class Outcome:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
+        """Environment steps per second of all members: the median over all chunks except the first, if there are several."""
         rates = self.history.get("steps_per_second", ())
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     def final(self, name: str) -> np.ndarray:
-        """The mean of a column of the history over the last tenth of training; KeyError if there is no such column."""
+        """Returns the mean of a history column over the last tenth of training; raises KeyError if there is no such column."""
         if name not in self.history:
             near, known = suggestion(name, self.history), ", ".join(sorted(self.history))
             raise KeyError(f"the history has no column {name!r}{near}; it has {known}")
@@ -108,11 +108,11 @@ class Outcome:
 
     @entry
     def to_pandas(self) -> "pandas.DataFrame":
-        """Makes a long table of the history: a row for every chunk and member.
+        """Makes a long table of the history, with one row per chunk and member.
 
         Returns:
-          A DataFrame with the columns of the history, `member`, `seed`, and the fields in which settings differ; those that
-          PBT changes are `pbt/FIELD`.
+          A DataFrame with the columns of the history, `member`, `seed`, and the config fields in which settings differ. Fields
+          that PBT changes are in columns `pbt/FIELD`.
 
         Raises:
           ImportError: if pandas is not installed; the message says how to install it.
@@ -133,8 +133,9 @@ class Outcome:
 
         Returns:
           The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
-          evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
-          is also `episode_return/TEAM` and `eval_return/TEAM`; `episode_METRIC` and `eval_METRIC` are those of the environment.
+          evaluation, both averaged over the members; `*_per_seed` lists the values of the members. With several teams, there
+          are also `episode_return/TEAM` and `eval_return/TEAM`. `episode_METRIC` and `eval_METRIC` are metrics of the
+          environment.
         """
         return summarize(self)
 

@@ -1,4 +1,4 @@
-"""From the arguments of `train`, and from what the folder of a run holds, to an `Experiment`."""
+"""Makes an `Experiment` from the arguments of `train` and from the content of a run folder."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from msrl_jax.run.experiment.spec import Experiment, Settings, check_settings
 
 
 def make_experiment(*given: Any, **arguments: Any) -> Experiment:
-    """The experiment of arguments of `train`, as of `experiment_of`, with its agent built."""
+    """Makes the experiment for arguments of `train`, as `experiment_of` does, and builds its agent."""
     experiment = experiment_of(*given, **arguments)
     _ = experiment.behavior if experiment.pbt is None else experiment.agent
     return experiment
@@ -33,7 +33,7 @@ def experiment_of(
     algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
     overrides: Mapping[str, Any] | None = None, **others: Any,
 ) -> Experiment:  # fmt: skip
-    """The experiment of arguments of `train`, whose environment and data are not made; `overrides` are fields of the config."""
+    """Makes the experiment for arguments of `train`, without making its environment and data; `overrides` are config fields."""
     pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
     base, overrides = algorithms.make(algo, {}), dict(overrides or {})
     if pbt is not None:
@@ -50,7 +50,7 @@ def experiment_of(
 
 
 def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
-    """Separates the fields that have several values from the others, which get the values of the first setting."""
+    """Separates the fields with several values from the others; the config gets the values of the first setting."""
     kind, fields = type(base), all_fields(type(base))
     overrides = {name: _plain(x) for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
@@ -58,7 +58,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
         if not is_several(value) or name not in fields:
             continue
         if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
-            continue  # a single value of the field may be a sequence
+            continue  # a single value of this field may be a sequence
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(base)) or "none of its fields"
             raise ValueError(
@@ -71,7 +71,7 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as Python numbers and lists."""
+    """Converts arrays to Python numbers and lists."""
     return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
@@ -88,7 +88,7 @@ def _number(kind: type, name: str, i: int, value: Any) -> float:
 
 
 def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
-    """The folder of the run, and whether the run in it goes on."""
+    """Returns the folder of the run, and whether to resume the run in it."""
     if isinstance(resume, bool):
         if resume and out is None:
             raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
@@ -100,7 +100,7 @@ def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, boo
 
 @contextlib.contextmanager
 def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
-    """Locks the folder of the run; gives the run in it that goes on."""
+    """Locks the folder of the run; yields the saved run if it is to be resumed, otherwise None."""
     if path is None:
         yield None
         return
@@ -112,7 +112,7 @@ def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
 def as_asked(
     given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None, *, trust: bool
 ) -> Experiment:
-    """The experiment that the arguments and the folder say."""
+    """Returns the experiment that the arguments and the folder specify."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
         for name, value in (given | overrides).items():
@@ -142,7 +142,7 @@ def as_asked(
 
 
 def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any], trust: bool) -> Experiment:
-    """The experiment of a run that goes on: its length and its guard may be others, but nothing else that it computes."""
+    """Returns the experiment of a resumed run: its length and its guard may change, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
     algo, env = given["algo"], given["env"]
     named = algorithms.get(algo) if isinstance(algo, str | type) else None
@@ -168,7 +168,7 @@ def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[st
 
 
 def _is_rounded(given: Any, saved: Any) -> bool:
-    """Whether arrays or NumPy numbers are saved numbers in their own dtype, such as `np.float32(3e-4)` of 0.0003."""
+    """Returns whether arrays or NumPy numbers equal saved numbers in their own dtype, such as `np.float32(3e-4)` for 0.0003."""
     if not isinstance(given, np.ndarray | np.generic | jax.Array) or not isinstance(saved, float | tuple):
         return False
     return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
@@ -186,7 +186,7 @@ def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderE
 
 
 def _find_dataset(saved: store.Saved, given: Any) -> Any:
-    """What a config takes to find the data set of a run again; None if the run has none."""
+    """Returns the source from which a config loads the run's data set again; None if the run has none."""
     was = saved.description.get("data")
     if was is None:
         if given is not None:

@@ -1,7 +1,8 @@
-"""A run on several processes (`jax.distributed`): who writes, what is agreed, and what happens if a process dies.
+"""A run on several processes (`jax.distributed`): which one writes, what they agree on, and what happens if one dies.
 
-Every process runs the same program with the same arguments. Process 0 alone shows progress and writes files. What depends on a
-clock or a signal is agreed between chunks. In a single process every function here is the identity, or a constant.
+Every process runs the same program with the same arguments. Only process 0 shows progress and writes files. The processes
+agree between chunks on everything that depends on a clock or a signal. In a single process, every function here is the
+identity or a constant.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from msrl_jax.fragments.runtime.transfer import read
 
 Tree = TypeVar("Tree")
 
-HEARTBEAT = 15  # seconds without a sign of life after which a process counts as dead
+HEARTBEAT = 15  # seconds without a heartbeat after which a process counts as dead
 
 _LOST = re.compile(r"gloo|nccl|rccl|coordination|heartbeat|connection (reset|closed|refused)|distributed service", re.I)
 _TEXT = 64
@@ -28,12 +29,12 @@ class ProcessError(RuntimeError):
 
 
 def is_first() -> bool:
-    """Whether this process shows progress and writes files."""
+    """Returns whether this process shows progress and writes files."""
     return jax.process_index() == 0
 
 
 def gathered(text: str) -> list[str]:
-    """A short text of every process, by number; all processes call it."""
+    """Gathers a short text from every process, ordered by process index; all processes must call it."""
     if jax.process_count() == 1:
         return [text]
     data = text.encode()
@@ -43,12 +44,12 @@ def gathered(text: str) -> list[str]:
 
 
 def agreed(value: float) -> float:
-    """The number that process 0 has; all processes call it."""
+    """Returns the number that process 0 passes; all processes must call it."""
     return float(gathered(repr(float(value)))[0])
 
 
 def to_hosts(tree: Tree) -> Tree:
-    """A state that every process can use alone; all processes call it."""
+    """Returns a state that every process can read by itself; all processes must call it."""
     if jax.process_count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -57,7 +58,7 @@ def to_hosts(tree: Tree) -> Tree:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """Ends a step on all processes if it fails on one. Collectives inside must be in the same order on all."""
+    """Fails a step on all processes if it fails on one. Collectives inside must be in the same order on all processes."""
     try:
         yield
     except BaseException as error:
@@ -71,14 +72,14 @@ def together(what: str) -> Iterator[None]:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error says that a collective failed, which is how a dead process shows first."""
+    """Returns whether an error says that a collective failed, which is the first sign of a dead process."""
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
     return jax.process_count() > 1 and is_of_jax and _LOST.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
-    """Turns an error of a collective into a ProcessError."""
+    """Converts an error of a collective to a ProcessError."""
     try:
         yield
     except Exception as error:
@@ -92,9 +93,9 @@ def in_words() -> Iterator[None]:
 
 
 def start(address: str | None = None, number: int | None = None, index: int | None = None) -> None:
-    """Joins the processes of a run; before anything of JAX starts."""
+    """Joins the processes of a run; call it before JAX starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:  # at the address alone: by default JAX listens for all machines
+    try:  # bind to this address only: by default, JAX listens on all interfaces
         jax.distributed.initialize(
             address, number, index, coordinator_bind_address=address, heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,

@@ -1,9 +1,9 @@
-"""Recipes: settings for a pair of algorithm and environment, and the record of what they reach.
+"""Recipes: settings for an algorithm on an environment, and a record of the scores that they reach.
 
-    msrl_jax/recipes/NAME.toml      the settings, as `--config` takes them; comments at its head say where they come from
-    benchmarks/records/NAME.json    the record: curves and scores of every seed, which `reproduce` wrote
+    msrl_jax/recipes/NAME.toml      the settings, in the format of `--config`; comments at the top say where they come from
+    benchmarks/records/NAME.json    the record: curves and scores of every seed, written by `reproduce`
 
-Recipes are part of the package. Records are part of its repository, so an installed package may have none.
+The recipes are part of the package. The records are part of the repository, so an installed package may have none.
 """
 
 import contextlib
@@ -26,22 +26,22 @@ RECORDS = (Path(__file__).parents[2] / "benchmarks" / "records", Path("benchmark
 """Where records may be: in the clone that the package is imported from, or in the one that is the working directory."""
 NO_RECORDS = "no records of recipes are here; run in a clone of the repository, or name its benchmarks/records with --records"
 _ANEW = " (msrl-jax reproduce, with --update)"
-_OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not decide what is computed
+_OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not affect what is computed
 
 
 class RecordError(ValueError):
-    """A record of a recipe is damaged, or of other settings."""
+    """The record of a recipe is damaged, or was made with other settings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Settings that have a name.
+    """Named settings.
 
     Attributes:
-      name: its name.
-      path: its file.
+      name: the name of the recipe.
+      path: the file of the recipe.
       about: where the settings come from.
-      values: its keys, the names of flags, and their values.
+      values: the keys, which are names of flags, and their values.
     """
 
     name: str
@@ -51,36 +51,36 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys that decide what is computed."""
+        """The values that determine what is computed."""
         return {key: value for key, value in self.values.items() if key not in _OTHERS}
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the config of the algorithm."""
+        """The fields of the algorithm's config."""
         own = ("algo", "env", "env_params", "total_steps", "rank_by")
         return {key: value for key, value in self.settings.items() if key not in own}
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a recipe reached, over `S` seeds and `C` points of its curve.
+    """The scores that a recipe reached, over `S` seeds and `C` points of the learning curve.
 
     Attributes:
       recipe: the name of the recipe.
-      settings: its settings at that time.
-      config: all fields of the config, defaults included.
+      settings: the settings of the recipe at that time.
+      config: all fields of the config, including defaults.
       seeds: the seeds. `[S]`
       steps: the steps of each seed at the points of the curve. `[C]`
-      returns: the mean returns of the episodes that ended between two points; None where none did. `[S][C]`
+      returns: the mean return of the episodes that ended between two points; None if none ended. `[S][C]`
       last: the mean return over the last tenth of training. `[S]`
       best: the mean return of greedy episodes of the agent with the best evaluation. `[S]`
-      best_steps: the steps after which that was. `[S]`
-      evaluations: steps of the evaluations between which the best one was chosen.
+      best_steps: the number of steps at that evaluation. `[S]`
+      evaluations: the steps at which the evaluations were made from which the best one was chosen.
       episodes: the number of episodes of `best`.
-      score: what `returns`, `last` and `best` are of: "return", or a metric of the environment.
+      score: the quantity of `returns`, `last` and `best`: "return", or a metric of the environment.
       seconds: time for all seeds together, by part.
-      versions: those of Python and of packages.
-      commit: the commit of this package; empty if it was not known.
+      versions: the versions of Python and of packages.
+      commit: the commit of this package; empty if unknown.
       hardware: the devices and the processor.
       date: the day, such as `2026-11-25`.
     """
@@ -105,18 +105,18 @@ class Record:
 
     @property
     def place(self) -> str:
-        """What trained it: the number of cores, such as `2 cores`, and before it the accelerator, if there was one."""
+        """The hardware used for training: the accelerator, if any, and the number of cores, such as `2 cores`."""
         number = self.hardware["cores"]
         cores = "1 core" if number == 1 else f"{number} cores"
         return cores if self.hardware["platform"] == "cpu" else f"{self.hardware['count']} {self.hardware['kind']}, {cores}"
 
     @property
     def sum(self) -> str:
-        """The check sum of its content."""
+        """The checksum of the content."""
         return _sum(dataclasses.asdict(self))
 
     def write(self, path: Path) -> None:
-        """Writes the record beside, and renames it."""
+        """Writes the record to a temporary file, then renames it."""
         content = dataclasses.asdict(self) | {"sum": self.sum}
         lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
         with replacing(path) as partial:
@@ -124,7 +124,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Reads a record; raises RecordError if it is damaged, or of another version of this package."""
+        """Reads a record; raises RecordError if it is damaged, or was written by another version of this package."""
         try:
             content = parse_json(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -142,7 +142,7 @@ def _sum(content: Mapping[str, Any]) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all recipes."""
+    """Returns the names of all recipes."""
     return tuple(sorted(_files()))
 
 
@@ -151,7 +151,7 @@ def _files() -> dict[str, Path]:
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
-    """The recipes that are named or match patterns such as `ppo-*`; raises ValueError if one matches none."""
+    """Returns the recipes with these names, or that match patterns such as `ppo-*`; raises ValueError if one matches none."""
     found: dict[str, None] = {}
     for pattern in patterns:
         if not (some := fnmatch.filter(names(), pattern.lower())):
@@ -161,7 +161,7 @@ def matching(patterns: Sequence[str]) -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """Reads a recipe; raises ValueError, which suggests the nearest, if the name is unknown, or if its file is not a recipe."""
+    """Reads a recipe; raises ValueError with the nearest name if the name is unknown, or if the file is not a recipe."""
     files = _files()
     if not isinstance(name, str):
         raise ValueError(f"a recipe is given by its name, such as 'ppo-cartpole', and this is of type {type(name).__name__}")
@@ -186,7 +186,7 @@ def find(name: str) -> Recipe:
 
 
 def of_pair(algo: str, env: str) -> Recipe | None:
-    """The recipe for an algorithm and an environment, if there is one; files that are not recipes are passed over."""
+    """Returns the recipe for an algorithm and an environment, if there is one; skips files that are not recipes."""
     for name in names():
         with contextlib.suppress(ValueError):
             recipe = find(name)
@@ -196,10 +196,10 @@ def of_pair(algo: str, env: str) -> Recipe | None:
 
 
 def records_folder(given: str | os.PathLike | None = None) -> Path | None:
-    """The folder of the records: the given one, else that of a clone; None if there is no clone.
+    """Returns the folder of the records: the given one, otherwise the one in a clone; None if there is no clone.
 
     Raises:
-      ValueError: if the given one is not a folder.
+      ValueError: if the given path is not a folder.
     """
     if given is None:
         return next((place for place in RECORDS if place.is_dir()), None)
@@ -210,15 +210,15 @@ def records_folder(given: str | os.PathLike | None = None) -> Path | None:
 
 
 def record_path(name: str, folder: Path) -> Path:
-    """The file of the record of a recipe in a folder of records; it need not exist."""
+    """Returns the path of a recipe's record in a folder of records; the file need not exist."""
     return folder / f"{name}.json"
 
 
 def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
-    """The record of a recipe in a folder of records; None if there is no record or no folder.
+    """Returns the record of a recipe from a folder of records; None if there is no record or no folder.
 
     Raises:
-      RecordError: if the record is damaged, or of other settings.
+      RecordError: if the record is damaged, or was made with other settings.
     """
     if folder is None or not (path := record_path(recipe.name, folder)).exists():
         return None
@@ -228,13 +228,13 @@ def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
 
 
 def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises RecordError if the settings of a record are not those of its recipe now."""
+    """Raises RecordError if the settings of a record differ from the recipe's current settings."""
     if changed := difference(was, now):
         raise RecordError(f"the record of {name} is {changed}; write the record anew: msrl-jax reproduce {name} --update")
 
 
 def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first setting in which a record is not what its recipe is now, as words; empty if there is none."""
+    """Describes the first setting in which a record differs from the current recipe; empty if they agree."""
     changed = next((key for key in {**was, **now} if was.get(key) != now.get(key)), None)
     if changed is None:
         return ""

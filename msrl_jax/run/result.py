@@ -41,32 +41,32 @@ def _is_number(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result(Outcome):
-    """The result of a run. `C` denotes the number of chunks, `M` of members: seeds, settings of the config, or both. A run
-    without members has no dimension `M`.
+    """The result of a run. `C` denotes the number of chunks, `M` the number of members: seeds, settings of the config, or both.
+    A run without members has no dimension `M`.
 
     Attributes:
       experiment: what the run computed.
-      description: the same, and where it ran, as plain data: the content of `config.json`.
+      description: the experiment and where it ran, as plain data: the content of `config.json`.
       history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
-        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
-        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). A population that is
-        trained has `pbt/parent`, the member that each one copied at the last exploit before the chunk (its own number if
-        nobody), and `pbt/FIELD`, the hyper-parameters in the chunk. shape=[C] or [C, M]
-      run_state: the whole state at the end: `state` within what widens the run, such as its count of iterations. A program
-        continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
-      status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
-        finite; "unfinished" for the folder of a run that is in progress or was killed.
+        `steps_per_second` (of all members, without compilation), every metric of the algorithm, `eval_return`, `eval_length`
+        and, with several teams, `eval_return/TEAM` (nan for chunks without evaluation). A population that is trained also has
+        `pbt/parent`, the member that each member copied at the last exploit before the chunk (its own number if it copied
+        none), and `pbt/FIELD`, the hyperparameters in the chunk. shape=[C] or [C, M]
+      run_state: the whole state at the end: `state`, wrapped in the states that the run adds, such as its count of iterations.
+        A program continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
+      status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was
+        non-finite; "unfinished" for the folder of a run that is in progress or was killed.
       compile_seconds: time for tracing and compiling the training program and the initial state.
-      wall_seconds: total time of the run, without saving.
+      wall_seconds: total time of the run, excluding saving.
       evaluation: the last evaluation, if there was one.
-      registers: the parameters on their way to the actors at the end, if the policy has staleness.
-      folder: the folder that holds the run; None if it has none, or if it could be saved nowhere.
-      stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
+      registers: the parameters in transit to the actors at the end, if the policy has staleness.
+      folder: the folder that holds the run; None if it has none, or if the run could not be saved anywhere.
+      stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; otherwise empty.
       timings: other parts of `wall_seconds`: `setup_seconds` (imports, building the agent, planning),
-        `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
-        callbacks and metrics.
-      save_error: why the run could not be saved in its own folder; empty if it was saved there, or has none. `folder` is then
-        another one, or None.
+        `train_seconds`, and `evaluation_seconds` (including the compilation of the evaluation). The remaining time is spent
+        on callbacks and metrics.
+      save_error: why the run could not be saved in its own folder; empty if it was saved there, or has no folder. If set,
+        `folder` is another folder, or None.
     """
 
     experiment: Experiment
@@ -74,17 +74,17 @@ class Result(Outcome):
     registers: tuple[jax.Array, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the fields, without the programs that act."""
+        """Returns the fields to pickle, without the compiled programs that act."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def state(self) -> Any:
-        """The algorithm's state at the end; leaves have a leading dimension `M` if there are members."""
+        """The algorithm's state at the end; if there are members, its leaves have a leading dimension `M`."""
         return innermost(self.run_state)
 
     @property
     def config(self) -> Any:
-        """The algorithm: its config, that of the first member if members differ."""
+        """The config of the algorithm; that of the first member if members differ."""
         return self.experiment.algorithm
 
     @property
@@ -99,20 +99,20 @@ class Result(Outcome):
 
     @property
     def has_members(self) -> bool:
-        """Whether the state has a member axis: the run has several seeds, or fields of its config several values."""
+        """Whether the state has a member axis: the run has several seeds, or config fields with several values."""
         return self.experiment.has_members
 
     @property
     def best(self) -> int:
-        """The member with the highest mean return, or metric `rank_by`, in the last evaluation, or over the last tenth of
-        training without one.
+        """The member with the highest mean return, or metric `rank_by`, in the last evaluation; without an evaluation, over the
+        last tenth of training.
 
-        In a run that learns from data alone and has no `rank_by`, the best member has the smallest mean `validation_loss` over
-        the last tenth of training instead.
+        In an offline run without `rank_by`, the best member has the smallest mean `validation_loss` over the last tenth of
+        training instead.
 
         Raises:
-          ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
-            each other, so that returns do not tell which member is better.
+          ValueError: if an offline run of several members has no validation episodes, or if teams oppose each other, so that
+            returns do not rank the members.
         """
         if self.members == 1:
             return 0
@@ -131,7 +131,7 @@ class Result(Outcome):
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def member(self, member: int | None = None) -> int:
-        """The number of a member: from 0 to `members - 1`, or None for the best one.
+        """Checks and returns the index of a member: from 0 to `members - 1`, or None for the best one.
 
         Raises:
           ValueError: if the run has no such member.
@@ -145,7 +145,7 @@ class Result(Outcome):
 
     @entry
     def member_state(self, member: int | None = None) -> Any:
-        """The state of one member; of the best one if None.
+        """Returns the state of one member; None selects the best one.
 
         Raises:
           ValueError: if the run has no such member.
@@ -153,7 +153,7 @@ class Result(Outcome):
         return innermost(self._of_member(member))
 
     def _of_member(self, member: int | None) -> Any:
-        """The state of a member, as `behavior` takes it."""
+        """Returns the state of a member, in the form that `behavior` takes."""
         number, state = self.member(member), acting_part(self.run_state)
         if not self.has_members:
             return state
@@ -162,14 +162,14 @@ class Result(Outcome):
 
     @entry
     def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":
-        """Some members as the result of a run of their own; saved, it can go on: `train(resume=...)`.
+        """Selects some members as the result of a separate run; save it to resume it: `train(resume=...)`.
 
         Args:
-          settings: numbers of settings of the config, which keep all their seeds; None for one member.
-          member: the number of that member; the best one if None.
+          settings: indices of settings of the config, which keep all their seeds; None selects one member.
+          member: the index of that member; None selects the best one.
 
         Returns:
-          The result. One member of a run whose config has constants only is a run of one seed, without a member axis.
+          The result. One member of a run whose config has only constants becomes a run of one seed, without a member axis.
 
         Raises:
           ValueError: if the run has no such settings or member, or if both are given.
@@ -193,7 +193,7 @@ class Result(Outcome):
         return self._of_rows(np.array([number]) if setting else number, **changes)
 
     def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
-        """The result of some members; `changes` are those of its experiment."""
+        """Returns the result of some members; `changes` are applied to the experiment."""
         if self.experiment.pbt:
             raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
         algorithm = with_values(self.config, {name: values[0] for name, values in changes["settings"].items()})
@@ -201,7 +201,7 @@ class Result(Outcome):
 
     @functools.cached_property
     def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, Any]], Callable[..., jax.Array]]:
-        """What `behavior` computes, compiled, `act_with_carry` and `probabilities`, by the number of a member."""
+        """`act_with_carry` and `probabilities` of `behavior`, compiled; they take the index of a member."""
         behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,16 +218,16 @@ class Result(Outcome):
 
         Args:
           obs: one observation, or a batch with a leading dimension `B`. It is normalized with the statistics of training if
-            training normalizes. A `MaskedObservation` if the environment names its legal actions.
-          key: key for sampling the action; None takes the most probable one.
-          member: number of the member that acts; the best one if None.
+            training normalizes. Pass a `MaskedObservation` if the environment has action masks.
+          key: key for sampling the action; None selects the most probable one.
+          member: index of the member that acts; None selects the best one.
 
         Returns:
           The action, or the actions `[B, ...]`.
 
         Raises:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
-            run has no such member, or if the agent is recurrent; use `act_with_carry` then.
+            run has no such member, or if the agent is recurrent; use `act_with_carry` for recurrent agents.
         """
         if self.behavior.agent.is_recurrent:
             raise ValueError(
@@ -240,11 +240,11 @@ class Result(Outcome):
     def act_with_carry(
         self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
     ) -> tuple[jax.Array, Any]:
-        """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
+        """Chooses actions for raw observations with the carry of a recurrent agent; for other agents, the carry is empty.
 
         Args:
           obs: as in `act`.
-          carry: None at the start of an episode, later the carry that the last call returned.
+          carry: None at the start of an episode; afterwards, the carry that the previous call returned.
           key: as in `act`.
           member: as in `act`.
 
@@ -264,7 +264,7 @@ class Result(Outcome):
 
     @entry
     def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
-        """The probabilities with which `act` chooses discrete actions if it has a key.
+        """Returns the probabilities with which `act` chooses discrete actions when it has a key.
 
         Args:
           obs: as in `act`.
@@ -272,7 +272,7 @@ class Result(Outcome):
 
         Returns:
           The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
-          If an action is `K` integers of at most `N` values, the last dimensions are `[K, N]`; they are independent.
+          If an action is `K` integers of at most `N` values, the last dimensions are `[K, N]`; the integers are independent.
 
         Raises:
           ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or
@@ -296,11 +296,11 @@ class Result(Outcome):
 
         Args:
           episodes: number of episodes.
-          seed: seed of the environments' randomness.
-          member: number of the member that plays; the best one if None.
+          seed: seed for the randomness of the environments.
+          member: index of the member that plays; None selects the best one.
           max_steps: maximum length of an episode, in steps.
-          env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
-            it drew them from at its end; `{}` leaves all constant.
+          env_params: distributions of the environment's parameters, as in `train`. None uses the distributions of the run at
+            its end; `{}` keeps all parameters constant.
 
         Returns:
           The returns and lengths of the episodes.
@@ -327,25 +327,25 @@ class Result(Outcome):
         fps: float | None = None,
         env_params: GivenParams | None = None,
     ) -> Video:
-        """Plays greedy episodes, and draws them: states are recorded on the device, and drawn afterwards.
+        """Plays greedy episodes and renders them: states are recorded on the device and rendered afterwards.
 
-        A custom environment is drawn by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without
-        one, images that the agent sees are shown.
+        A custom environment is rendered by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without this
+        method, the video shows the images that the agent observes.
 
         Args:
-          path: a file that ends in `.gif`, `.mp4` or `.html`; None writes none.
+          path: a file that ends in `.gif`, `.mp4` or `.html`; None writes no file.
           episodes: number of episodes, one after another.
-          seed: seed of the environments' randomness.
-          member: number of the member that plays; the best one if None.
-          max_steps: steps after which an episode is cut.
-          fps: pictures per second; those of the environment if None.
+          seed: seed for the randomness of the environments.
+          member: index of the member that plays; None selects the best one.
+          max_steps: steps after which an episode is cut off.
+          fps: frames per second; None uses the rate of the environment.
           env_params: as in `evaluate`.
 
         Returns:
-          The video; a notebook shows it if it is the value of a cell.
+          The video; a notebook displays it as the value of a cell.
 
         Raises:
-          ValueError: if a number is out of range, nothing draws the environment, or the file cannot be written.
+          ValueError: if a number is out of range, the environment cannot be rendered, or the file cannot be written.
         """
         file = None if path is None else as_path("path", path)
         if file is not None:
@@ -359,25 +359,25 @@ class Result(Outcome):
 
     @entry
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
-        """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
+        """Plots columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
-        Up to ten settings of the config have a line each, over their seeds.
+        For up to ten settings of the config, each setting has one line, over its seeds.
 
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
-          metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
+          metrics: names of the columns; panels of an `episode_return` also show the evaluations and the returns of the teams.
 
         Returns:
-          The figure; a notebook shows it if it is the value of a cell.
+          The figure; a notebook displays it as the value of a cell.
 
         Raises:
-          ValueError: on a column that the history does not have.
+          ValueError: if the history does not have a column.
         """
         return saved(plot_history(self, metrics), path)
 
     @entry
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
-        """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
+        """Plots the hyperparameters of a trained population against steps, and which member copied which.
 
         Args:
           path: as in `plot`.
@@ -396,27 +396,27 @@ class Result(Outcome):
     def export(
         self, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
     ) -> Path:
-        """Writes the policy to one file that acts without this package, with all that `act` does: normalization, legal actions,
-        scaling, memory.
+        """Exports the policy to one file that acts without this package and does all that `act` does: normalization, action
+        masks, scaling, recurrent carry.
 
-        The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` of an
-        observation of several arrays; `action_mask`) to `action`. An agent with a memory takes `memory_0`, ... too, which are
-        zeros at the start of an episode, and returns them for the next step. The file says which run it is of, and its inputs
-        and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
+        The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` for an
+        observation of several arrays; `action_mask`) to `action`. A recurrent agent also takes its carry as `memory_0`, ...,
+        which are zeros at the start of an episode, and returns the carry for the next step. The file also describes its run,
+        inputs and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
 
         Args:
           path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
-            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX meanwhile.
-          sample: whether actions are sampled, by the data `[2]` uint32 of a key, `key`; the most probable ones if not. Only for
-            `.jaxexport`.
-          member: number of the member; the best one if None.
-          batch: number of observations per call; None for any, which a custom network may not allow.
+            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX during the export.
+          sample: whether to sample actions, with the data of a key, uint32 `[2]`, as the input `key`; otherwise the policy
+            takes the most probable actions. Only for `.jaxexport`.
+          member: index of the member; None selects the best one.
+          batch: number of observations per call; None allows any number, which a custom network may not support.
 
         Returns:
-          The file.
+          The path of the file.
 
         Raises:
-          ValueError: if the suffix is another one, there is no such folder or member, or the format cannot express the policy.
+          ValueError: if the suffix is unknown, there is no such folder or member, or the format cannot express the policy.
         """
         number = self.member(member)
         about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
@@ -434,7 +434,7 @@ class Result(Outcome):
           path: a folder that does not exist or is empty.
 
         Returns:
-          The folder.
+          The path of the folder.
 
         Raises:
           ValueError: if `path` exists and is not an empty folder.
@@ -453,32 +453,31 @@ class Result(Outcome):
         trust: bool = False,
         **objects: Any,
     ) -> "Result":
-        """Reads a run from its folder, also while it is in progress or after it was killed.
+        """Reads a run from its folder, also while the run is in progress or after it was killed.
 
         Args:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
           env: the environment, if `train` got an environment object, or the name of one in a module.
-          env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
-          checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
-            of iterations.
-          trust: whether the code that the folder names may run: modules (`my_module:MyEnv`) and files of algorithms. Say so
-            for folders of people whose code you would run, your own among them; or give again what is named.
-          **objects: fields of the config that are objects or names in modules, if `train` got such: `network=`, `optimizer=`.
+          env_params: the distributions of its parameters, if `train` got a function or a `Curriculum`.
+          checkpoint: which one to read: "newest", the newest intact one; "best", the one with the best score; or the one after
+            this number of iterations.
+          trust: whether to allow the code that the folder names to run: modules (`my_module:MyEnv`) and files of algorithms.
+            Set it for your own folders and for those of people whose code you would run; or pass the named objects again.
+          **objects: config fields that are objects or names in modules, if `train` got such: `network=`, `optimizer=`.
 
         Returns:
-          The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
-          loaded without the data (`config.data` is None; `description["config"]` describes them); it can act and be evaluated
-          as before.
+          The result of the run up to the checkpoint, with its state on the default device. An offline run is loaded without
+          its data (`config.data` is None; `description["config"]` describes them); it can act and be evaluated as before.
 
         Raises:
           RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
-          TrustError: a ValueError, if it names code to run, and is not trusted.
+          TrustError: a ValueError, if the folder names code to run and is not trusted.
         """
         return cls(**store.load(Path(path), env, env_params, checkpoint, objects, trust))
 
 
 def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:
-    """The run of an experiment out of `parts`: other runs, which have equally many chunks, and the rows of members in them."""
+    """Makes a run from `parts`, pairs of a run and its rows of members; all of them have the same number of chunks."""
     run, agent = parts[0][0], parts[0][0].behavior.agent
 
     def rows_of(*xs: Any) -> Any:
@@ -488,7 +487,7 @@ def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experim
         return (jnp if isinstance(found[0], jax.Array) else np).concatenate(found)
 
     def of_run(run: Result) -> Any:
-        """What has a leading dimension of all members, besides the state."""
+        """Returns all values with a leading dimension of members, except the state."""
         columns = {name: x.T for name, x in run.history.items() if x.ndim > 1}
         return columns, run.registers, vars(run.evaluation) if evaluated else None
 
@@ -496,7 +495,7 @@ def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experim
     columns, registers, last = jax.tree.map(rows_of, *(of_run(run) for run, _ in parts))
     states = [agent.without_data(run.run_state) for run, _ in parts]
     about = experiment.to_json()
-    if about["data"] is None:  # the data set of a loaded result is described as it was
+    if about["data"] is None:  # keep the description of a loaded result's data set
         about |= {"data": run.description["data"]}
         about["config"] |= {"data": run.description["config"]["data"]} if "data" in about["config"] else {}
     return dataclasses.replace(

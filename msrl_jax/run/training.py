@@ -1,4 +1,4 @@
-"""Training: what is asked for is checked, the hooks do what the host has to do, and the loop runs the chunks."""
+"""Training: `train` checks its arguments, the hooks do the work of the host, and the loop runs the chunks."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import as_asked, find_folder, opened
 from msrl_jax.run.result import Result
 
-_LONGEST = 500  # characters of an error of which hooks hear
+_LONGEST = 500  # maximum number of characters of an error that is passed to hooks
 
 
 @entry
@@ -77,77 +77,76 @@ def train(
 ) -> Result:
     """Trains an agent.
 
-    If several processes run the program (`jax.distributed`), all of them call this with the same arguments. Process 0 shows
-    progress and writes files; a request to stop, on any process, stops all after the same chunk.
+    If several processes run the program (`jax.distributed`), all of them must call this with the same arguments. Process 0
+    shows progress and writes files. A request to stop, on any process, stops all of them after the same chunk.
 
     Args:
-      algo: an algorithm: its name, by default `"ppo"`; the file of one, such as `"my_ppo.py"`; `"MODULE:CLASS"`; or, in Python,
-        its config, such as `PPO(learning_rate=3e-4)`, or its class. An `Experiment` stands for all arguments that decide what
+      algo: an algorithm: its name, by default `"ppo"`; a file, such as `"my_ppo.py"`; `"MODULE:CLASS"`; or, in Python, a
+        config, such as `PPO(learning_rate=3e-4)`, or a config class. An `Experiment` replaces all arguments that determine what
         is computed.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); `"auto"` measures which is the
-        fastest of those that compute the same mathematics, see `choose_policy`. By default `"GPUOnly"`, or `"MultiLearner"` if
-        the host simulates the environment. It decides where the parts run, and changes numbers only by float rounding, unless
-        it has staleness or a codec that loses bits.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). `"auto"` measures the policies
+        that compute the same mathematics and uses the fastest, see `choose_policy`. By default `"GPUOnly"`, or
+        `"MultiLearner"` if the host simulates the environment. The policy decides where the parts run; it changes numbers only
+        by float rounding, unless it has staleness or a lossy codec.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
-      seeds: number of independent runs to train at once, vectorized; by default 1. Run `i` equals a single run with the seed
-        `seed + i`, up to float tolerance.
-      devices: the devices to use; all if None.
+      seeds: number of independent runs to train at the same time, vectorized; by default 1. Run `i` equals a single run with
+        the seed `seed + i`, up to float tolerance.
+      devices: the devices to use; None uses all.
       out: folder of the run (config, metrics and checkpoints during the run, summary at its end); None writes nothing.
-      resume: the folder of a run to go on with, exactly where its newest checkpoint is. What is not given comes from the
-        folder. What decides what the run computes must be equal if it is given again; policy, devices, `chunk` and
-        evaluations may differ, and more `total_steps` extend the run. True goes on with the run in `out`, or starts it
-        there if there is none.
+      resume: the folder of a run to resume, exactly from its newest checkpoint. Arguments that you leave out are read from
+        the folder. Arguments that determine what is computed must not change; policy, devices, `chunk` and evaluations may
+        differ, and more `total_steps` extend the run. `True` resumes the run in `out`, or starts a new run if there is none.
       actors_at: `HOST:PORT` at which this process, the learner, listens for actors in other processes (`msrl-jax act`), which
-        may come and go. The policy is then a `SingleLearnerCoarse`, by default with `staleness=8`: unrolls that were made with
-        older parameters are dropped.
-      chunk: iterations between two ticks. None chooses about a second, and at least about 50 ticks in a run; chunks then
-        also end where evaluations and checkpoints are due.
-      eval_episodes: number of greedy episodes per evaluation, by default 32; 0 never evaluates.
-      eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A
-        finished run always ends with an evaluation.
-      checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
-        or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
-      keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best mean return of the last 100 episodes of training; see `rank_by`). Evaluations that are the best so far have one of
-        their own.
+        may join and leave at any time. The policy must then be a `SingleLearnerCoarse`, by default with `staleness=8`; unrolls
+        that were made with older parameters are dropped.
+      chunk: iterations between two ticks. None chooses about one second per chunk, and at least about 50 ticks in a run; chunks
+        then also end when evaluations and checkpoints are due.
+      eval_episodes: number of greedy episodes per evaluation, by default 32; 0 disables evaluation.
+      eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A finished
+        run always ends with an evaluation.
+      checkpoint_every: steps between checkpoints as an integer, or the time between them as text, such as `"10m"`. None uses
+        one minute, or longer if saving would take more than 2% of the time. Runs with a folder are always saved at the end.
+      keep_checkpoints: number of checkpoints to keep, in addition to the one with the best evaluation (without `eval_every`,
+        the best mean return of the last 100 episodes of training; see `rank_by`). Each evaluation that is the best so far
+        triggers an additional checkpoint.
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
-      guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
-        updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
-        numbers, at most 5 times; "ignore" goes on, which changes no other member.
+      guard: what to do when a value is nan or infinite: "halt", the default, ends the run with a `DivergedError`; "skip" drops
+        non-finite updates; "rollback" returns to the last good state, with half the learning rate and other random numbers, at
+        most 5 times; "ignore" continues, and other members are not affected.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
-        until its end, so they must fit there. Recording does not change the run.
-      env_params: what parameters of the environment are drawn from at each reset, as text, such as
-        `"length=uniform:0.25:1,gravity=9.8"`, or as in `envs.RandomizeParams`: name -> a number, `envs.uniform(low, high)` and
-        the like; a function `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them
-        (`Tick.set_env_params`). Evaluations draw from the same.
+        until the chunk ends, so they must fit there. Recording does not change the run.
+      env_params: distributions from which parameters of the environment are drawn at each reset: text, such as
+        `"length=uniform:0.25:1,gravity=9.8"`, or a value as in `envs.RandomizeParams`: a mapping from names to numbers or to
+        distributions such as `envs.uniform(low, high)`; a function `key -> mapping`; or an `envs.Curriculum`. Callbacks may
+        change them (`Tick.set_env_params`), because they are data. Evaluations use the same distributions.
       pbt: trains a population: `"members=8,every=20,learning_rate=log_uniform:1e-5:1e-2"`, or the same as an `msrl.PBT`.
-        Members copy better ones, and change the hyper-parameters that they copy.
-      rank_by: what tells which checkpoint is the best, which member is (`Result.best`), and whom members of a population copy:
-        `"return"`, the default, or the name of a metric of the environment, of which more is better.
-      trust: whether a run that goes on may run the code that its folder names: modules (`my_module:MyEnv`) and files of
-        algorithms. What is given again by name (`env="my_module:MyEnv"`) needs no trust.
-      callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
-        calls its own. Hooks, as `msrl_jax.run.loop.loop` describes them, may be among them.
+        Members copy better members, and change the hyperparameters that they copy.
+      rank_by: the score that selects the best checkpoint, the best member (`Result.best`), and the members that others of a
+        population copy: `"return"`, the default, or the name of a metric of the environment; higher must be better.
+      trust: whether a resumed run may run the code that its folder names: modules (`my_module:MyEnv`) and files of
+        algorithms. Names that you pass again (`env="my_module:MyEnv"`) do not need it.
+      callbacks: functions to call with a `Tick` after every chunk; return `True` from one to stop the run. Each process calls
+        its own callbacks. Hooks, as described in `msrl_jax.run.loop.loop`, are also accepted.
       progress: "auto", "bar", "lines", "notebook" or False (`none` on the command line); the display is on stderr.
-      **overrides: fields of the algorithm's config. A tunable number, such as `learning_rate`, may have a list of values: each
-        is a setting, which has a member for every seed.
+      **overrides: fields of the algorithm's config. A tunable number, such as `learning_rate`, may be a list of values: each
+        value is a setting, which has one member per seed.
 
     Returns:
-      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; it is saved, and the result
-      so far has `interrupted` True. A second signal ends the process at once.
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; the run is saved, and the
+      result so far has `interrupted` True. A second signal ends the process immediately.
 
     Raises:
-      ValueError: before anything compiles, on an unknown name or field, or an invalid value.
-      RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
-      TrustError: a ValueError, if the folder of a run that goes on names code to run, and is not trusted.
+      ValueError: if a name or field is unknown, or a value is invalid; raised before anything is compiled.
+      RunFolderError: a ValueError, if the folder holds no run to resume, another run, or a damaged one.
+      TrustError: a ValueError, if the folder of a resumed run names code to run and is not trusted.
       DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
       ProcessError: if another process of the run ended.
-      Exception: the first one that `end` of a hook raised, after all hooks have ended and the run is saved; a note names the
-        hook, and the error's `result` is the result.
+      Exception: the first exception that `end` of a hook raised, after all hooks have ended and the run is saved; a note names
+        the hook, and the `result` attribute of the exception is the result.
     """
     started = time.perf_counter()
     if is_tracing():
@@ -158,7 +157,7 @@ def train(
     limit = None if time_limit is None else seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
     if policy is not None and not is_auto(policy):
-        policy = policies.get(policy)  # before an algorithm is built, which may take long
+        policy = policies.get(policy)  # before building an algorithm, which may take long
     execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
@@ -235,7 +234,7 @@ def train(
         _begin(run, saved)
         try:
             loop(run, hooks)
-        except (Exception, SystemExit) as error:  # such as that of a callback: what was done so far is kept
+        except (Exception, SystemExit) as error:  # such as an error of a callback: keep what was done so far
             run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
             lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
             for problem in lost:
@@ -274,7 +273,7 @@ def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: 
 
 
 def _begin(run: Run, saved: store.Saved | None) -> None:
-    """Makes the state of a run, or reads it from its folder, while the program is compiled; compiles what a chunk needs."""
+    """Makes the state of a run, or reads it from its folder, during compilation; compiles the programs that a chunk needs."""
     run.program.begin(run.most_at_once)
     if saved is None or saved.checkpoint is None:
         state = run.experiment.start(run.program)
@@ -304,14 +303,14 @@ def _result(run: Run) -> Result:
 
 
 def _check_names(config: Any) -> None:
-    """Raises TypeError if a field of a config cannot be given to `train`, which has an argument of that name."""
+    """Raises TypeError if a config field cannot be passed to `train` because `train` has an argument of that name."""
     if names := inspect.signature(train).parameters.keys() & {f.name for f in dataclasses.fields(config)}:
         fact = f"the config {type(config).__name__} has the field {min(names)!r}, but that is an argument of msrl.train"
         raise TypeError(f"{fact}; give it another name")
 
 
 def _already_done(saved: store.Saved, experiment: Experiment) -> Result:
-    """The result of a run that has done all its steps, and may have been killed before its summary."""
+    """Returns the result of a run that has done all its steps, but may have been killed before its summary was written."""
     result = Result.load(saved.path, **experiment.objects)
     if result.status == "unfinished":
         result = dataclasses.replace(result, status="finished")

@@ -1,10 +1,11 @@
-"""Checkpoints: the whole state of a run on disk, written in the background while training goes on.
+"""Checkpoints: the whole state of a run on disk, written in the background during training.
 
-    checkpoints/000000001200/            after 1,200 iterations: Orbax, whose entries are named by pytree path
+    checkpoints/000000001200/            after 1,200 iterations: an Orbax checkpoint; entries are named by pytree path
     checkpoints/000000001200/run.json    the host's part of the state, and the SHA-256 of every other file
 
-`run.json` is written last, beside and renamed. A folder without it is incomplete; a file that differs from its sum is damaged.
-A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoint can be read onto any devices.
+`run.json` is written last, to a temporary file that is then renamed. A folder without it is incomplete; a file that does not
+match its checksum is damaged. A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoint can be
+loaded onto any devices.
 """
 
 import concurrent.futures
@@ -48,9 +49,9 @@ class Checkpoint:
 
     path: Path  # its folder
     iteration: int  # training iterations done
-    progress: Mapping[str, Any]  # the host's part of the state, as plain data; empty if its seal is not sound
-    score: float | None  # the run's measure of success at that time, if it has one; more is better
-    is_readable: bool = True  # whether its seal is sound
+    progress: Mapping[str, Any]  # the host's part of the state, as plain data; empty if the seal is invalid
+    score: float | None  # the run's score at that time, if it has one; higher is better
+    is_readable: bool = True  # whether the seal is valid
 
 
 def _is_key(leaf: Any) -> bool:
@@ -58,7 +59,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _by_itself() -> Any:
-    """Options with which Orbax reads and writes in this process without waiting for others."""
+    """Returns options with which Orbax reads and writes in this process without waiting for others."""
     import orbax.checkpoint as ocp
 
     if jax.process_count() == 1:
@@ -76,16 +77,16 @@ class CheckpointWriter:
     """Writes the checkpoints of one run, and keeps the newest ones and the best one."""
 
     def __init__(self, path: Path, keep: int):
-        """Removes what a killed run left incomplete; no other process may write to the folder."""
+        """Removes incomplete checkpoints of a killed run; no other process may write to the folder."""
         self._folder, self._keep = path / CHECKPOINTS, keep
         _errors_only_raised()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs are compiled
+        self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs compile
         self._pending: concurrent.futures.Future[None] | None = None
         self._remove_incomplete()
 
     def _remove_incomplete(self) -> None:
-        """Removes what a process that was killed, or a write that failed, has left; nothing is being written meanwhile."""
+        """Removes what a killed process or a failed write has left; call it only while nothing is being written."""
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
             if _OURS.fullmatch(folder.name) and not (folder / SEAL).exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +99,7 @@ class CheckpointWriter:
     def save(
         self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
     ) -> None:
-        """Starts to write a checkpoint; waits for the one before."""
+        """Starts to write a checkpoint; waits for the previous one."""
         import orbax.checkpoint as ocp
 
         self.wait()
@@ -107,12 +108,12 @@ class CheckpointWriter:
             return
         self._remove_incomplete()
         named = [(name, jax.random.key_data(x) if _is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
-        # Of several processes, only this one writes: its arrays are on the host.
+        # If there are several processes, only this one writes: its arrays are on the host.
         entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
         try:
             with _as_os_error(path):
-                self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
-                # One for each checkpoint, because it would raise a part of its errors at later ones.
+                self._folder.mkdir(exist_ok=True)  # but not its parents: if the folder of a run was moved, do not split the run
+                # Use one per checkpoint, because it would raise some of its errors only at later checkpoints.
                 checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
                 checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
         except OSError:
@@ -134,7 +135,7 @@ class CheckpointWriter:
         self._prune()
 
     def set_aside(self, after: int) -> None:
-        """Renames checkpoints newer than the one that the run goes on from: damaged ones, or with nan or infinities."""
+        """Renames checkpoints that are newer than the one from which the run resumes: damaged or non-finite ones."""
         for saved in complete(self._folder.parent):
             if saved.iteration > after:
                 other = saved.path.with_name(f"{saved.path.name}.damaged")
@@ -146,7 +147,7 @@ class CheckpointWriter:
         kept = best(found)
         for old in found[self._keep :]:
             if old != kept:
-                (old.path / SEAL).unlink(missing_ok=True)  # from now on it is incomplete
+                (old.path / SEAL).unlink(missing_ok=True)  # from now on, the checkpoint is incomplete
                 shutil.rmtree(old.path, ignore_errors=True)
 
     def wait(self) -> None:
@@ -156,7 +157,7 @@ class CheckpointWriter:
             pending.result()
 
     def close(self) -> None:
-        """Ends the background work; a checkpoint that is being written is finished."""
+        """Stops the background work, after a checkpoint that is being written is complete."""
         self._worker.shutdown()
 
 
@@ -166,7 +167,7 @@ def _sum(seal: Mapping[str, Any]) -> str:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint but the seal."""
+    """Returns the SHA-256 of every file of a checkpoint except the seal."""
     sums = {}
     for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != SEAL and not p.name.startswith(f".{SEAL}.")):
         with file.open("rb") as stream:
@@ -176,26 +177,26 @@ def _sums(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_os_error(path: Path) -> Iterator[None]:
-    """Turns errors of the storage library into an OSError that names the checkpoint."""
+    """Converts errors of the storage library to an OSError that names the checkpoint."""
     try:
         yield
     except Exception as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # what the system says; the rest is pages of paths
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # the system's error; the rest is pages of paths
         reason = os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300] or type(error).__name__
         raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record of a log tells more than the errors that the storage library raises."""
+    """Returns whether a log record says more than the errors that the storage library raises."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 
 @functools.cache
 def _errors_only_raised() -> None:
-    """From now on, the storage library does not also print, in hundreds of lines, the errors that it raises."""
+    """Stops the storage library from also printing, in hundreds of lines, the errors that it raises."""
     hook = sys.unraisablehook
 
-    def unraisable(error: Any) -> None:  # when a write has failed, those that end after it find that no one waits
+    def unraisable(error: Any) -> None:  # writes that end after a failed write have no waiter
         if error.exc_type is not RuntimeError or str(error.exc_value) != "Event loop is closed":
             hook(error)
 
@@ -219,12 +220,12 @@ def complete(path: Path) -> list[Checkpoint]:
 
 
 def best(found: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the highest score, the newest one of several; None if none has a score."""
+    """Returns the checkpoint with the highest score, the newest if several have it; None if none has a score."""
     return max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
 
 
 def _read_seal(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint's seal; raises CheckpointError if it is damaged."""
+    """Reads a checkpoint's seal; raises CheckpointError if it is damaged."""
     try:
         seal = parse_json((path / SEAL).read_text())
         sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
@@ -237,7 +238,7 @@ def _read_seal(path: Path) -> dict[str, Any]:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError if a file of a checkpoint is missing, or is not what was written."""
+    """Raises CheckpointError if a file of a checkpoint is missing or was changed after it was written."""
     wanted = _read_seal(checkpoint.path)["files"]
     try:
         have = _sums(checkpoint.path)
@@ -250,13 +251,13 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Finds the newest whole checkpoint, if there is one; calls `note` with a sentence about each damaged one passed over."""
+    """Finds the newest intact checkpoint, if there is one; calls `note` with a sentence about each damaged one it skips."""
     problems = []
     for checkpoint in complete(path):
         try:
             verify(checkpoint)
         except CheckpointError as error:
-            if (checkpoint.path / SEAL).exists():  # else the process that writes it has just deleted it
+            if (checkpoint.path / SEAL).exists():  # otherwise the process that writes it has just deleted it
                 problems.append(str(error))
             continue
         for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
@@ -268,7 +269,7 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
 
 
 def _unsealed(path: Path, after: int) -> list[str]:
-    """What is wrong with the checkpoints without a seal after an iteration, if the run has ended; else one is being written."""
+    """Describes unsealed checkpoints after an iteration, if the run has ended; if it has not, one is still being written."""
     folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
     lost = [folder for folder in folders if int(folder.name) > after and not (folder / SEAL).exists()]
     return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
@@ -277,10 +278,10 @@ def _unsealed(path: Path, after: int) -> list[str]:
 def load(
     checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Reads a checkpoint onto any devices: its state and registers.
+    """Loads a checkpoint onto any devices: its state and registers.
 
-    `like` and `registers` have the saved shapes and dtypes; `shardings` has one for each leaf of both, None takes one device
-    for all. CheckpointError names the first difference from what was saved.
+    `like` and `registers` have the saved shapes and dtypes; `shardings` has one entry for each leaf of both; None uses one
+    device for all. CheckpointError names the first difference from what was saved.
     """
     import orbax.checkpoint as ocp
 
@@ -290,7 +291,7 @@ def load(
     for (name, leaf), place in zip(named, places, strict=True):
         data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
         if np.size(data):
-            if _is_key(leaf) and isinstance(place, NamedSharding):  # the data of keys have one more dimension than the keys
+            if _is_key(leaf) and isinstance(place, NamedSharding):  # key data have one more dimension than keys
                 place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
             wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
     try:

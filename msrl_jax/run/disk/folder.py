@@ -1,15 +1,15 @@
-"""A run on disk: a folder of plain files beside checkpoints.
+"""A run on disk: a folder of plain files and checkpoints.
 
     config.json      the settings: algorithm, environment, policy, seed, every config field, versions, devices
-    run.toml         the file with which the command line repeats the run, see `run_toml.py`
+    run.toml         the file to repeat the run from the command line, see `run_toml.py`
     metrics.jsonl    one row per chunk; metrics.csv holds the same
     checkpoints/     the whole state of the run at several times, see `checkpoint.py`
     summary.json     the outcome of the run
     evaluation.json  every episode of the last evaluation, if there was one
     lock             held by the process that writes to the folder
 
-Rows and checkpoints are written during the run, and the config with the first of them, so that a run that fails to compile
-leaves the folder free for the next run. The rest is written at the end.
+Rows and checkpoints are written during the run. The config is written with the first of them, so that a run that fails to
+compile leaves the folder free for the next run. The other files are written at the end.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
 CONFIG, REPEAT, ROWS, TABLE = "config.json", "run.toml", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
-TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")  # parts of a run's time, besides compiling
+TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")  # parts of a run's time, in addition to compilation
 _WRITTEN = (REPEAT, TABLE, SUMMARY, EVALUATION, LOCK)
-_COUNTS = ("step", "iteration")  # what every row has
+_COUNTS = ("step", "iteration")  # columns of every row
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
 
 class NotSavedError(OSError):
-    """A run could not be saved in its folder, where something else would read it."""
+    """A run could not be saved in its folder, from which something else would read it."""
 
 
 class SaveWarning(UserWarning):
-    """Something could not be saved; the run goes on."""
+    """Something could not be saved; the run continues."""
 
 
 def versions(*more: str) -> dict[str, str]:
-    """The versions of Python and of every package that affects a run's numbers; of those `more` that are installed, too."""
+    """Returns the versions of Python, of all packages that affect a run's numbers, and of the packages `more`, if installed."""
     found = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
     for package in more:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -59,7 +59,7 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
-    """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
+    """Describes the devices in use (platform, kind, number), and the JAX and XLA settings that affect the last bits."""
     config: Any = jax.config
     return {
         "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
@@ -71,7 +71,7 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:
-    """Raises ValueError if a file cannot be written there, or its suffix is none of these, before it is made."""
+    """Raises ValueError if a file cannot be written there, or has none of these suffixes; call it before making the file."""
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"the {what} {path}: name a file that ends in {' or '.join(suffixes)}")
     if path.is_dir():
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, ROWS, SUMMARY, CHECKPOINTS)) -> None:
-    """Raises RunFolderError if `path` holds a run, which has some of these files, or other files; hidden ones do not count."""
+    """Raises RunFolderError if `path` holds a run (some of these files) or other files; hidden files do not count."""
     if taken := [name for name in files if (path / name).exists()]:
         raise RunFolderError(
             f"the folder {path} already holds a {what} ({taken[0]}); go on with it (resume=True, or --resume), name another "
@@ -104,14 +104,14 @@ def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, RO
 
 
 def check_links(path: Path, names: Sequence[str]) -> None:
-    """Raises RunFolderError if one of these in a folder is a symbolic link: what is written or deleted would be elsewhere."""
+    """Raises RunFolderError if one of these names in a folder is a symbolic link, which would redirect writes and deletions."""
     if links := [path / name for name in names if (path / name).is_symlink()]:
         raise RunFolderError(f"{links[0]} is a link, and what is written there would change other files; put it there itself")
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
+    """Creates a run's folder and locks it against other processes; the system releases the lock when the process ends."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
     saved = [f"{CHECKPOINTS}/{each.name}" for each in (path / CHECKPOINTS).glob("*")]
@@ -122,7 +122,7 @@ def locked(path: Path) -> Iterator[None]:
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK
 
-    def remove_empty() -> None:  # a run that wrote nothing leaves no trace
+    def remove_empty() -> None:  # a run that wrote nothing leaves no empty folder
         with contextlib.suppress(OSError):
             for folder in new:
                 folder.rmdir()
@@ -130,7 +130,7 @@ def locked(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(remove_empty)
         with writing(lock):
-            file = stack.enter_context(lock.open("ab+", buffering=0))  # nothing is left for its end to write
+            file = stack.enter_context(lock.open("ab+", buffering=0))  # unbuffered, so that closing it writes nothing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not lock.exists() or os.stat(lock).st_ino != os.fstat(file.fileno()).st_ino:
@@ -149,7 +149,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Appends rows of the history to `metrics.jsonl`; a file that cannot take them all keeps its size."""
+    """Appends rows of the history to `metrics.jsonl`; if they do not all fit, the file keeps its size."""
     file = path / ROWS
     size = file.stat().st_size if file.exists() else 0
     try:
@@ -162,14 +162,14 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_table(path: Path) -> None:
-    """Writes the rows of `metrics.jsonl` to `metrics.csv`, one row in memory at a time."""
+    """Writes the rows of `metrics.jsonl` to `metrics.csv`, with one row in memory at a time."""
     write_csv(path / TABLE, lambda: (scalars(row) | {name: int(row[name]) for name in _COUNTS} for row in each_row(path)))
 
 
 def write_csv(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-    """Writes a CSV file, in which nan and what a row lacks are empty cells, as `write_json` does.
+    """Writes a CSV file, with empty cells for nan and missing values, as in `write_json`.
 
-    `rows` is called twice: for the names of the columns, and for their values.
+    `rows` is called twice: once for the names of the columns, and once for their values.
     """
     columns = list(dict.fromkeys(name for row in rows() for name in row))
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
@@ -187,7 +187,7 @@ def rewind_rows(path: Path, count: int) -> None:
 
 
 def read_rows(path: Path, count: int | None = None) -> list[Row]:
-    """Reads the rows of `metrics.jsonl` in a run's folder: the first ones that a checkpoint counts, or all that are whole."""
+    """Reads the rows of `metrics.jsonl` in a run's folder: the first `count` rows of a checkpoint, or all complete rows."""
     rows = list(each_row(path, count))
     if count is not None and len(rows) < count:
         raise RunFolderError(
@@ -197,7 +197,7 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
 
 
 def each_row(path: Path, count: int | None = None) -> Iterator[Row]:
-    """Reads rows one after another; see `read_rows`."""
+    """Yields rows one by one; see `read_rows`."""
     file = path / ROWS
     first, last = dict[str, Any](), dict.fromkeys(_COUNTS, -math.inf)
     try:
@@ -214,7 +214,7 @@ def each_row(path: Path, count: int | None = None) -> Iterator[Row]:
 
 
 def json_lines(file: Path) -> Iterator[Any]:
-    """Reads lines of JSON one after another, None for one that is damaged; a last one that was cut off does not count."""
+    """Yields lines of JSON one by one, None for a damaged one; ignores a last line that was cut off."""
     with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
         for line in lines:
             if line.endswith(b"\n"):
@@ -225,7 +225,7 @@ def json_lines(file: Path) -> Iterator[Any]:
 
 
 def _row_of(content: Any) -> Row:
-    """A row of `metrics.jsonl`; empty if it is damaged."""
+    """Converts a line of `metrics.jsonl` to a row; an empty one if it is damaged."""
     try:
         row = {name: _from_json(value) for name, value in content.items()}
     except (ValueError, AttributeError):

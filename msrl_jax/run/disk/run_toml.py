@@ -1,4 +1,4 @@
-"""`run.toml`: the file with which `msrl-jax train --config run.toml` repeats a run."""
+"""`run.toml`: the config file that repeats a run, with `msrl-jax train --config run.toml`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ _OBJECT = "an object, which a file cannot hold: name one with the flag, or give 
 
 
 def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
-    """The content of `run.toml`.
+    """Returns the content of `run.toml`.
 
     Args:
       experiment: what the run computes.
       about: the content of its `config.json`.
 
     Returns:
-      TOML with every field of the config and every option of `train` that decides what is computed. An object is a table with
-      the key `object`, which the command line refuses.
+      TOML with every field of the config, and every option of `train` that determines what is computed. An object is a table
+      with the key `object`, which the command line rejects.
     """
     options = {
         "algo": _algorithm(experiment), "env": about["env_spec"] or {"object": about["env_object"] or about["env"]},
@@ -78,7 +78,7 @@ def _pbt(pbt: Mapping[str, Any] | None) -> str | None:
 
 
 def _cpus(devices: Mapping[str, Any]) -> dict[str, int]:
-    """The processes of a run on CPUs and the virtual devices of each, as options; both are 1 of themselves."""
+    """Returns options for the processes of a run on CPUs and the virtual devices of each; both default to 1."""
     each, others = divmod(devices["count"], devices["processes"])
     if devices["platform"] != "cpu" or others:
         return {}

@@ -1,4 +1,4 @@
-"""Runs as folders: what a folder says, how a run goes on from it, and what `Result.save` writes and `Result.load` reads."""
+"""Run folders: their content, how a run resumes from one, and what `Result.save` writes and `Result.load` reads."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ from msrl_jax.run.experiment.spec import Experiment
 T = TypeVar("T")
 Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
 
-FORMAT = 2  # the version of the format of run folders, which `config.json` has
-_TRIES = 10  # how often a checkpoint is read that a running process deletes at the same time
+FORMAT = 2  # the version of the format of run folders, stored in `config.json`
+_TRIES = 10  # how often to try to read a checkpoint that a running process deletes at the same time
 
 _KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
-_FIELDS = {  # what `config.json` of every run has, by types in words
+_FIELDS = {  # the content of every `config.json`, by names of types
     "text": ("algorithm", "env", "class", "policy", "rank_by", "guard"), "text or null": ("env_spec", "env_object", "record"),
     "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
     "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
@@ -47,7 +47,7 @@ _FIELDS = {  # what `config.json` of every run has, by types in words
 
 
 class ResumeWarning(UserWarning):
-    """A run goes on, but not from its newest checkpoint, or not exactly as before."""
+    """A run resumes, but not from its newest checkpoint, or not exactly as before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Saved:
 
     path: Path
     description: dict[str, Any]  # the content of `config.json`
-    checkpoint: Checkpoint | None  # the newest one that is whole; None if the run was killed before its first one
+    checkpoint: Checkpoint | None  # the newest intact one; None if the run was killed before its first one
 
     @property
     def iteration(self) -> int:
-        """Iterations of the checkpoint."""
+        """The number of iterations at the checkpoint."""
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
 
@@ -69,7 +69,7 @@ def _note(text: str) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a folder holds a run that was started."""
+    """Returns whether a folder holds a run that was started."""
     return (path / folder.CONFIG).exists() or bool(checkpoint.complete(path))
 
 
@@ -97,7 +97,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def choose(path: Path, which: Any) -> Checkpoint:
-    """Finds a checkpoint of a run that is whole: "newest", "best", or the one after a number of iterations."""
+    """Finds an intact checkpoint of a run: "newest", "best", or the one after a number of iterations."""
     found = [c for c in checkpoint.complete(path) if c.is_readable]
     chosen = checkpoint.best(found) if which == "best" else next((c for c in found if c.iteration == which), None)
     if which == "newest":
@@ -119,7 +119,7 @@ def choose(path: Path, which: Any) -> Checkpoint:
 
 
 def open_run(path: Path) -> Saved:
-    """Reads the settings of a run, and finds its newest whole checkpoint; raises RunFolderError if there is no such run."""
+    """Reads the settings of a run, and finds its newest intact checkpoint; raises RunFolderError if there is no such run."""
     description, found = read_description(path), checkpoint.newest(path, _note)
     if found is None and (path / folder.SUMMARY).exists():
         raise CheckpointError(
@@ -134,14 +134,14 @@ def open_run(path: Path) -> Saved:
 
 
 def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
-    """Raises RunFolderError if `config.json` is not what the run was saved with."""
+    """Raises RunFolderError if `config.json` differs from the settings with which the run was saved."""
     same = saved.progress.get("settings") == fingerprint(description)
     if not same and saved.progress.get("rollbacks") == len(description["rollbacks"]):
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
 def _registers(saved: Checkpoint, state: Any) -> list[int]:
-    """The positions of the leaves of a state that the registers of a checkpoint hold, in the order of the registers."""
+    """Returns the positions of the state's leaves that the registers of a checkpoint hold, in the order of the registers."""
     names, depths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)], saved.progress["registers"]
     if unknown := [name for name in depths if name not in names]:
         raise CheckpointError(
@@ -151,7 +151,7 @@ def _registers(saved: Checkpoint, state: Any) -> list[int]:
 
 
 def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -> Any:
-    """Reads the state of a run onto the devices of a program, of any policy; it is as `Program.run` takes it."""
+    """Loads the state of a run onto the devices of a program, under any policy, in the form that `Program.run` takes."""
     agent = experiment.agent
     full = jax.eval_shape(experiment.initial_state)
     places, register_places = program.shardings
@@ -164,7 +164,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
         now = f"and are now {new}: the run goes on from its newest parameters"
         _note(f"the parameters of the actors were {old} iterations old, {now}")
     to = [*to, *(register_places if same else [to[i] for i in held])]
-    if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
+    if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
         to = None
     state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
     state = agent.with_data(attached(state, agent.without_data(full)))
@@ -172,7 +172,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
 
 
 def take_over(saved: Saved, run: Any) -> None:
-    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint."""
+    """Restores the host's part of a run's state, and removes everything that is newer than its checkpoint."""
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress
     count = progress.get("rows", 0)
     with processes.together("reading the history"):
@@ -194,10 +194,10 @@ def take_over(saved: Saved, run: Any) -> None:
 
 
 def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
-    """Says what happens to schedules over `total_steps` if these change."""
+    """Warns about what happens to schedules over `total_steps` when `total_steps` changes."""
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
-    falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
+    falls = getattr(config, "anneal_learning_rate", False)  # a field of the config, or of one of several teams
     fixed = is_deferred(rate) or words.is_own(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     beta = "replay.priorities.beta"
@@ -217,7 +217,7 @@ def progress_of(
     description: Mapping[str, Any], rows: int, evaluation: Evaluation | None, times: Mapping[str, float],
     last_episodes: LastEpisodes = NO_EPISODES, recorded: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The host's part of a run's state, as a checkpoint holds it."""
+    """Returns the host's part of a run's state, as stored in a checkpoint."""
     return {
         "settings": fingerprint(description), "rollbacks": len(description["rollbacks"]), "rows": rows,
         "registers": description["registers"], "last_episodes": dataclasses.asdict(last_episodes), "recorded": recorded,
@@ -226,7 +226,7 @@ def progress_of(
 
 
 def save(result: Result, path: Path) -> Path:
-    """Writes a result to a new folder, at once as a whole; raises ValueError if it exists and is not empty."""
+    """Writes a result to a new folder, atomically; raises ValueError if the folder exists and is not empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is not an empty folder; name another one, or delete it first")
     partial = path.with_name(f".{path.name}.partial")
@@ -260,7 +260,7 @@ def finish(result: Result, path: Path) -> None:
 
 
 def complete(result: Result, path: Path, error: OSError | None) -> Result:
-    """Completes the folder of a run; if that fails, saves the run to another folder; a warning and the result say so."""
+    """Completes the folder of a run; if that fails, saves the run to another folder, warns, and notes it in the result."""
     try:
         if error is not None:
             raise error
@@ -287,7 +287,7 @@ def complete(result: Result, path: Path, error: OSError | None) -> Result:
 
 
 def check_saved(result: Result) -> Result:
-    """The result; raises NotSavedError if its run is not in its own folder, from which others read it."""
+    """Returns the result; raises NotSavedError if its run is not in its own folder, from which others read it."""
     if result.save_error:
         raise NotSavedError(f"a run could not be saved: {result.save_error}; make room, and go on with what is saved")
     return result
@@ -295,7 +295,7 @@ def check_saved(result: Result) -> Result:
 
 @contextlib.contextmanager
 def _not_needed(what: str) -> Iterator[None]:
-    """Warns of a damaged file without which an agent can act."""
+    """Warns about a damaged file that an agent does not need to act."""
     try:
         yield
     except RunFolderError as error:
@@ -310,8 +310,8 @@ def load(
     objects: Mapping[str, Any],
     trust: bool,
 ) -> dict[str, Any]:
-    """The fields of a result from its folder, to which another process may be writing, with the state on one device; see
-    `Result.load`."""
+    """Reads the fields of a result from its folder, to which another process may be writing, with the state on one device;
+    see `Result.load`."""
     description = read_description(path)
     where = f"the run in {path}"
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, trust=trust, **objects)
@@ -331,13 +331,13 @@ def load(
 
 
 def told(path: Path) -> dict[str, Any]:
-    """The fields of an `Outcome` from the folder of a run, to which another process may be writing."""
+    """Reads the fields of an `Outcome` from the folder of a run, to which another process may be writing."""
     description = read_description(path)
     return _told(path, description, _while_replaced(path, lambda: choose(path, "newest")), is_newest=True)
 
 
 def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_newest: bool) -> dict[str, Any]:
-    """What a folder tells about a run up to a checkpoint."""
+    """Reads the fields of an `Outcome` up to a checkpoint."""
     _check_settings(path, description, saved)
     progress = saved.progress
     summary: dict[str, Any] = {}
@@ -349,7 +349,7 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
         rows = folder.read_rows(path, progress["rows"])
     steps = None if rows is None else rows[-1]["step"] if rows else 0
     if summary and summary["status"] != "diverged" and steps not in (None, summary["total_steps"]):
-        summary = {}  # of a later checkpoint, which is damaged
+        summary = {}  # it belongs to a later checkpoint, which is damaged
     times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
     return times | {
         "description": description, "history": stack_rows(rows or []), "status": summary.get("status", "unfinished"),
@@ -360,7 +360,7 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
 
 
 def _while_replaced(path: Path, read: Callable[[], T]) -> T:
-    """Reads a checkpoint; again if it has just been deleted by the process that writes them."""
+    """Reads a checkpoint; retries if the process that writes checkpoints has just deleted it."""
     for _ in range(_TRIES):
         before = checkpoint.complete(path)
         try:

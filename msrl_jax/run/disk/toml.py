@@ -1,4 +1,4 @@
-"""TOML, as config files have it: flat keys with values. `tomllib` reads it; here it is written."""
+"""Writes TOML for config files: flat keys with values. To read it, use `tomllib`."""
 
 import json
 import textwrap
@@ -9,7 +9,7 @@ WIDTH = 120
 
 
 def value(x: Any) -> str:
-    """A value as TOML, which has none for None: this is the text "None", as on the command line."""
+    """Formats a value as TOML. TOML has no None, so None becomes the text "None", as on the command line."""
     if isinstance(x, bool):
         return str(x).lower()
     if isinstance(x, int | float):
@@ -22,7 +22,7 @@ def value(x: Any) -> str:
 
 
 def flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted keys in place of tables within tables; what was an object is one value."""
+    """Flattens nested tables to dotted keys; a table that describes an object stays one value."""
     found: dict[str, Any] = {}
     for key, x in table.items():
         is_table = isinstance(x, Mapping) and x and [*x] != ["object"]
@@ -31,11 +31,11 @@ def flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comment(text: str) -> str:
-    """Lines of a comment."""
+    """Formats text as the lines of a comment."""
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
 
 
 def entry(key: str, x: Any, doc: str = "", *, given: bool = True) -> str:
-    """The lines of a key, in a comment if its value is not given."""
+    """Formats a key as lines, commented out if its value is not given."""
     key = json.dumps(key) if "." in key else key
     return f"{comment(doc)}{'' if given else '#'}{key} = {value(x)}\n"

@@ -1,4 +1,4 @@
-"""Acting outside the training loop, and evaluation: greedy episodes, one per environment, so that short ones count once."""
+"""Acting outside the training loop, and evaluation: one greedy episode per environment, so that each short one counts once."""
 
 import dataclasses
 import functools
@@ -24,41 +24,41 @@ from msrl_jax.run import processes
 from msrl_jax.run.evaluation.history import decimals
 
 MAX_STEPS = 10_000
-MOST_SHOWN = 4  # metrics of an environment in a line of text
+MOST_SHOWN = 4  # the largest number of environment metrics in a line of text
 
 
 @dataclasses.dataclass(frozen=True)
 class Behavior:
     """The behavior of an agent on raw observations.
 
-    A state may be large (replay buffers) and on several meshes, but acting needs only a small part. `take` copies this part
-    to one device, and `act_with_carry` computes from it.
+    A state may be large (replay buffers) and on several meshes, but acting needs only a small part of it. `take` copies this
+    part to one device, and `act_with_carry` computes actions from it.
     """
 
-    agent: Agent  # of one run
+    agent: Agent  # the agent of one run
     env: Environment
-    follows: bool = True  # whether parameters of the environment are drawn as a state says, or as `env` does
+    follows: bool = True  # whether environment parameters are drawn from the distributions in a state, or from those of `env`
 
     def elsewhere(self, env_params: GivenParams) -> "Behavior":
-        """The same behavior where parameters of the environment are drawn from something else; the defaults if it is empty."""
+        """Returns the same behavior with other distributions of environment parameters; if empty, with the defaults."""
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
         return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
 
     def source(self, state: Any) -> ParamSampler | tuple[()]:
-        """What a state of one run draws the parameters of its environments from now; `()` for what `env` draws them from."""
+        """Returns the current distributions of environment parameters in a state of one run; `()` for those of `env`."""
         return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
 
     def initial_carry(self, num_envs: int) -> Any:
-        """The carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
+        """Returns the carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
         return self.agent.initial_carry(num_envs)
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Chooses actions for raw observations, both `[E, ...]`; gives them and the carry for the next step, which is
-        `initial_carry` at the start of an episode. None as the key takes the most probable actions."""
+        """Chooses actions for raw observations, both `[E, ...]`; returns the actions and the carry for the next step. At the
+        start of an episode, pass `initial_carry`. If the key is None, takes the most probable actions."""
         return self.agent.act(state, self.agent.env.observe(innermost(state).env_state, obs), key, carry)
 
     def probabilities(self, state: Any, obs: Any) -> jax.Array:
-        """The probabilities of discrete actions, or of the values of every integer of an action."""
+        """Returns the probabilities of discrete actions, or of the values of each integer in an action."""
         if self.agent.is_recurrent:
             raise ValueError(
                 "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
@@ -69,7 +69,7 @@ class Behavior:
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
     def batched(self, obs: Any) -> tuple[Any, bool]:
-        """Checks raw observations."""
+        """Checks raw observations; returns them as a batch, and whether they were a single observation."""
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
             raise ValueError(
@@ -98,7 +98,7 @@ class Behavior:
         return obs, single
 
     def checked_carry(self, carry: Any, count: int) -> Any:
-        """The carry of a number of observations, that at the start of an episode for None."""
+        """Checks the carry for a number of observations; None becomes the carry at the start of an episode."""
         fresh = self.initial_carry(count)
         carry = fresh if carry is None else carry
         shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
@@ -133,7 +133,7 @@ class Behavior:
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
-        if any(self._needed[len(flat) :]):  # an algorithm's own state, without the numbers of its member
+        if any(self._needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
             raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
         leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
         if device is None:
@@ -147,7 +147,7 @@ class Behavior:
         return [t for t, needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if needed]
 
     def restore(self, leaves: list[jax.Array]) -> Any:
-        """Rebuilds a state from the leaves of `take`; the other leaves are zeros. Call it under `jit`."""
+        """Rebuilds a state from the leaves that `take` returned; the other leaves are zeros. Call it under `jit`."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -163,11 +163,11 @@ class Evaluation:
     """The episodes of one evaluation.
 
     Attributes:
-      returns: undiscounted sum of the raw rewards of every episode, of all agents. shape=[episodes] or [M, episodes],
+      returns: undiscounted sum of the raw rewards of each episode, over all agents. shape=[episodes] or [M, episodes],
         dtype=float32
-      lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
-      finished: whether the episode ended (terminated or truncated) within `max_steps`; otherwise its return is the return of
-        its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      lengths: environment steps of each episode. shape=[episodes] or [M, episodes], dtype=int32
+      finished: whether the episode ended (terminated or truncated) within `max_steps`; otherwise its return is that of its
+        first steps. shape=[episodes] or [M, episodes], dtype=bool
       agent_returns: the same sum for each of several agents; None for one agent. shape=[episodes, A] or [M, episodes, A],
         dtype=float32
       team_returns: name -> the sum over the agents of a team; empty unless there are several teams. shape=[episodes] or
@@ -195,7 +195,7 @@ class Evaluation:
 
     @property
     def means(self) -> dict[str, float | np.ndarray]:
-        """The columns of a history: `eval_return`, `eval_length`, `eval_return/TEAM` of several teams, `eval_METRIC`."""
+        """Columns for a history: `eval_return`, `eval_length`, `eval_METRIC`, and with several teams, `eval_return/TEAM`."""
         teams = {f"eval_return/{team}": _mean(returns) for team, returns in self.team_returns.items()}
         metrics = {f"eval_{name}": _mean(values) for name, values in self.metrics.items()}
         return {"eval_return": self.mean_return, "eval_length": self.mean_length, **teams, **metrics}
@@ -233,7 +233,7 @@ def _fixed(values: float | np.ndarray, digits: int) -> str:
 
 
 class _Episodes(NamedTuple):
-    """The episodes of an evaluation; `running` marks episodes that have not ended."""
+    """The episodes of an evaluation; `running` marks the episodes that have not ended."""
 
     step: jax.Array
     env_state: Any
@@ -252,7 +252,7 @@ class Evaluator:
 
     behavior: Behavior
     play: MemoryCheckedJit  # maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`
-    env: VectorEnvironment  # the environments that it plays in
+    env: VectorEnvironment  # the environments to play in
 
     @property
     def teams(self) -> Mapping[str, tuple[int, ...]]:
@@ -261,15 +261,15 @@ class Evaluator:
         return teams if len(teams) > 1 else {}
 
     def begin(self, state: Any, key: jax.Array) -> None:
-        """Has another thread compile the program for such a state and key."""
+        """Starts to compile the program for such a state and key in another thread."""
         self.play.begin(self.behavior.take(state), key)
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
-        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); does not change `state`."""
         return self.of(self.behavior.take(state), key)
 
     def of(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
-        """Evaluates leaves that `Behavior.take` gave."""
+        """Evaluates the leaves that `Behavior.take` returned."""
         with host_errors():
             played = jax.device_get(self.play(leaves, key))
         check_returns_not_nan(self.behavior.env, played["returns"])
@@ -280,7 +280,7 @@ class Evaluator:
 
 
 def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS) -> Evaluator:
-    """Makes an evaluator that plays greedy episodes in parallel on one device, each in an environment of its own.
+    """Makes an evaluator that plays greedy episodes in parallel on one device, each in a separate environment.
 
     If `members`, states and keys have a leading dimension `M`. The evaluator compiles once.
     """
@@ -297,7 +297,7 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             return e.running if known is None else e.running & known
 
         def without_lost(e: _Episodes, t: Any) -> _Episodes:
-            """Begins again where simulators have lost an episode, truncated without an answer, as it is none in training."""
+            """Restarts episodes that simulators lost (truncated without an answer); training does not count them either."""
             lost = e.running & t.truncated & ~t.terminated & ~t.present
             keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)  # noqa: E731
             carry = jax.tree.map(keep, behavior.initial_carry(episodes), e.carry)
@@ -307,13 +307,13 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
-            # The return of several agents is the sum of theirs, as in training.
+            # The return of several agents is the sum of their returns, as in training.
             reward = t.reward.sum(-1) if several else t.reward
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
-            present = None if several else t.present  # some steps may have no answer
+            present = None if several else t.present  # steps may lack an answer
             taken = e.running if present is None else e.running & present
             ended = t.ended if present is None else t.ended & (present | t.terminated)
-            # An environment starts another episode after its first, which does not count. So nothing resets its carry.
+            # After its first episode, an environment starts another one, which does not count. So the carry is never reset.
             after = _Episodes(
                 e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
                 e.lengths + taken, e.running & ~ended, episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),

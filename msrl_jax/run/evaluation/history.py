@@ -1,6 +1,6 @@
-"""Metrics on the host: one row per chunk of iterations, and the check for divergence.
+"""Metrics on the host: one row per chunk of iterations, and the check for non-finite values.
 
-In the shape descriptions of this package, `N` denotes the number of iterations of a chunk, `C` the number of chunks of a run
+In the shape descriptions of this package, `N` denotes the number of iterations of a chunk, `C` the number of chunks of a run,
 and `M` the number of members (seeds) of a run; a run of one seed has no member dimension.
 """
 
@@ -16,13 +16,13 @@ from msrl_jax.fragments.metrics import Mean
 Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
 
-SKIPPED = "skipped_updates"  # the metric that counts dropped updates, of `guard="skip"`
+SKIPPED = "skipped_updates"  # the metric that counts dropped updates, with `guard="skip"`
 
 
 def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
-    """The mean of each metric of a chunk, `[N]` or `[N, M]`, in float64; that of a `Mean` weighs an iteration by its samples.
+    """Averages each metric of a chunk, `[N]` or `[N, M]`, in float64; for a `Mean`, iterations are weighted by their samples.
 
-    `finite` (`guard="skip"`) leaves out the iterations in which a metric is not finite, and sums up those with dropped updates.
+    `finite` (`guard="skip"`) ignores iterations in which a metric is non-finite, and sums the counts of dropped updates.
     """
     row = {}
     for name, value in metrics.items():
@@ -35,29 +35,29 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
 
 
 def _sums(value: np.ndarray | Mean, finite: bool) -> Mean:
-    """A metric as sums and counts in float64; `finite` leaves out those that are not finite."""
+    """Converts a metric to sums and counts in float64; `finite` ignores non-finite entries."""
     given = value if isinstance(value, Mean) else Mean(value, np.ones_like(value))
     total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
     fine = np.isfinite(total) if finite else True
     return Mean(np.where(fine, total, 0.0), np.where(fine, count, 0.0))
 
 
-_EPISODES = 100  # how many of the last episodes of each member tell its success during training
+_EPISODES = 100  # the number of last episodes per member that measure its score during training
 
 
 @dataclasses.dataclass(frozen=True)
 class LastEpisodes:
-    """The scores of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
+    """The scores of the last episodes of each member, by the iteration in which they ended, independent of the chunk lengths.
 
-    Each member has at most 100 entries, the newest one last; one that has fewer than another begins with entries of 0.
+    Each member has at most 100 entries, the newest last; shorter lists are padded with zeros at the front.
     """
 
-    iterations: np.ndarray  # in which they ended. `[K]` or `[K, M]`
-    total: np.ndarray  # their sums
-    count: np.ndarray  # numbers of episodes
+    iterations: np.ndarray  # the iterations in which they ended. `[K]` or `[K, M]`
+    total: np.ndarray  # the sums of their scores
+    count: np.ndarray  # the numbers of episodes
 
     def add(self, first: int, scores: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
-        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
+        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` is as in `reduce_chunk`."""
         new = _sums(scores, finite)
         ended = np.full_like(new.total, first + 1) + np.arange(len(new.total)).reshape(-1, *[1] * (new.total.ndim - 1))
         pairs = zip((self.iterations, self.total, self.count), (ended, new.total, new.count), strict=True)
@@ -66,18 +66,18 @@ class LastEpisodes:
         return joined._only((joined.count > 0) & (later < _EPISODES))
 
     def until(self, iteration: int) -> "LastEpisodes":
-        """Those that had ended after an iteration."""
+        """Returns the episodes that had ended after an iteration."""
         return self._only((self.count > 0) & (self.iterations <= iteration))
 
     def _only(self, kept: np.ndarray) -> "LastEpisodes":
-        """Some of the entries."""
+        """Returns some of the entries."""
         most = np.count_nonzero(kept, axis=0).max(initial=0)
-        order = np.argsort(kept, axis=0, kind="stable")[len(kept) - most :]  # those that are kept, last and in their order
+        order = np.argsort(kept, axis=0, kind="stable")[len(kept) - most :]  # moves the kept entries to the end, in their order
         columns = (self.iterations, self.total, self.count)
         return LastEpisodes(*(np.take_along_axis(np.where(kept, x, 0.0), order, axis=0) for x in columns))
 
     def mean(self) -> float | np.ndarray:
-        """The mean of each member; nan if none of its episodes has ended."""
+        """Returns the mean score of each member; nan if none of its episodes has ended."""
         return Mean(self.total, self.count).mean(axis=0)
 
 
@@ -99,7 +99,7 @@ def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None
 
 
 def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Turns rows into columns."""
+    """Converts rows to columns."""
     unknown: dict[str, np.ndarray] = {}
     for row in rows:
         unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
@@ -107,12 +107,12 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def final(history: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """The mean of a column over the last tenth of training; nan if there is no such column."""
+    """Returns the mean of a column over the last tenth of training; nan if there is no such column."""
     return last_mean(history[name]) if name in history else np.array(np.nan)
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a column, `[C]` or `[C, M]`, over the last part of the run without nan entries, or the last known value."""
+    """Averages a column, `[C]` or `[C, M]`, over the last part of the run, ignoring nan; or takes the last known value."""
     column = np.asarray(column, np.float64)
     tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
@@ -121,35 +121,35 @@ def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
 
 
 def last_known(column: np.ndarray) -> np.ndarray:
-    """A history column `[C]` or `[C, M]` with the value before in place of each nan, if there is one."""
+    """Replaces each nan in a history column `[C]` or `[C, M]` by the previous value, if there is one."""
     rows = np.arange(len(column)).reshape(-1, *[1] * (column.ndim - 1))
     latest = np.maximum.accumulate(np.where(np.isnan(column), 0, rows), axis=0)
     return np.take_along_axis(column, latest, axis=0)
 
 
 def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
-    """The number of useful decimals: they show two digits of the spread, but at most four digits of the mean."""
+    """Returns the number of useful decimals: two digits of the spread, but at most four digits of the mean."""
     size = max(float(np.max(np.abs(spread))), float(np.max(np.abs(mean))) / 100)
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
 
 
 def in_words(setting: Mapping[str, Any]) -> str:
-    """A setting as text, such as `seed 3, learning_rate=0.001`."""
+    """Formats a setting as text, such as `seed 3, learning_rate=0.001`."""
     return ", ".join(f"seed {x}" if name == "seed" else f"{name}={value_in_words(x)}" for name, x in setting.items())
 
 
 def value_in_words(value: Any) -> str:
-    """A value of a field as short text."""
+    """Formats a value of a field as short text."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def team_of(column: str, name: str) -> str:
-    """The team of a column `NAME/TEAM` of a metric; empty if it is another column."""
+    """Returns the team of a column `NAME/TEAM` of a metric; empty if it is another column."""
     return column.removeprefix(f"{name}/") if column.startswith(f"{name}/") else ""
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
-    """Flattens a row to floats: an array `[M]` gives its mean under its name, and one entry `name/i` per member."""
+    """Flattens a row to floats: an array `[M]` becomes its mean under its name, and one entry `name/i` per member."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         flat[name] = float(np.mean(value))

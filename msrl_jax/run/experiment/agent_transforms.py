@@ -1,7 +1,7 @@
-"""What widens a run: functions from agent to agent, whose states hold the one that they widen in the field `inner`.
+"""Agent transforms: functions from agent to agent, whose states wrap the inner state in the field `inner`.
 
-An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built in the trace, from a
-config whose tunable fields are numbers of the member's state.
+An algorithm reads `config.learning_rate` in the same way whether it is a constant or not: the agent of a member is built
+during tracing, from a config whose tunable fields are numbers from the member's state.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.replay import SHARD_AXIS
 from msrl_jax.run.evaluation.history import SKIPPED
 
-# Names of columns that a run adds to the metrics of its algorithm.
+# Columns that a run adds to the metrics of its algorithm.
 RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
 UNRANKED = "the return is the sum over teams or players that oppose each other, and does not tell which member is better"
 
-_ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of what actors, environments and buffers compute
+_ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of values that actors, environments and buffers compute
 
 
 class Member(NamedTuple):
-    """The state of a member whose config has numbers of its own."""
+    """The state of a member whose config has its own numbers."""
 
     inner: Any  # the state of the agent
     numbers: dict[str, jax.Array]  # by field of the config. shape=() each, dtype=float32
 
 
 def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
-    """An agent that finds the fields `names` of its config in its state, a `Member`; `init` takes a key and maybe numbers."""
+    """Makes an agent that reads config fields `names` from its state, a `Member`; `init` takes a key and optionally numbers."""
     agent = build(config)
     note = (
         f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
@@ -80,15 +80,15 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
 
 
 def member_axes(axes: Any) -> Any:
-    """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
+    """Prepends the logical axis `"member"` to every entry of a prefix tree of PartitionSpecs."""
     return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
 
 
 def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Agent:
-    """Independent members side by side, each of which computes the same as a run of its own.
+    """Vectorizes an agent over independent members, each of which computes the same as a separate run.
 
-    The state and the metrics have a leading dimension `M`, but data have none, because all members share them; `act` and `env`
-    are those of one member. `init` takes keys `[M]`; `numbers`, `[M]` each, are given if `agent` is one `with_numbers`.
+    The state and the metrics have a leading dimension `M`. Data have no such dimension, because all members share them; `act`
+    and `env` are for one member. `init` takes keys `[M]`; pass `numbers`, `[M]` each, if `agent` was made by `with_numbers`.
     """
     dims, axes = 0, member_axes(agent.axes)
     if agent.data:
@@ -102,7 +102,7 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
 
     return dataclasses.replace(
         agent,
-        # One member after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
+        # Initialize members sequentially: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
         init=lambda keys: jax.lax.map(lambda x: agent.init(*x), (keys, numbers) if numbers else (keys,)),
         iteration=iteration,
         axes=axes,
@@ -110,12 +110,12 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
 
 
 def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Applies a function to the leaves of run states `Counted` that have a dimension of members: all but the count."""
+    """Applies a function to the leaves of `Counted` run states that have a member dimension: all except the count."""
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
 
 
 def numbers_only(agent: Agent, name: str) -> Agent:
-    """An agent that refuses metrics that are no numbers."""
+    """Makes an agent that raises an error for metrics that are not numbers."""
     if not isinstance(agent, Agent):
         raise TypeError(f"algorithm {name!r}: build returned {shown(agent)}; return an msrl_jax.algorithms.Agent")
     for number in ("steps_per_iteration", "updates_per_iteration"):
@@ -143,10 +143,10 @@ def numbers_only(agent: Agent, name: str) -> Agent:
 
 
 def skip_nonfinite(agent: Agent) -> Agent:
-    """An agent that keeps all that learners compute if an iteration makes it nan or infinite; counters and keys go on.
+    """Makes an agent that discards all values of learners if an iteration makes one non-finite; counters and keys advance.
 
-    Running statistics of the environment are kept on their own: they do not depend on the learner, so actors do not wait for
-    it. Both are plain selections between the old and the new value, so every distribution policy computes the same.
+    Running statistics of the environment are checked separately: they do not depend on the learner, so actors do not wait for
+    it. Both checks select between the old and the new value, so every distribution policy computes the same.
     """
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
@@ -163,7 +163,7 @@ def skip_nonfinite(agent: Agent) -> Agent:
 
 
 def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
-    """The fields of a state, and of those within it, that learners compute: they hold floats and no environments or buffers."""
+    """Returns the state fields, at all levels, that learners compute: they contain floats, but no environments or buffers."""
 
     def is_learned(value: Any, of_value: Any) -> bool:
         specs = jax.tree.leaves(of_value, is_leaf=lambda x: isinstance(x, P))
@@ -171,7 +171,7 @@ def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
         return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)) and not axes & _ELSEWHERE
 
     skipped, found, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
-    level = 0  # of the outermost state
+    level = 0  # 0 is the outermost state
     while True:
         if not isinstance(state, Member | Scheduled):
             own = {name: getattr(state, name) for name in state._fields if name not in skipped}
@@ -182,7 +182,7 @@ def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
 
 
 def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
-    """The state with other values of fields that `learned` found."""
+    """Returns the state with other values for the fields that `learned` found."""
     own = {name: value for (at, name), value in fields.items() if at == level}
     if "inner" in state._fields:
         own["inner"] = with_learned(state.inner, fields, level + 1)
@@ -190,14 +190,14 @@ def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int =
 
 
 def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:
-    """`new`, or `old` if `new` is not finite; and whether it is `old`."""
+    """Returns `new`, or `old` if `new` is non-finite; and whether it is `old`."""
     floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = jnp.array([~jnp.isfinite(x).all() for x in floats]).any() if floats else jnp.bool(False)
     return jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new), bad
 
 
 def fold_keys(state: Any, number: int) -> Any:
-    """Folds a number into every typed key of a state, so that all randomness is another one."""
+    """Folds a number into every typed key of a state, which changes all randomness."""
 
     def fold(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Population based training: what it searches and how; exploit and explore as pure functions; the population that applies them.
+"""Population based training: the search and its options, exploit and explore as pure functions, and training with both.
 
 In the shape descriptions, `M` denotes the number of members.
 """
@@ -28,12 +28,12 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
 
-PARENT = "pbt/parent"  # the metric that tells whom each member copied at the last exploit; its own number if nobody
-FACTORS = 0.8, 1.2  # what perturbation multiplies a number by
+PARENT = "pbt/parent"  # the metric with the member that each member copied at the last exploit; its own number if none
+FACTORS = 0.8, 1.2  # factors by which perturbation multiplies a number
 
-_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)  # the type of a hyper-parameter
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)  # the type of a hyperparameter
 _WORDS = {"exploit": ("truncation", "tournament"), "explore": ("perturb", "resample")}
-_INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and of members, apart from other uses of the seed
+_INITIAL, _MEMBER = 1711_09846, 0x9B7  # separate the draws of initial values and of members from other uses of the seed
 
 
 @entry
@@ -41,23 +41,24 @@ _INITIAL, _MEMBER = 1711_09846, 0x9B7  # keep the draws of initial values, and o
 class PBT:
     """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): members copy better ones and change what they copy.
 
-    Every `every` iterations a member may take over parameters, state of the optimizer, statistics of the environment and
-    hyper-parameters of another one (exploit). If it does, it changes these hyper-parameters (explore). Environments, replay
-    buffers and keys stay its own.
+    Every `every` iterations, a member may copy the parameters, optimizer state, environment statistics and hyperparameters of
+    another member (exploit). If it does, it then changes these hyperparameters (explore). It keeps its own environments, replay
+    buffers and keys.
 
     Attributes:
-      search: field of the config -> `envs.uniform`, `envs.log_uniform` or `envs.choice`, also as text. Initial values are one
-        from each of `members` equally probable parts of it; explored ones stay in its range.
-      members: size of the population, `M`; usual: 8 to 80. Member `i` has the seed `seed + i`.
+      search: config field -> `envs.uniform`, `envs.log_uniform` or `envs.choice`, also as text. The range is split into
+        `members` equally probable parts; each member starts with a value from a different part. Explored values stay in
+        the range.
+      members: size of the population, `M`; usually 8 to 80. Member `i` has the seed `seed + i`.
       every: iterations between two exploits.
-      exploit: "truncation": a member of the worst `fraction` copies a random one of the best `fraction`. "tournament": every
-        member draws another one, and copies it if that is better.
-      fraction: share of the members that are replaced by truncation, at most a half; at least one is.
-      explore: "perturb" multiplies each hyper-parameter by 0.8 or 1.2, or moves to a neighboring option of a `choice`.
-        "resample" draws each anew with probability `resample_probability`, and keeps it otherwise.
-      resample_probability: probability of a new draw.
-      min_episodes: a member that has finished fewer episodes since it was last compared is not ready: it is neither replaced
-        nor copied, and the others do not wait for it.
+      exploit: "truncation": each member of the worst `fraction` copies a random member of the best `fraction`. "tournament":
+        each member draws another one, and copies it if it is better.
+      fraction: fraction of the members that truncation replaces, at most a half; at least one member is replaced.
+      explore: "perturb" multiplies each hyperparameter by 0.8 or 1.2, or moves to a neighboring option of a `choice`.
+        "resample" redraws each hyperparameter with probability `resample_probability`, and otherwise keeps it.
+      resample_probability: probability of redrawing a hyperparameter.
+      min_episodes: a member is not ready if it has finished fewer episodes than this since it was last compared: it is neither
+        replaced nor copied, and the others do not wait for it.
     """
 
     search: Mapping[str, Distribution] = dataclasses.field(hash=False)
@@ -89,7 +90,7 @@ class PBT:
         object.__setattr__(self, "search", {name: _distribution(name, x) for name, x in self.search.items()})
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
-        """Checks the search for a config."""
+        """Checks the search against a config."""
         kind, tunable = type(base).__name__, tunable_fields(base)
         for name in self.search:
             if name not in tunable:
@@ -126,8 +127,8 @@ class PBT:
         options = np.asarray(distribution.numbers, np.float32)
         for member, given in enumerate(values):
             if not isinstance(given, numbers.Real | np.generic | jax.Array):
-                continue  # what is no number is refused with the other fields
-            value = np.float32(given)  # as members have it
+                continue  # values that are not numbers are rejected with the other fields
+            value = np.float32(given)  # the dtype that members use
             if not options.min() <= value <= options.max() or (distribution.kind == "choice" and value not in options):
                 raise ValueError(
                     f"{name}={value:g} of member {member} does not lie in PBT.search, {distribution}; give an initial value "
@@ -135,7 +136,7 @@ class PBT:
                 )
 
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """The initial values of all members, `[M]` by field."""
+        """Returns the initial values of all members, `[M]` by field."""
         random = np.random.default_rng([_INITIAL, seed])
         found = {}
         for name in sorted(self.search):
@@ -151,7 +152,7 @@ class PBT:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The specification as plain data, for `read`."""
+        """Returns the specification as plain data, for `read`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"search": {name: param_distributions.text(x) for name, x in sorted(self.search.items())}}
 
@@ -181,7 +182,7 @@ def read(given: GivenPBT) -> PBT:
 
 
 def _distribution(name: str, value: Any) -> Distribution:
-    """A checked distribution, with Python numbers."""
+    """Returns a checked distribution, with Python numbers."""
     what = f"PBT.search[{name!r}]"
     value = param_distributions.parse(what, value) if isinstance(value, str) else value
     if not isinstance(value, Distribution):
@@ -199,23 +200,23 @@ def _distribution(name: str, value: Any) -> Distribution:
 
 
 class Standing(NamedTuple):
-    """How the members stand."""
+    """The ranking data of the members."""
 
     score_sum: jax.Array  # sum of the scores since a member was last compared. shape=(M,), dtype=float32
     num_scores: jax.Array  # number of these scores. shape=(M,), dtype=float32
     since: jax.Array  # iterations since the last exploit. shape=(), dtype=int32
-    parent: jax.Array  # whom each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
+    parent: jax.Array  # the member that each one copied at the last exploit; its own number if none. shape=(M,), dtype=int32
     key: jax.Array  # a typed key of each member, for both steps. shape=(M,)
 
 
 def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whom each member copies, itself unless another one has a higher score; those that are not `ready` take no part. `[M]`"""
+    """Returns the member that each one copies: a better one, or itself. Only members that are `ready` take part. `[M]`"""
     order = jnp.arange(pbt.members)
     score = jnp.where(ready, score, -jnp.inf)
     tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
-    lot = jax.vmap(jax.random.bits)(tie)  # equals are ranked at random, lest the same ones be replaced each time
+    lot = jax.vmap(jax.random.bits)(tie)  # break ties at random, so that the same members are not replaced each time
     behind = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (lot[None] < lot[:, None]))
-    rank = jnp.sum(behind & ready[None], axis=1)  # among those that are ready; the worst has 0
+    rank = jnp.sum(behind & ready[None], axis=1)  # among the members that are ready; the worst has 0
     count = jnp.sum(ready)
     if pbt.exploit == "truncation":
         replaced = jnp.asarray([max(1, int(pbt.fraction * n + 1e-9)) for n in range(pbt.members + 1)])[count]
@@ -230,12 +231,12 @@ def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> ja
 
 
 def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
-    """A random number below a bound for each key, `[M]`."""
+    """Draws a random number below a bound for each key, `[M]`."""
     return jax.vmap(lambda key: jax.random.randint(key, (), 0, jnp.maximum(bound, 1)))(keys)
 
 
 def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[str, jax.Array]:
-    """Changes the hyper-parameters of the members, `[M]` float32 by field, within the ranges of the search."""
+    """Changes the hyperparameters of the members, `[M]` float32 by field, within the ranges of the search."""
 
     def change(distribution: Distribution, value: jax.Array, key: jax.Array) -> jax.Array:
         options = distribution.numbers
@@ -261,19 +262,19 @@ class Evolving(NamedTuple):
 
 
 def acting_part(state: Any) -> Any:
-    """The part of a run's state that acting takes: that of the agent of one member, with all that this agent has."""
+    """Returns the part of a run's state needed for acting: the whole state of the agent of a member."""
     while isinstance(state, Counted | Evolving):
         state = state.inner
     return state
 
 
 def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
-    """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1); `rank_by` as of `Experiment`.
+    """Makes a population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1); `rank_by` as in `Experiment`.
 
-    The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
-    compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
-    statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
-    decision only.
+    The decision is a fragment of the server. The values that members copy stay where they are computed. A `cond` outside
+    fragments copies each state field that learners compute, because a policy may keep some fields on the server and others
+    with the learner. A separate fragment copies the statistics of the environments, where these are. So iterations without an
+    exploit transfer only the scores and the decision.
     """
     if rank_by == "return" and not agent.ranked:
         raise ValueError(f"pbt: {UNRANKED}; train without pbt, or with rank_by= a metric of the environment")
@@ -283,7 +284,7 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
             "training; leave it out, and the validation loss ranks the members"
         )
     order = jnp.arange(pbt.members, dtype=jnp.int32)
-    # Every device knows when it is time; everything else stays with its member until then.
+    # Every device knows when an exploit is due; until then, everything else stays with its member.
     axes = Evolving(agent.axes, Standing(*[P("member")] * 5)._replace(since=P()))  # type: ignore[arg-type]
 
     def init(keys: jax.Array) -> Evolving:
@@ -307,7 +308,7 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
             copied = {name: x[parent] for name, x in values.items()}
             explored = explore(pbt, copied, keys[:, 1])
             values = {name: jnp.where(parent == order, x, explored[name]) for name, x in values.items()}
-            over = ready | ~jnp.isfinite(mean)  # one nan would keep a member out for ever
+            over = ready | ~jnp.isfinite(mean)  # otherwise one nan would exclude a member forever
             score_sum, num_scores = (jnp.where(over, 0, x) for x in (now.score_sum, now.num_scores))
             return Standing(score_sum, num_scores, jnp.zeros_like(now.since), parent, keys[:, 2]), values
 
@@ -334,7 +335,7 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
 
 
 def _score(agent: Agent, metrics: Metrics, rank_by: str) -> Mean:
-    """The score of every member in an iteration, as sums and counts `[M]`; more is better."""
+    """Returns the score of every member in an iteration, as sums and counts `[M]`; higher is better."""
     if agent.unit != "updates":
         if (name := f"episode_{rank_by}") not in metrics:
             raise ValueError(f"pbt compares members by {name}, which is not among {', '.join(metrics)} of the algorithm")

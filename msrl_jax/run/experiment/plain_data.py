@@ -1,4 +1,4 @@
-"""The plain data of an experiment, the content of `config.json`: which of them decide what is computed."""
+"""The plain data of an experiment, the content of `config.json`, and which of them determine what is computed."""
 
 import dataclasses
 import hashlib
@@ -13,11 +13,11 @@ from msrl_jax.algorithms.fields import is_object, is_option, text
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.naming import reference
 
-MOST_SEEDS = 2**20  # of one program
+MOST_SEEDS = 2**20  # in one program
 
 
 class RunFolderError(ValueError):
-    """A folder holds no run, a damaged one, another one than expected, or one that another process writes to."""
+    """A folder holds no run, a damaged one, a different one than expected, or one that another process writes to."""
 
 
 def to_json(value: Any) -> Any:
@@ -32,7 +32,7 @@ def to_json(value: Any) -> Any:
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
-    if isinstance(value, np.floating):  # an item of a long one is long, too
+    if isinstance(value, np.floating):  # an item of a long double array is a long double, too
         value = float(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return to_json(value.tolist())
@@ -42,32 +42,32 @@ def to_json(value: Any) -> Any:
 
 
 def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config as plain data; a module or another object as what `reference` says of it."""
+    """Converts config fields to plain data; describes modules and other objects with `reference`."""
     return {name: reference(value) if is_object(value) else to_json(value) for name, value in fields.items()}
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides what is computed, besides the length and the data set, by argument of `train`."""
+    """Returns the facts that determine what is computed, except the length and the data set, by argument of `train`."""
     fields = about["config"] | (about["settings"] or {})
     names = ("env", "env_object", "seed", "seeds", "env_params", "pbt", "rank_by")
     return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first fact in which the contents of two `config.json` differ, with both values."""
-    is_known = all(about["env_spec"] or about["env_object"] for about in (mine, theirs))  # what the environment is
+    """Returns the first fact in which the contents of two `config.json` differ, with both values."""
+    is_known = all(about["env_spec"] or about["env_object"] for about in (mine, theirs))  # whether the environment is known
     pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items() if is_known or name != "env_object")
     return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
 def fingerprint(about: Mapping[str, Any]) -> str:
-    """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
+    """Returns the SHA-256 of the facts in the content of `config.json`, and of the rollbacks, which changed them in the run."""
     return hashlib.sha256(json.dumps(to_json([_facts(about), about["rollbacks"]]), sort_keys=True).encode()).hexdigest()
 
 
 def each_member(seed: int, seeds: int, settings: Mapping[str, Sequence[Any]], *, evolve: bool) -> list[dict[str, Any]]:
-    """The seed of every member and its values of the fields in which members differ; of a population that evolves, the first
-    ones, and a seed of its own for each."""
+    """Returns the seed of every member and its values of the fields in which members differ. In a population that evolves,
+    these are the initial values, and each member has a different seed."""
     each = [dict(zip(settings, x, strict=True)) for x in zip(*settings.values(), strict=True)] or [{}]
     if evolve:
         return [{"seed": seed + i} | setting for i, setting in enumerate(each)]

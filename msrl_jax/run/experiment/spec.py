@@ -1,4 +1,4 @@
-"""`Experiment`: all that decides what a run computes, as one value; where it runs and what watches it are not part of it."""
+"""`Experiment`: one value with everything that determines what a run computes, but not where it runs or what observes it."""
 
 import dataclasses
 import functools
@@ -37,27 +37,27 @@ from msrl_jax.run.experiment.pbt import PBT, evolve, read
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
 from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
 
-GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # what a run does about numbers that are not finite
+GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # how a run handles non-finite values
 Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every setting, by field; empty if all are constants
 
 
 @entry
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All that decides what a run computes.
+    """Everything that determines what a run computes.
 
     Attributes:
-      algorithm: the algorithm: its config, that of the first member if members differ.
+      algorithm: the config of the algorithm; that of the first member if members differ.
       env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
-      env_params: what parameters of the environment are drawn from, as in `envs.RandomizeParams`; None if all are constants.
+      env_params: distributions of the environment's parameters, as in `envs.RandomizeParams`; None if all are constants.
       total_steps: steps of each member.
       seed: the first seed.
-      seeds: the number of members of each setting.
+      seeds: the number of members per setting.
       settings: the fields of the config in which members differ, with the values of every setting.
-      pbt: how the population is trained; None if its members are independent. Every setting has then a seed of its own.
-      rank_by: what tells which member and which checkpoint is better: "return", or the name of a metric of the environment.
-      guard: what happens on nan and infinities; "skip" changes what is computed.
-      recorded_steps: steps that the environments keep, if the run is recorded; not a part of the value.
+      pbt: how to train the population; None if the members are independent. With PBT, every setting has a different seed.
+      rank_by: the score that ranks members and checkpoints: "return", or the name of a metric of the environment.
+      guard: how to handle nan and infinities; "skip" changes what is computed.
+      recorded_steps: number of steps that the environments keep, if the run is recorded; ignored in comparisons.
     """
 
     algorithm: Any
@@ -100,7 +100,7 @@ class Experiment:
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the fields, without the agent and what else was made of them."""
+        """Returns the fields to pickle, without the agent and other values derived from them."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
@@ -115,7 +115,7 @@ class Experiment:
 
     @property
     def members(self) -> int:
-        """The number of members: every setting with every seed."""
+        """The number of members: one for every pair of a setting and a seed."""
         return self.seeds * (len(next(iter(self.settings.values()))) if self.settings else 1)
 
     @property
@@ -125,7 +125,7 @@ class Experiment:
 
     @property
     def each_member(self) -> list[dict[str, Any]]:
-        """The seed of every member and its values of the fields in which members differ; initial ones if they evolve."""
+        """The seed of every member and its values of the fields in which members differ; the initial values if they evolve."""
         return each_member(self.seed, self.seeds, self.settings, evolve=self.pbt is not None)
 
     @property
@@ -137,12 +137,12 @@ class Experiment:
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:
-        """The values of every member: each setting has one member for each seed, side by side. `[M]` float32"""
+        """The values of every member: each setting has one member per seed, and these are adjacent. `[M]` float32"""
         return {name: np.repeat(np.asarray(values, np.float32), self.seeds) for name, values in self.settings.items()}
 
     @functools.cached_property
     def environment(self) -> Environment:
-        """The environment, with the parameters that are drawn."""
+        """The environment, including the distributions of its parameters."""
         env = envs.make(self.env) if isinstance(self.env, str) else self.env
         check_env(self.algorithm, env)
         if self.rank_by not in (known := ["return", *metrics_of(env)]):
@@ -158,12 +158,12 @@ class Experiment:
 
     @property
     def usual_policy(self) -> str:
-        """The distribution policy of a run for which none is given."""
+        """The default distribution policy of the run."""
         return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
 
     @property
     def is_ranked(self) -> bool:
-        """Whether there is something that tells which member is better."""
+        """Whether there is a score that ranks the members."""
         return self.rank_by != "return" or self.behavior.agent.ranked
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class Experiment:
 
     @functools.cached_property
     def agent(self) -> Agent:
-        """The agent of the whole run, whose iteration is compiled; its state is `Counted`."""
+        """The agent of the whole run, whose iteration is compiled; its state is a `Counted`."""
         steps, one = self.recorded_steps, self.behavior.agent
         if steps is not None or self.guard == "skip":
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
@@ -198,7 +198,7 @@ class Experiment:
 
     @property
     def steps_per_iteration(self) -> int:
-        """Steps of each member in an iteration."""
+        """Steps per member in an iteration."""
         return self.behavior.agent.steps_per_iteration
 
     @property
@@ -208,7 +208,7 @@ class Experiment:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The number of trained numbers of one member, by part of the networks: the names at which its parameters branch."""
+        """The number of trained parameters of one member, by part of the networks: the names at which the parameters branch."""
         params: Any = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
         params = innermost(params).params
         while isinstance(params, Mapping) and len(params) == 1:
@@ -232,16 +232,16 @@ class Experiment:
             )
 
     def initial_state(self) -> Any:
-        """The initial state of the run."""
+        """Makes the initial state of the run."""
         return self.agent.with_data(jax.jit(self.agent.init)(self.key))
 
     def start(self, program: Program) -> Any:
-        """The initial state of the run, placed for a program."""
+        """Makes the initial state of the run, placed for a program."""
         agent = self.agent
         return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
-        """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
+        """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
         agent, state = self.agent, jax.eval_shape(self.initial_state)
         drawn = source_of(self.environment)
         if drawn and ramps(drawn.values) and agent.unit == "environment steps" and not find_source(state):
@@ -256,19 +256,19 @@ class Experiment:
         return program
 
     def record(self, steps: int) -> "Experiment":
-        """The same run with environments that keep their last `steps` steps."""
+        """Returns the same run with environments that keep their last `steps` steps."""
         env = with_privileged(self.environment)
         check_rows_fit(env, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
         return self.replaced(recorded_steps=steps)
 
     def replaced(self, **changes: Any) -> "Experiment":
-        """The same run on the same environment and data, which are not made again."""
+        """Returns the run with changed fields, on the same environment and data, which are not rebuilt."""
         new = dataclasses.replace(self, **changes)
         vars(new).update({name: vars(self)[name] for name in ("environment", "dataset", "_data") if name in vars(self)})
         return new
 
     def to_json(self) -> dict[str, Any]:
-        """The experiment as plain data: the part of `config.json` that decides what is computed."""
+        """Returns the experiment as plain data: the part of `config.json` that determines what is computed."""
         return self._plain() | {"data": self._data}
 
     def _plain(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Experiment:
         return {
             "algorithm": self.name, "class": files.reference(kind), "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
-            "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # as of dataclasses
+            "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # the repr of dataclasses, for example
             "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
             "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
             "pbt": None if self.pbt is None else self.pbt.to_json(), "rank_by": self.rank_by, "guard": self.guard,
@@ -285,20 +285,20 @@ class Experiment:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What the folder of a run may not hold or say, as `Result.load` takes it."""
+        """The fields that a run folder may not be able to store, by argument of `Result.load`."""
         fields = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
         code = code_names.code_of(fields)
         return {"env": self.env, "env_params": self.env_params} | {n: x for n, x in fields.items() if is_object(x) or n in code}
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
-        """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
+        """Absolute path and SHA-256 of the data set, if there is one; without a path if it was passed as an object."""
         if self.dataset is None:
             return None
         path = self.algorithm.data
         if isinstance(path, data.Dataset):
             return {"path": None, "sha256": self.dataset.fingerprint()}
-        known = os.path.exists(path)  # else the id of a data set in the library of its format
+        known = os.path.exists(path)  # otherwise, the id of a data set in the library of its format
         return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
 
     @classmethod
@@ -306,16 +306,16 @@ class Experiment:
         cls,
         given: Mapping[str, Any],
         *,
-        env: Environment | str | None = None,  # if it was an object, or the user's word
+        env: Environment | str | None = None,  # if it was an object or custom code
         env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
         data: Any = None,  # the data set; without it, the config has none
         where: str = "the run",  # in messages
         trust: bool = False,  # whether code that it names may run
         **objects: Any,  # fields of the config that were objects
     ) -> "Experiment":
-        """Reads what `to_json` returned.
+        """Restores an experiment from the data that `to_json` returned.
 
-        Raises RunFolderError if a part has to be given, or this version cannot read it; TrustError if it names code to run.
+        Raises RunFolderError if a part must be passed, or this version cannot read it; TrustError if it names code to run.
         """
         objects = {name: x for name, x in objects.items() if x is not None}
         try:
@@ -340,7 +340,7 @@ class Experiment:
                     raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
             if data is not None:
                 fields["data"] = data
-            elif fields.get("data") is not None:  # the rest of the config is checked without a data set
+            elif fields.get("data") is not None:  # check the rest of the config without a data set
                 fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
             return cls(
                 algorithm=algorithms.get(algorithm_of(given))(**fields), env=named,
@@ -355,14 +355,14 @@ class Experiment:
             raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
 
     def difference(self, other: "Experiment") -> tuple[str, Any, Any] | None:
-        """The first fact in which another experiment differs, with both values; None if they compute the same.
+        """Returns the first fact in which another experiment differs, with both values; None if they compute the same.
 
-        Lengths are left out, because a run may be extended, and so are guards and data sets.
+        Ignores lengths, because a run may be extended, and also guards and data sets.
         """
         return difference(self._plain(), other._plain())
 
     def about(self) -> dict[str, Any]:
-        """A description of the run for its data sets."""
+        """Returns a description of the run for its data sets."""
         env = with_privileged(self.environment)
         space, actions = str(env.observation_space), str(env.action_space)
         about = {"env": self.env_name, "observation_space": space, "action_space": actions, **agents_of(env)}
@@ -372,7 +372,7 @@ class Experiment:
 
 
 def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError unless the fields have equally many values, each of which the config takes, with these `constants`."""
+    """Raises ValueError unless the fields have the same number of values, all valid for the config with these `constants`."""
     lengths = {name: len(values) for name, values in settings.items()}
     if 0 in lengths.values() or len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())

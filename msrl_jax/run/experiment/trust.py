@@ -1,4 +1,4 @@
-"""Which code plain data name: the content of `config.json`, a file of `--config`, what a learner tells its actors."""
+"""Finds the code that plain data name: the content of `config.json`, a `--config` file, or what a learner sends its actors."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,22 +14,22 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
 
 
 def code_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options of a command that name a file or a module, and what they name; what is none of `KINDS` is of a config."""
+    """Returns the options of a command that name files or modules, with the names; options not in `KINDS` are config fields."""
     found = {}
     for name, value in options.items():
         for text in code_names.texts(value) if name in KINDS else ():
-            with contextlib.suppress(ValueError):  # which cannot be read then either
+            with contextlib.suppress(ValueError):  # such text cannot be parsed later either
                 if KINDS[name](text):
                     found.setdefault(name, text)
     return found | code_names.code_of({name: x for name, x in options.items() if name not in KINDS})
 
 
 def algorithm_of(about: Mapping[str, Any]) -> str:
-    """What `algorithms.get` finds the algorithm of plain data by: its name, if that is known here."""
+    """Returns the argument by which `algorithms.get` finds the algorithm of plain data: its name if known here, or its file."""
     return about["algorithm"] if about["algorithm"] in algorithms.names() else files.saved(about)
 
 
 def code_of_run(about: Mapping[str, Any]) -> dict[str, str]:
-    """The code that the plain data of an experiment name, by argument of `train`; without the policy."""
+    """Returns the code that the plain data of an experiment name, by argument of `train`, except the policy."""
     found = code_of({"env": about["env_spec"], "algo": algorithm_of(about)})
     return found | code_names.code_of(about["config"]) | code_names.code_of(about["settings"] or {})

@@ -1,4 +1,4 @@
-"""Callbacks: functions of a `Tick` that are called after every chunk; loggers, and displays of progress, are such."""
+"""Callbacks: functions that are called with a `Tick` after every chunk. Loggers and progress displays are callbacks."""
 
 import contextlib
 import dataclasses
@@ -41,10 +41,10 @@ class Tick:
       metrics: the chunk's row of the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
       unit: the unit of steps, `Agent.unit`.
-      resumed_from: the step at which this run went on from a checkpoint; 0 for a new run.
-      set_env_params: changes what the next episodes draw the parameters of their environments from, of a run with
-        `env_params`: name -> value for some of them, each of the kind that it was; or the level of a `Curriculum`. Nothing is
-        compiled again. Several processes have to call it alike.
+      resumed_from: the step at which this run resumed from a checkpoint; 0 for a new run.
+      set_env_params: changes the distributions from which the next episodes draw their environment parameters, in a run with
+        `env_params`. Pass a mapping from some of the names to values of the same kinds as before, or the level of a
+        `Curriculum`. Nothing is recompiled. If there are several processes, call it with the same values in all of them.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Tick:
 
     @property
     def state(self) -> Any:
-        """The state of the algorithm. The next chunk reuses its memory, so copy what you keep (`jax.device_get`)."""
+        """The state of the algorithm. The next chunk reuses its buffers, so copy what you keep (`jax.device_get`)."""
         return self.get_state()
 
 
@@ -67,7 +67,7 @@ Callback: TypeAlias = Callable[[Tick], object]
 
 
 class Callbacks:
-    """A hook that calls functions of a `Tick`, and puts the parameters of environments that they set into the state."""
+    """A hook that calls functions with a `Tick`, and writes the environment parameters that they set into the state."""
 
     def __init__(self, functions: Sequence[Callback]):
         self._functions, self._values = functions, None
@@ -83,7 +83,7 @@ class Callbacks:
             try:
                 stops = [_answer(function, tick) for function in self._functions]
                 answer = "stop" if any(stops) else ""
-            except KeyboardInterrupt:  # ends the run like Ctrl-C
+            except KeyboardInterrupt:  # end the run as Ctrl-C does
                 answer = "SIGINT"
         answers = processes.gathered(answer)
         self._apply_env_params(run)
@@ -121,7 +121,7 @@ class Callbacks:
 
 
 def _read_only(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics whose arrays are views that nobody can write to: the history of the run has them."""
+    """Returns a row of metrics whose arrays are read-only views, because the history of the run shares them."""
     views = {name: value.view() for name, value in row.items() if isinstance(value, np.ndarray)}
     for view in views.values():
         view.setflags(write=False)
@@ -129,7 +129,7 @@ def _read_only(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(function: Callback, tick: Tick) -> bool:
-    """Whether a function stops the run, by True of Python, NumPy or JAX; raises ValueError if it took the run's state."""
+    """Returns whether a function stops the run, by a Python, NumPy or JAX True; raises ValueError if it took its state."""
     given = []
     answer: Any = function(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1]))
     for path, leaf in jax.tree.leaves_with_path(given[-1:]):
@@ -143,7 +143,7 @@ def _answer(function: Callback, tick: Tick) -> bool:
 
 
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
-    """The callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
+    """Returns the callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
         given = f"[{shown(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
         raise TypeError(f"callbacks={shown(callbacks)} is no sequence; write callbacks={given}")
@@ -160,7 +160,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
 
 
 def is_hook(callback: Any) -> bool:
-    """Whether a callback is a hook, and no function of a `Tick`."""
+    """Returns whether a callback is a hook, not a function of a `Tick`."""
     return any(hasattr(callback, phase) for phase in ("begin", "before", "after", "end"))
 
 
@@ -177,7 +177,7 @@ class TensorBoard:
     """Logs every metric to TensorBoard, against environment steps; close it after the run."""
 
     def __init__(self, folder: str | os.PathLike):
-        """Looks for TensorBoard's writer; the event file is opened at the first tick.
+        """Finds TensorBoard's writer; the event file is opened at the first tick.
 
         Args:
           folder: folder of the event file.
@@ -190,8 +190,8 @@ class TensorBoard:
         self._writer = None
 
     def __call__(self, tick: Tick) -> None:
-        """Writes one tick."""
-        if self._writer is None:  # what a killed run logged after its checkpoint is logged again
+        """Logs one tick."""
+        if self._writer is None:  # entries that a killed run logged after its checkpoint are logged again
             purge = tick.resumed_from + 1 if tick.resumed_from else None
             self._writer = self._writer_type(self._folder, purge_step=purge)
         for name, value in scalars(tick.metrics).items():
@@ -227,14 +227,14 @@ class WandB:
         self._run.finish()
 
 
-# --- displays of progress, on stderr or in a notebook; if one cannot be written any more, the run continues without it
+# --- progress displays, on stderr or in a notebook; if a display fails, the run continues without it
 
 Progress = bool | Literal["auto", "bar", "lines", "notebook"]
 Show = Callable[[Tick], None]
 Display = Callable[..., contextlib.AbstractContextManager[Show]]
 
 _SHOWN = {"episode_return": "return", "eval_return": "eval"}
-_USUAL = ("episode_return", "episode_length")  # what starts as they do are metrics of the environment
+_USUAL = ("episode_return", "episode_length")  # columns that start with these names are metrics of the environment
 
 
 def choose_display(progress: Progress) -> Display:
@@ -253,7 +253,7 @@ def choose_display(progress: Progress) -> Display:
 
 
 def _facts(tick: Tick, members: int = 1) -> str:
-    """The most important metrics as text, averaged over the members."""
+    """Formats the most important metrics as text, averaged over the members."""
     rate, unit = tick.metrics["steps_per_second"] / members, tick.unit.removeprefix("environment ")
     facts = [f"{rate:,.0f} {unit}/s{_each(members)}"]
     known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
@@ -276,7 +276,7 @@ def _line(tick: Tick, total_steps: int, unit: str, members: int) -> str:
 
 
 def _is_evaluated(tick: Tick) -> bool:
-    """Whether an evaluation followed the chunk; every display keeps its line."""
+    """Returns whether an evaluation followed the chunk; every display keeps the line of such a chunk."""
     return not np.isnan(tick.metrics.get("eval_return", np.nan)).all()
 
 
@@ -343,7 +343,7 @@ def _notebook(title: str, total_steps: int, unit: str = "steps", members: int = 
         )
 
     handle = display(page(0, "compiling"), display_id=True)
-    assert handle is not None  # display_id=True asks for one
+    assert handle is not None  # because of display_id=True
 
     def show(tick: Tick) -> None:
         handle.update(page(tick.step, _facts(tick, members)))

@@ -1,4 +1,4 @@
-"""How the iterations of a run are executed: by one program in this process, or as an optional room does it."""
+"""How the iterations of a run are executed: by one program in this process, or by an optional package ("room")."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,54 +12,54 @@ from msrl_jax.run.loop.hooks import StopRequests
 
 
 class Execution(Protocol):
-    """What `train` needs to know of the execution of a run. It calls each method once, in this order."""
+    """The interface of `train` to the execution of a run. `train` calls each method once, in this order."""
 
     def check(self, experiment: Experiment, policy: str | DistributionPolicy | None, record: Path | None) -> None:
-        """Raises ValueError if it cannot execute this run.
+        """Raises ValueError if this execution cannot run the experiment.
 
         Args:
           experiment: what the run computes.
-          policy: the policy that the user gave; None if none was given.
+          policy: the policy that the user chose; None if there is none.
           record: the file to which environment steps are recorded.
         """
 
     def default_policy(self, experiment: Experiment) -> str:
-        """The policy of a run for which none is given."""
+        """Returns the default policy of a run."""
         ...
 
     def program(
         self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
         requests: StopRequests, say: Callable[[str], Any],
     ) -> contextlib.AbstractContextManager[Any]:  # fmt: skip
-        """A context whose value is the program of the run: a `Program`, or an object that has what a run uses of one.
+        """Returns a context manager whose value is the program of the run: a `Program`, or an object with the same interface.
 
-        That is `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and
-        `nondeterminism_reason`; `begin`, `warm_up`, `initialize`, `place`, `unwrap` and `run`. `run` may return after fewer
-        iterations than requested; its metrics have a row for each. The context ends after the last hook.
+        The interface consists of `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and
+        `nondeterminism_reason`; and of `begin`, `warm_up`, `initialize`, `place`, `unwrap` and `run`. `run` may return after
+        fewer iterations than requested; its metrics have one row per iteration. The context ends after the last hook.
 
         Args:
           experiment: what the run computes.
-          policy: its policy.
-          devices: the devices that it may use; all if None.
+          policy: the distribution policy of the run.
+          devices: the devices to use; None uses all.
           folder: the folder of the run.
-          requests: knows when the run has to stop; to be asked wherever the program waits.
-          say: called with lines about what happens.
+          requests: tells when the run must stop; check it wherever the program waits.
+          say: called with lines of text about the progress.
         """
         ...
 
     def hooks(self, hooks: list[Any]) -> list[Any]:
-        """All hooks of the run in their order: these, and those that the execution adds."""
+        """Returns all hooks of the run in their order: these hooks, and those that the execution adds."""
         ...
 
 
 class InProcess:
-    """Executes a run by one program in this process, or in each of several; the default."""
+    """Executes a run by one program in this process, or in each of several processes; the default."""
 
     def check(self, experiment: Experiment, policy: str | DistributionPolicy | None, record: Path | None) -> None:
-        """Refuses nothing."""
+        """Accepts every run."""
 
     def default_policy(self, experiment: Experiment) -> str:
-        """The usual policy of the experiment."""
+        """Returns the default policy of the experiment."""
         return experiment.usual_policy
 
     @contextlib.contextmanager
@@ -67,11 +67,11 @@ class InProcess:
         self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
         requests: StopRequests, say: Callable[[str], Any],
     ) -> Iterator[Any]:  # fmt: skip
-        """The compiled iteration."""
+        """Yields the compiled program of an iteration."""
         yield experiment.compile(policy, devices)
 
     def hooks(self, hooks: list[Any]) -> list[Any]:
-        """Adds none."""
+        """Adds no hooks."""
         return hooks
 
 

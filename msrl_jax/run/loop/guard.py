@@ -1,4 +1,4 @@
-"""The guard of a run: notices nan and infinities within one chunk, and may go back. Rooms may find where they came from."""
+"""The guard of a run: detects non-finite values within one chunk, and can roll back. Rooms may find their origin."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,9 @@ from msrl_jax.run.loop.hooks import Checkpoints
 from msrl_jax.run.loop.loop import Run, StopReason
 from msrl_jax.run.loop.watch import Watch
 
-KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger
-MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped
-MOST_ROLLBACKS = 5  # a run goes back at most this often, and diverges after that
+KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27  # the guard copies the state at most this often, and only if it is not larger than this
+MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many consecutive iterations whose updates were all dropped
+MOST_ROLLBACKS = 5  # the maximum number of rollbacks; after that, the run diverges
 
 CAUSES = (
     "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
@@ -35,18 +35,18 @@ CAUSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a run that is not finite."""
+    """A non-finite value in a run."""
 
-    metric: str | None  # the metric that is not finite
-    leaf: str | None  # pytree path of the part of the state that is not finite
+    metric: str | None  # the metric that is non-finite
+    leaf: str | None  # pytree path of the non-finite part of the state
     iteration: int  # the first such iteration as far as known, counted from 1
     member: int | None  # None for a run of one seed, or if it is not known
-    failure: Any = None  # the computation that is to blame, `Failure` of the room that looked for it
+    failure: Any = None  # the computation that caused it, a `Failure` of the room that searched for it
     note: str = ""  # why there is no `failure`
-    replay: Path | None = None  # the file with which `msrl-jax replay` computes that step again
+    replay: Path | None = None  # the file with which `msrl-jax replay` repeats that step
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
-        """The finding in words; `settings` are those of the members of the run."""
+        """Describes the finding in a sentence; `settings` are those of the members of the run."""
         what = repr(self.metric) if self.metric else f"state{self.leaf}"
         who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
         if self.failure is None:
@@ -56,15 +56,15 @@ class Finding:
 
 
 class DivergedError(FloatingPointError):
-    """A number of a run was nan or infinite.
+    """A value in a run was nan or infinite.
 
     Attributes:
-      metric: name of the metric that was not finite; None if only a part of the state was.
+      metric: name of the metric that was non-finite; None if only a part of the state was.
       iteration: the first such iteration, counted from 1.
-      member: number of the member; None for a run of one seed, or if it is not known.
-      fragment: name of the fragment that made the first nan or infinity; None if it is not known.
+      member: index of the member; None for a run of one seed, or if it is not known.
+      fragment: name of the fragment that produced the first nan or infinity; None if it is not known.
       path: pytree path of that fragment's result, or of the part of the state.
-      replay: the file with which `msrl-jax replay` computes that step again; None if there is none.
+      replay: the file with which `msrl-jax replay` repeats that step; None if there is none.
       finding: all that is known.
       result: the run up to the end of that chunk.
     """
@@ -79,14 +79,14 @@ class DivergedError(FloatingPointError):
 
 
 class Guard:
-    """A hook that notices what is not finite, at the end of a chunk, by its metrics and one bool per leaf of the state.
+    """A hook that detects non-finite values at the end of a chunk, by the metrics and one bool per leaf of the state.
 
-    The programs of the run are those of an unwatched run. Now and then the guard keeps a copy of a small state, from which the
-    run goes again if something is not finite, because a run is deterministic.
+    The programs of the run are the same as without a guard. From time to time, the guard copies the state if it is small. If it
+    finds a non-finite value, it can repeat the run from this copy, because a run is deterministic.
     """
 
     def begin(self, run: Run) -> None:
-        """Looks at the first state."""
+        """Checks the initial state."""
         state = run.program.unwrap(run.run_state)
         self.watch = Watch(run.experiment.agent, state)
         self.can_read = jax.process_count() == 1
@@ -97,7 +97,7 @@ class Guard:
         self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
 
     def after(self, run: Run) -> None:
-        """Looks at the metrics of the chunk and at the state."""
+        """Checks the metrics of the chunk and the state."""
         if run.experiment.guard == "skip":
             run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
             return
@@ -115,7 +115,7 @@ class Guard:
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
     def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
-        """What dropped updates cannot repair."""
+        """Returns a finding if too many consecutive updates were dropped."""
         rows = skipped.reshape(len(skipped), -1) > 0
         self._streak = np.where(rows.all(axis=0), self._streak + len(rows), np.argmax(~rows[::-1], axis=0))
         worst = int(self._streak.argmax())
@@ -135,13 +135,13 @@ class Guard:
             self._kept = run.program.place(run.run_state), run.iteration
 
     def changed(self, run: Run) -> None:
-        """Notes that the host has changed the state, so that the run cannot go again from an earlier one."""
+        """Notes that the host has changed the state, so that the run cannot be repeated from an earlier one."""
         self._kept, self._kept_at = None, -math.inf
         self._keep(run)
 
     def earlier(self, run: Run) -> tuple[Any, int, int]:
-        """The last good state, its iteration, and the rollbacks before it: the copy, a newer checkpoint that is finite, or the
-        initial state."""
+        """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
+        checkpoint, or the initial state."""
         for saved in [] if run.path is None else checkpoint.complete(run.path):
             if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
@@ -150,12 +150,12 @@ class Guard:
                 state = store.restore_state(saved, run.experiment, run.program)
                 if self.watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
                     return state, saved.iteration, saved.progress["rollbacks"]
-        if self._kept is not None:  # since the last rollback
+        if self._kept is not None:  # a copy since the last rollback
             return *self._kept, len(run.deployment["rollbacks"])
         return run.experiment.start(run.program), 0, 0
 
     def locate(self, run: Run) -> Finding:
-        """Has rooms find where the first nan or infinity came from."""
+        """Lets rooms find where the first nan or infinity came from."""
         finding: Finding = run.finding
         if self._kept is None and self._begin == 0 and self._first_bad:
             leaf = self._first_bad[0]
@@ -172,13 +172,13 @@ EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("exp
 
 
 class Divergence:
-    """A hook that ends a run in which something is not finite, or takes it back to its last good state."""
+    """A hook that ends a run with a non-finite value, or rolls it back to its last good state."""
 
     def __init__(self, guard: Guard, saver: Checkpoints | None):
         self._guard, self._saver = guard, saver
 
     def after(self, run: Run) -> StopReason | None:
-        """Ends the run if it diverged and does not go back."""
+        """Ends the run if it has diverged and is not rolled back."""
         if run.finding is None:
             if run.changed_at == run.iteration:
                 self._guard.changed(run)
@@ -189,7 +189,7 @@ class Divergence:
         return None
 
     def _roll_back(self, run: Run) -> None:
-        """Takes a run back in place; rows after that state are dropped, and the program is compiled again."""
+        """Rolls a run back in place: drops the rows after the earlier state, and recompiles the program."""
         rollbacks = run.deployment["rollbacks"]
         if self._saver is not None:
             self._saver.wait()
@@ -221,15 +221,15 @@ class Divergence:
 
 
 def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
-    """The state with which a run begins again after its `number`-th rollback: with other keys and smaller rates of members.
+    """Returns the state with which a run restarts after its `number`-th rollback: with other keys and lower rates of members.
 
-    The state is one that the run had after `before` rollbacks.
+    The given state is from a time when the run had done `before` rollbacks.
     """
 
     def slower(part: Any) -> Any:
         if not isinstance(part, Member):
             return part
-        # Rates that evolve are halved for each rollback since that state, others as often as the run went back.
+        # Rates that evolve are halved once per rollback since that state, other rates once per rollback of the run.
         now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
         rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)

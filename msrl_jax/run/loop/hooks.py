@@ -1,4 +1,4 @@
-"""Hooks that stop a run, evaluate it, record it, and write it to its folder: a run never ends because of its disk."""
+"""Hooks that stop, evaluate, record and save a run. Disk errors never end a run."""
 
 import contextlib
 import dataclasses
@@ -39,12 +39,12 @@ TIME_LIMIT = "time limit"
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
-_SHARE = 0.02  # largest share of the time that training waits for checkpoints at automatic intervals
-_RING_BYTES = 2**26  # largest size of the recorded steps of a chunk on the devices, if `chunk` is not given
+_SHARE = 0.02  # maximum fraction of the time that training waits for checkpoints at automatic intervals
+_RING_BYTES = 2**26  # maximum size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
 
 def seconds(name: str, value: Any) -> float:
-    """Reads a duration."""
+    """Parses a duration."""
     found: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
         found = float(value)
@@ -56,14 +56,14 @@ def seconds(name: str, value: Any) -> float:
 
 
 class StopRequests:
-    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason."""
+    """The known reasons to stop a run; a hook that ends the run if any process knows a reason."""
 
     def __init__(self, deadline: float | None = None):
-        self.deadline = deadline  # time of `now` at which the run has to be over
-        self.signal = ""  # the name of the signal that came, if one did
+        self.deadline = deadline  # value of `now` at which the run must be over
+        self.signal = ""  # the name of the received signal, if any
 
     def reason(self, next_seconds: float) -> str:
-        """Why the run has to stop now, if any process knows a reason; all processes call it."""
+        """Returns the reason to stop the run now, if any process knows one; all processes must call it."""
         late = self.deadline is not None and now() + next_seconds >= self.deadline
         return next(filter(None, processes.gathered(self.signal or TIME_LIMIT * late)), "")
 
@@ -73,7 +73,7 @@ class StopRequests:
         return StopReason("interrupted", reason) if reason else None
 
     def on_signal(self, signum: int, frame: Any) -> None:
-        """Notes the first signal. A second one ends the process at once; a second Ctrl-C raises KeyboardInterrupt."""
+        """Notes the first signal. A second one ends the process immediately; a second Ctrl-C raises KeyboardInterrupt."""
         if self.signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(signum).name
@@ -84,14 +84,14 @@ class StopRequests:
 
 @contextlib.contextmanager
 def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
-    """Notes signals that ask the process to end; outside of the main thread, which gets no signals, only the time limit."""
+    """Handles signals that ask the process to end, and the time limit; outside the main thread, only the time limit."""
     requests = StopRequests(None if limit is None else now() + limit)
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
     before: dict[int, Callable[..., Any] | int | None] = {}
     for signum in SIGNALS:
-        # A shell's nohup, for example, has the process ignore SIGHUP.
+        # A shell's nohup, for example, makes the process ignore SIGHUP.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             before[signum] = signal.signal(signum, requests.on_signal)
     try:
@@ -102,7 +102,7 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
 
 
 def evaluation_key(experiment: Experiment) -> jax.Array:
-    """The key of the evaluations of a run, or keys `[M]`."""
+    """Returns the key for the evaluations of a run, or keys `[M]`."""
     fold = functools.partial(key_for, "evaluation")
     return (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)
 
@@ -119,7 +119,7 @@ class Evaluating:
         self._has_begun, self._from, self.every, self.env = False, 0, every, self._play.env
 
     def before(self, run: Run) -> None:
-        """Has another thread compile the evaluation while the chunks after the first one run."""
+        """Compiles the evaluation in another thread while the chunks after the first one run."""
         self._from = run.step
         if not self._has_begun and run.iteration > run.resumed_from and jax.process_count() == 1:
             start, self._has_begun = time.perf_counter(), True
@@ -127,7 +127,7 @@ class Evaluating:
             run.seconds["evaluation_seconds"] += time.perf_counter() - start
 
     def after(self, run: Run) -> None:
-        """Evaluates if it is time, unless something is not finite."""
+        """Evaluates if it is due, unless a value is non-finite."""
         run.rows[-1] |= self._unknown
         due = self.every is not None and run.step // self.every > self._from // self.every
         if run.finding is None and (due or run.iteration == run.iterations):
@@ -149,14 +149,14 @@ class Recording:
         self.writer.add(run.program.unwrap(run.run_state), taken - self.writer.progress["steps"])
 
     def end(self, run: Run) -> None:
-        """Joins the steps into one file; their parts stay if the run may go on later."""
+        """Joins the steps into one file; keeps their parts if the run may resume later."""
         self.writer.finish(goes_on=run.path is not None and run.ending.status not in ("finished", "diverged"))
 
 
 def recorded(
     experiment: Experiment, record: Path | None, chunk: int | None, policy: str, saved: Saved | None
 ) -> tuple[Experiment, Recording | None, int]:
-    """The run with recorded environments if it is recorded, its hook, and the largest number of iterations of a chunk."""
+    """Returns the run, with recording environments if it is recorded; its hook; and the maximum iterations per chunk."""
     most = min(chunk or chunk_length(experiment.iterations), experiment.iterations)
     done: dict[str, int] | None = None
     if saved is not None:
@@ -167,7 +167,7 @@ def recorded(
         if record is None:
             record = None if was is None else Path(was)
         elif was is None or os.path.abspath(record) != was:
-            check_new(record)  # the further steps go to a file of their own
+            check_new(record)  # write the new steps to a separate file
             done = None if done is None else done | {"parts": 0}
     if record is None:
         return experiment, None, most
@@ -185,15 +185,15 @@ def recorded(
 
 
 class Rows:
-    """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; rows that cannot be written are kept for a later one."""
+    """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; keeps rows that cannot be written for a later attempt."""
 
     def __init__(self):
         self._has_config = False
         self._waiting: list[Row] = []
-        self.error: OSError | None = None  # why rows wait that could not be written
+        self.error: OSError | None = None  # why rows could not be written and are waiting
 
     def begin(self, run: Run) -> None:
-        """Makes the folder that of a run, and writes the rows that wait."""
+        """Turns the folder into that of a run, and writes the waiting rows."""
         assert run.path is not None
         try:
             if not self._has_config:
@@ -210,18 +210,18 @@ class Rows:
             self.error = error
 
     def after(self, run: Run) -> None:
-        """Writes the newest row, and those that could not be written before."""
+        """Writes the newest row, and rows that could not be written before."""
         self._waiting.append(dict(run.rows[-1]))
         self.begin(run)
 
     def end(self, run: Run) -> None:
-        """Writes the rows that still wait."""
+        """Writes the rows that are still waiting."""
         if self.error is not None:
             self.begin(run)
 
 
 def interval(every: Any) -> tuple[int | None, float | None]:
-    """Reads the time between checkpoints: whole steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
+    """Parses the time between checkpoints: steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
     if every is None:
         return None, None
     if isinstance(every, str):
@@ -242,7 +242,7 @@ class Checkpoints:
         self.error: OSError | None = None  # why the last checkpoint could not be written
 
     def begin(self, run: Run) -> None:
-        """Notes where the run goes on; newer checkpoints are damaged or were left behind, and set aside."""
+        """Notes where the run resumes; sets newer checkpoints aside, which are damaged or were left behind."""
         self._saved_step = run.step
         if self._writer is not None:
             assert run.path is not None
@@ -254,7 +254,7 @@ class Checkpoints:
         return max((c.score for c in complete(run.path) if c.score is not None), default=-math.inf)
 
     def before(self, run: Run) -> None:
-        """Saves the run if it is time."""
+        """Saves the run if a checkpoint is due."""
         if processes.agreed(self._writer is not None and self._is_due(run, self._writer.busy)):
             self.save(run)
 
@@ -267,13 +267,13 @@ class Checkpoints:
         return now() - self._saved_at >= wait and not busy
 
     def _is_best(self, run: Run) -> bool:
-        """Whether an evaluation is the best so far; its agent would be lost, because evaluations seldom fall on checkpoints."""
+        """Returns whether an evaluation is the best so far; it needs a checkpoint, because few coincide with one."""
         evaluated = run.step > self._saved_step and not np.isnan(run.rows[-1].get("eval_return", np.nan)).any()
         found = score(run) if evaluated and run.deployment["eval_every"] is not None else None
         return found is not None and found > self._best
 
     def save(self, run: Run) -> None:
-        """Starts to write a checkpoint; warns if this one or the one before fails."""
+        """Starts to write a checkpoint; warns if this one or the previous one fails."""
         start = now()
         self._saved_at, self._saved_step = start, run.step
         state = run.experiment.agent.without_data(detached(run.program.unwrap(run.run_state)))
@@ -285,7 +285,7 @@ class Checkpoints:
         found = score(run)
         try:
             self._writer.wait()
-        except OSError as error:  # of the one before: this one may succeed
+        except OSError as error:  # an error of the previous one: this one may succeed
             self._failed(run, error)
         try:
             self._writer.save(run.iteration, state, registers, progress, found)
@@ -316,7 +316,7 @@ class Checkpoints:
 
 
 def score(run: Run) -> float | None:
-    """The measure of success by which the best checkpoint is kept; more is better. None if there is no such measure."""
+    """Returns the score by which the best checkpoint is kept; higher is better. None if there is no score."""
     by, is_offline = run.experiment.rank_by, run.experiment.behavior.agent.unit == "updates"
     if not run.experiment.is_ranked or not run.rows:
         return None

@@ -1,12 +1,12 @@
-"""A run in progress: a loop of chunks of iterations on the devices, after each of which the hooks do the host's work.
+"""A run in progress: a loop of chunks of iterations on the devices; after each chunk, the hooks do the work of the host.
 
-A hook has any of these, which are called in the order of the hooks:
+A hook may have any of these attributes. Phases run in the order of the hooks:
 
-    every            steps at whose multiples chunks end, unless the user chose the length of chunks
-    begin(run)       the state is there, and nothing has run
-    before(run)      before each chunk; an `StopReason` ends the run, and the hooks after that one are not called
-    after(run)       after each chunk; an `StopReason` ends the run, and so does True
-    end(run)         the run is over: the last hook first; all are called, also if one of them raises an error
+    every            number of steps; chunks end at its multiples, unless the user chose the length of chunks
+    begin(run)       runs when the state exists, before the first chunk
+    before(run)      runs before each chunk; return a `StopReason` to end the run; the hooks after this one are not called
+    after(run)       runs after each chunk; return a `StopReason` or True to end the run
+    end(run)         runs at the end, in reverse order of the hooks; all are called, even if one of them raises an error
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from msrl_jax.run.experiment.spec import Experiment
 Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
 
 
-# Limits of one dispatched part of a chunk: bytes of its metrics, and its iterations in plans of both kinds.
+# Limits of one dispatched part of a chunk: bytes of its metrics, and iterations in host-driven and fused plans.
 _METRICS_BYTES, _HOST_DRIVEN, _FUSED = 2**22, 256, 2**16
 
 _FIRST = ("diverged", "interrupted", "finished", "stopped")  # if a run ends for several reasons, the first one counts
@@ -52,10 +52,10 @@ _NOT_YET = StopReason("unfinished")
 
 
 def chunk_length(iterations: int) -> int:
-    """The largest length of a chunk: the divisor of `iterations` that gives about 50 chunks; else the last one is shorter."""
+    """Returns the maximum chunk length: a divisor of `iterations` that gives about 50 chunks; else the last one is shorter."""
     if iterations <= _TICKS:
         return 1
-    if iterations > 100_000:  # a run of this many is long, so that time decides
+    if iterations > 100_000:  # a run with this many iterations is long, so time determines the lengths
         return iterations // _TICKS
     lengths = range(math.ceil(iterations / (2 * _TICKS)), iterations * 5 // (2 * _TICKS) + 1)
     divisors = [length for length in lengths if iterations % length == 0]
@@ -63,9 +63,9 @@ def chunk_length(iterations: int) -> int:
 
 
 class ChunkScheduler:
-    """Chooses the lengths of chunks by the time of iterations: powers of two that change by factors of two, or `most`.
+    """Chooses the lengths of chunks from the time of iterations: powers of two that change by factors of two, or `most`.
 
-    Chunks end at multiples of their length where they can, so that runs have their ticks at the same iterations.
+    Chunks end at multiples of their length if possible, so that different runs have ticks at the same iterations.
     """
 
     def __init__(self, most: int, *, fixed: bool):
@@ -73,23 +73,23 @@ class ChunkScheduler:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a length; if not, `measured` needs the time of a first iteration."""
+        """Whether a length is known; if not, `measured` needs the time of a first iteration."""
         return self._length > 0
 
     def measured(self, iterations: int, seconds: float) -> None:
-        """Takes a measurement into account."""
+        """Records a measurement."""
         if self._fixed:
             return
         each = max(seconds / iterations, 1e-9)
         if self._length and _SECONDS / 2 <= self._length * each <= 2 * _SECONDS:
             return
         wanted = _SECONDS / each
-        if self._length:  # a single slow chunk changes little
+        if self._length:  # limits the effect of a single slow chunk
             wanted = min(max(wanted, self._length / 2), self._length * 2)
         self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
 
     def length(self, done: int) -> int:
-        """The number of iterations of the next chunk."""
+        """Returns the number of iterations of the next chunk."""
         return self._length - done % self._length
 
 
@@ -97,29 +97,29 @@ class ChunkScheduler:
 class Run:
     """A run in progress."""
 
-    experiment: Experiment  # what it computes
+    experiment: Experiment  # what the run computes
     policy: DistributionPolicy
-    devices: Sequence[Device] | None  # that it may use; all if None
-    path: Path | None  # its folder
-    deployment: dict[str, Any]  # where it runs and what watches it, as plain data: the rest of `config.json`
+    devices: Sequence[Device] | None  # the devices to use; None uses all
+    path: Path | None  # the folder of the run
+    deployment: dict[str, Any]  # where the run executes and what observes it, as plain data: the rest of `config.json`
     program: Program  # the compiled iteration
-    run_state: Any  # as `Program.run` takes and returns it
+    run_state: Any  # in the form that `Program.run` takes and returns
     pace: ChunkScheduler  # chooses the lengths of chunks
-    boundaries: tuple[int, ...]  # numbers of steps at whose multiples a chunk has to end
-    started: float  # time of `time.perf_counter` at which it would have started if it had never been interrupted
+    boundaries: tuple[int, ...]  # chunks must end at multiples of these numbers of steps
+    started: float  # value of `time.perf_counter` at which the run would have started if it had never been interrupted
     iteration: int = 0  # iterations done
-    resumed_from: int = 0  # iterations that were done when it went on; 0 for a new run
-    metrics: HostMetrics = dataclasses.field(default_factory=dict)  # of the last chunk. `[N]` or `[N, M]`
+    resumed_from: int = 0  # iterations done when the run resumed; 0 for a new run
+    metrics: HostMetrics = dataclasses.field(default_factory=dict)  # metrics of the last chunk. `[N]` or `[N, M]`
     rows: list[Row] = dataclasses.field(default_factory=list)  # the history
     last_episodes: LastEpisodes = NO_EPISODES
-    evaluation: Evaluation | None = None  # the last one
-    finding: Any = None  # what is not finite and ends the run
+    evaluation: Evaluation | None = None  # the last evaluation
+    finding: Any = None  # the non-finite value that ends the run
     changed_at: int = 0  # the iteration at which the host last changed the state; 0 if it never did
-    ending: StopReason = _NOT_YET  # why it ended; "unfinished" while it runs
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))  # spent, by part
+    ending: StopReason = _NOT_YET  # why the run ended; "unfinished" while it runs
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))  # seconds spent, by part
     compiled_before: float = 0.0  # seconds that earlier processes and programs spent on compiling
-    last_seconds: float = 0.0  # that the last chunk took
-    saving_seconds: float = 0.0  # that saving takes
+    last_seconds: float = 0.0  # seconds that the last chunk took
+    saving_seconds: float = 0.0  # seconds that saving takes
 
     @property
     def step(self) -> int:
@@ -128,18 +128,18 @@ class Run:
 
     @property
     def iterations(self) -> int:
-        """Iterations of the whole run."""
+        """The number of iterations of the whole run."""
         return self.experiment.iterations
 
     @property
     def times(self) -> dict[str, float]:
-        """Time since the start, and its parts: on compiling (tracing programs and waiting for XLA), and others."""
+        """Time since the start, and its parts: compilation (tracing programs and waiting for XLA), and others."""
         compiling = self.compiled_before + self.program.compile_seconds
         return {"wall_seconds": time.perf_counter() - self.started, "compile_seconds": compiling, **self.seconds}
 
     @property
     def registers(self) -> tuple[jax.Array, ...]:
-        """The parameters on their way to the actors, if the policy has staleness."""
+        """The parameters in transit to the actors, if the policy has staleness."""
         return self.run_state.registers if isinstance(self.run_state, Delayed) else ()
 
     @property
@@ -148,15 +148,15 @@ class Run:
         return self.experiment.to_json() | self.deployment
 
     def whole_state(self) -> Any:
-        """The state of the run without registers and recorded steps."""
+        """Returns the state of the run without registers and recorded steps."""
         return without_experience(self.program.unwrap(self.run_state))
 
     def acting_state(self) -> Any:
-        """The state as the run's behavior takes it."""
+        """Returns the state in the form that the run's behavior takes."""
         return acting_part(self.whole_state())
 
     def state(self) -> Any:
-        """The algorithm's own state."""
+        """Returns the algorithm's own state."""
         return innermost(self.whole_state())
 
     def advance(self) -> None:
@@ -181,12 +181,12 @@ class Run:
 
     @property
     def most_at_once(self) -> int:
-        """The largest number of iterations between two readings of the metrics."""
+        """The maximum number of iterations between two reads of the metrics."""
         limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
         return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
 
     def compile(self) -> None:
-        """Compiles the training program, unless it is compiled."""
+        """Compiles the training program, unless it is compiled already."""
         self.program.warm_up(self.most_at_once)
 
     def again(self, state: Any, count: int) -> tuple[Any, Any]:
@@ -197,7 +197,7 @@ class Run:
         compiling, start = self.program.compile_seconds, time.perf_counter()
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
         jax.block_until_ready(self.run_state)
-        count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # it may be fewer, see `Execution`
+        count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # may be fewer, see `Execution`
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.pace.measured(max(count, 1), processes.agreed(seconds))
@@ -210,13 +210,13 @@ class Run:
 
 
 def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
-    """Calls a phase of a hook, if it has it; gives the ending that it asks for."""
+    """Calls a phase of a hook, if the hook has it; returns the reason to stop that the hook returned, if any."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
     return StopReason("stopped") if answer is True else answer if isinstance(answer, StopReason) else None
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
-    """Runs chunk after chunk, until all iterations are done or a hook ends the run, which then has its `ending`."""
+    """Runs chunks until all iterations are done or a hook ends the run; sets the run's `ending`."""
     for hook in hooks:
         _call(hook, "begin", run)
     while True:
@@ -234,7 +234,7 @@ def loop(run: Run, hooks: Sequence[Any]) -> None:
 
 
 def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
-    """Has all hooks finish what they do, the last one first; gives the errors of those that cannot, with a note of the hook."""
+    """Ends all hooks, the last one first; returns the errors of those that fail, each with a note that names the hook."""
     errors: list[Exception] = []
     for hook in reversed(hooks):
         try:
@@ -243,5 +243,5 @@ def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
             error.add_note(f"raised by `end` of the hook {type(hook).__qualname__}; the run itself is complete")
             errors.append(error)
             if processes.is_loss(error):
-                break  # the others would wait for a process that is gone
+                break  # the other hooks would wait for a process that has died
     return errors

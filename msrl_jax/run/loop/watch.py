@@ -1,9 +1,9 @@
-"""What must be finite in a run, and whether it is.
+"""Determines which values in a run must be finite, and checks them.
 
-Watched are the parameters, the observations, and every other part of the state that the algorithm or a wrapper of the
-environment computes and that is finite at the start. So an infinity that means something, such as the nan of an open TD error,
-is not reported. Left out are data sets, replay buffers and the environment's own state: what is wrong there and matters comes
-out as an observation, a reward, a loss or a parameter.
+The watch checks the parameters, the observations, and every other part of the state that the algorithm or a wrapper of the
+environment computes and that is finite at the start. So it does not report intended non-finite values, such as the nan of an
+open TD error. It ignores data sets, replay buffers and the environment's own state: a relevant error there shows up in an
+observation, a reward, a loss or a parameter.
 """
 
 import functools
@@ -22,7 +22,7 @@ from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObser
 from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import FifoState, ReplayState
 
-_ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they are not finite at the start
+_ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they are non-finite at the start
 _WRAPPERS = EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 
 
@@ -38,7 +38,7 @@ def _of_env(env_state: Any) -> Any:
 
 
 def _watched(agent: Agent, state: Any) -> dict[int, bool]:
-    """The positions of the watched leaves of a run's state, which are floats, and whether they are in a replay buffer."""
+    """Returns the positions of the watched leaves of a run's state (all floats), and whether they are in a replay buffer."""
     is_buffer = lambda x: isinstance(x, ReplayState | FifoState)  # noqa: E731
     chosen = jax.tree.map(lambda x: _all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
     own = innermost(state)
@@ -52,22 +52,22 @@ def _watched(agent: Agent, state: Any) -> dict[int, bool]:
 
 @functools.lru_cache(maxsize=16)
 def _flags(to: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Array]:
-    """A program that tells which arrays of a mesh are not finite; of several processes, all can read what it gives."""
+    """Makes a program that tells which arrays of a mesh are non-finite; with several processes, all can read its output."""
     return jax.jit(lambda leaves: jnp.stack([~jnp.isfinite(x).all() for x in leaves]), out_shardings=to)
 
 
 def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]:
-    """The positions, of those in `numbers`, of leaves on any meshes that are not finite; nothing is moved to the host."""
+    """Returns the positions, among `numbers`, of the non-finite leaves, on any meshes; moves nothing to the host."""
     found: list[int] = []
     meshes: dict[Any, list[int]] = {}
     for i in numbers:
         devices = list(leaves[i].sharding.device_set)
-        # NumPy reads it without a copy. Several processes must look in the same way, because they read the results together.
+        # NumPy reads it without a copy. All processes must check in the same way, because they read the results together.
         at_hand = jax.process_count() == 1 and len(devices) == 1 and devices[0].platform == "cpu"
         if not at_hand or leaves[i].dtype not in (np.float32, np.float64):
             meshes.setdefault(frozenset(devices), []).append(i)
         elif (x := np.asarray(leaves[i])).size:
-            with np.errstate(invalid="ignore"):  # the extremes need no array of as many bools
+            with np.errstate(invalid="ignore"):  # min and max need no array of bools of the same size
                 found += [] if np.isfinite(x.min()) and np.isfinite(x.max()) else [i]
 
     def check(group: list[int]) -> jax.Array:
@@ -81,21 +81,21 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
 
 
 class Watch:
-    """The watched leaves of the states of a run, as those of a first state, which counts as good."""
+    """The watched leaves of a run's states, chosen from its first state, which counts as good."""
 
     def __init__(self, agent: Agent, state: Any):
         leaves = jax.tree.leaves_with_path(state)
-        # Pytree paths of all leaves, in the algorithm's own state: such as `.obs`.
+        # Pytree paths of all leaves, relative to the algorithm's own state, such as `.obs`.
         self.paths = [re.sub(r"^(\.inner\b)+", "", jax.tree_util.keystr(path)) for path, _ in leaves]
         watched = _watched(agent, state)
         odd = {i for i in non_finite([x for _, x in leaves], [*watched]) if not self.paths[i].startswith(_ALWAYS)}
-        self.everything = [i for i in watched if i not in odd]  # with the floats in replay buffers
+        self.everything = [i for i in watched if i not in odd]  # including the floats in replay buffers
         self._chosen = [i for i in self.everything if not watched[i]]
 
     def bad(self, state: Any) -> list[str]:
-        """The pytree paths of the watched leaves of a state that are not finite."""
+        """Returns the pytree paths of the watched leaves of a state that are non-finite."""
         return [self.paths[i] for i in non_finite(jax.tree.leaves(state), self._chosen)]
 
     def is_whole(self, state: Any) -> bool:
-        """Whether the watched leaves and replay buffers are finite."""
+        """Returns whether the watched leaves and replay buffers are finite."""
         return not non_finite(jax.tree.leaves(state), self.everything)

@@ -1,1 +1,1 @@
-"""What a run leaves for people: summaries and figures, videos, exported policies."""
+"""What a run produces for people: summaries and figures, videos, exported policies."""

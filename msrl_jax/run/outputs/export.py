@@ -1,4 +1,4 @@
-"""A trained policy as one file that acts without this package: a `jax.export` program, or an ONNX model."""
+"""Exports a trained policy as one file that acts without this package: a `jax.export` program, or an ONNX model."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.experiment.plain_data import to_json
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-one_at_a_time = threading.Lock()  # while jax2onnx converts, functions of JAX are others
+one_at_a_time = threading.Lock()  # while jax2onnx converts, some functions of JAX are replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +29,20 @@ class Policy:
 
     Attributes:
       run: maps arrays by name to arrays by name; the function to export.
-      inputs: shapes of one observation, one memory and a key, and dtypes; in `run` all but the key have a dimension `B` before.
+      inputs: shapes and dtypes of one observation, one carry and a key; in `run`, all but the key have a leading dimension `B`.
     """
 
     run: Callable[..., dict[str, jax.Array]]
     inputs: Mapping[str, jax.ShapeDtypeStruct]
 
     def batched(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """The inputs for a number of observations, which may be a symbolic dimension."""
+        """Returns the inputs for a number of observations, which may be a symbolic dimension."""
         one = self.inputs.items()
         return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
 
 
 def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
-    """The policy of one member's state."""
+    """Makes the policy from one member's state."""
     leaves = [np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
@@ -55,7 +55,7 @@ def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
         obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
         size = jax.tree.leaves(obs)[0].shape[0]
         held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in memories.items()]
-        # A barrier, lest operations on parameters alone be done when this is compiled, and be rounded otherwise.
+        # A barrier, so that operations on parameters alone are not folded at compile time, which would round differently.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
         action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
         after = zip(memories, held, jax.tree.leaves(carry), strict=True)
@@ -63,13 +63,13 @@ def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
 
     given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
     whole_policy = Policy(run, observations | memories | given)
-    # The memory of a critic stays as it is.
+    # The carry of a critic does not change.
     changes = jax.eval_shape(run, **whole_policy.batched(1))
     return Policy(run, observations | {n: x for n, x in memories.items() if f"next_{n}" in changes} | given)
 
 
 def _names_of(observed: Any) -> dict[str, Any]:
-    """The arrays of an observation: `obs`, `obs_PATH` of a pytree, and `action_mask`."""
+    """Returns the arrays of an observation by name: `obs`, `obs_PATH` for a pytree, and `action_mask`."""
     if isinstance(observed, MaskedObservation):
         return _names_of(observed.obs) | {"action_mask": observed.action_mask}
     paths = jax.tree_util.tree_leaves_with_path(observed)
@@ -103,20 +103,20 @@ def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], ab
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         return policy.run(**arrays)
 
-    run.__name__ = about  # the only text that the format has room for
+    run.__name__ = about  # the only place for text in this format
     return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
 
 
 def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
     closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
-    # What no action needs, such as keys of the state, has no counterpart there.
+    # Inputs that no action needs, such as keys of the state, have no ONNX counterpart.
     needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
     kept = jnp.cumsum
     try:
         import jax2onnx  # type: ignore[import-not-found]
         import onnx  # type: ignore[import-not-found]
 
-        logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # shapes inside that it does not know are no matter
+        logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # ignore shapes of inner values that it cannot infer
         model = jax2onnx.to_onnx(
             lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),
             output_names=outputs,
@@ -129,7 +129,7 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
         what = f"jax2onnx cannot express this policy ({_first_line(error)})"
         raise ValueError(f"{what}; {hint}export it as .jaxexport") from error
     finally:
-        jnp.cumsum = kept  # which jax2onnx replaces for the whole process
+        jnp.cumsum = kept  # jax2onnx replaces it for the whole process
     model.doc_string = about
     return model.SerializeToString()
 

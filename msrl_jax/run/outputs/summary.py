@@ -1,4 +1,4 @@
-"""What a run says of itself: its summary as plain data and as text, and its figures."""
+"""Describes a run: its summary as plain data and as text, and its figures."""
 
 import html
 import io
@@ -22,7 +22,7 @@ _PREFIX = "pbt/"
 
 
 def summarize(result: Result) -> dict[str, Any]:
-    """A run as plain data; see `Result.summary`."""
+    """Summarizes a run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
     returns = {name: result.final(name) for name in result.history if _of_episodes(name, "episode_") not in ("", "length")}
     if result.evaluation is not None:
@@ -48,7 +48,7 @@ def summarize(result: Result) -> dict[str, Any]:
 
 
 def describe(result: Result) -> str:
-    """A run in a few lines of text."""
+    """Describes a run in a few lines of text."""
     s = summarize(result)
     seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
     fields = list(result.description.get("settings") or {})
@@ -97,7 +97,7 @@ def describe(result: Result) -> str:
 
 
 def card(result: Result) -> str:
-    """A run as HTML, for notebooks: its curve and its text."""
+    """Shows a run as HTML, for notebooks: its curve and its text."""
     names = [f"episode_{result.rank_by}", "episode_return", "validation_loss"]
     known = [name for name in names if name in result.history and not np.isnan(result.history[name]).all()]
     stream = io.StringIO()
@@ -108,12 +108,12 @@ def card(result: Result) -> str:
 
 
 def _per_iteration(history: Mapping[str, np.ndarray]) -> int:
-    """Steps of each member in an iteration."""
+    """Returns the steps per member in an iteration."""
     return int(history["step"][-1] / history["iteration"][-1]) if len(history.get("step", ())) else 0
 
 
 def _of_episodes(column: str, prefix: str) -> str:
-    """What of episodes a column is about, such as `return` or a metric of the environment; empty if it is another column."""
+    """Returns the episode quantity of a column, such as `return` or an environment metric; empty if it has none."""
     return column.partition("/")[0].removeprefix(prefix) if column.startswith(prefix) else ""
 
 
@@ -131,7 +131,7 @@ def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], what: str) -
 
 
 def _spread(values: np.ndarray, what: str) -> str:
-    digits = decimals(values, min(np.ptp(values), np.max(np.abs(values)) / 10))  # three digits of the largest at least
+    digits = decimals(values, min(np.ptp(values), np.max(np.abs(values)) / 10))  # at least three digits of the largest value
     if not values.ndim:
         return f"{values:.{digits}f}"
     known = values[~np.isnan(values)]
@@ -141,7 +141,7 @@ def _spread(values: np.ndarray, what: str) -> str:
 
 
 def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
-    """What members copied, in the order of time, before a chunk: the steps until then, the member, and its parent."""
+    """Lists the copies of members in order of time: the steps before the chunk, the member, and its parent."""
     found = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
@@ -151,13 +151,13 @@ def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int
 
 
 def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The hyper-parameters in effect in the last chunk, `[M]` by field; empty if no population was trained."""
+    """Returns the hyperparameters in the last chunk, `[M]` by field; empty if no population was trained."""
     columns = {name.removeprefix(_PREFIX): x for name, x in history.items() if name.startswith(_PREFIX) and name != PARENT}
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
 def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
-    """The figure, which is written to the file if there is a path."""
+    """Returns the figure; writes it to the file if there is a path."""
     if path is not None:
         figure.savefig(path)
     return figure
@@ -204,7 +204,7 @@ def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
 
 def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
     known = ~np.isnan(column).all(axis=tuple(range(1, column.ndim)))
-    steps, column = steps[known], last_known(column)[known]  # of members of which no episode has ended in a chunk
+    steps, column = steps[known], last_known(column)[known]  # for members without an episode that ended in a chunk
     known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
     steps, column = steps[known], column[known]
     mean = column.mean(axis=1) if column.ndim > 1 else column
@@ -214,7 +214,7 @@ def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: 
 
 
 def plot_lineage(result: Result) -> "Figure":
-    """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied."""
+    """Plots the hyperparameters of all members against steps, with a line to each member from the one that it copied."""
     history, pbt = result.history, result.experiment.pbt
     fields = list(final_values(history))
     figure, panels = _figure(result, fields)

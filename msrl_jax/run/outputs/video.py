@@ -1,4 +1,4 @@
-"""Videos of trained agents: the states of episodes are recorded on the device, and drawn afterwards by the environment."""
+"""Videos of trained agents: the states of episodes are recorded on the device, and rendered afterwards by the environment."""
 
 import base64
 import dataclasses
@@ -29,19 +29,19 @@ from msrl_jax.run.loop.loop import Run
 
 _CHUNK = 64  # steps that a device records at once
 _FPS = 30.0
-FILMS = "videos"  # a subfolder of a run
+FILMS = "videos"  # a subfolder of the run folder
 SUFFIXES = (".gif", ".html", ".mp4")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Video:
-    """Episodes as pictures; a notebook shows them.
+    """Episodes as frames; a notebook displays them as a video.
 
     Attributes:
-      episodes: the pictures of each episode, from its first state to its last. shape=[T + 1, H, W, 3], dtype=uint8
-      returns: the return of each, of all agents.
-      fps: pictures per second.
-      title: what acts where.
+      episodes: the frames of each episode, from its first state to its last. shape=[T + 1, H, W, 3], dtype=uint8
+      returns: the return of each episode, over all agents.
+      fps: frames per second.
+      title: the agent and the environment.
     """
 
     episodes: Sequence[np.ndarray]
@@ -51,7 +51,7 @@ class Video:
 
     @property
     def captions(self) -> list[str]:
-        """What each episode is."""
+        """Returns the caption of each episode."""
         numbers = zip(self.returns, self.episodes, strict=True)
         return [f"episode {i}: return {r:g}, {len(x) - 1} steps" for i, (r, x) in enumerate(numbers)]
 
@@ -63,10 +63,10 @@ class Video:
         return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_text(self)}</figcaption></figure>'
 
     def save(self, path: Path) -> Path:
-        """Writes a file in the format of its suffix, `.gif`, `.mp4` or `.html`, a page with a player that loads nothing.
+        """Writes a file in the format of its suffix: `.gif`, `.mp4`, or `.html`, a self-contained page with a player.
 
         Raises:
-          ValueError: if the suffix is another one, there is no such folder, or imageio-ffmpeg, which writes MP4, is missing.
+          ValueError: if the suffix is unknown, there is no such folder, or imageio-ffmpeg, which writes MP4, is missing.
         """
         check_file(path)
         with replacing(path) as partial:
@@ -78,7 +78,7 @@ class Video:
 
 
 def check_file(path: Path) -> None:
-    """Raises ValueError if no video can be written there, before one is made."""
+    """Raises ValueError if no video can be written there; call it before making one."""
     check_target("video", path, SUFFIXES)
     if path.suffix.lower() == ".mp4":
         try:
@@ -90,7 +90,7 @@ def check_file(path: Path) -> None:
 
 
 def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
-    """Plays greedy episodes one after another, and draws them."""
+    """Plays greedy episodes one after another, and renders them."""
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
     fps = None if fps is None else _rate("fps", fps)
     leaves = behavior.take(state)
@@ -110,9 +110,9 @@ class Filming:
     """A hook that films the agent of the first member during training: `RUN/videos/STEPS.gif`, for `train(callbacks=[...])`.
 
     Args:
-      every: steps between films; the last one is at the end of the run.
-      episodes: number of episodes of each.
-      max_steps: steps after which an episode is cut.
+      every: steps between videos; the last one is made at the end of the run.
+      episodes: number of episodes per video.
+      max_steps: steps after which an episode is cut off.
     """
 
     def __init__(self, every: int, episodes: int = 1, max_steps: int = 1000):
@@ -120,7 +120,7 @@ class Filming:
         self.max_steps, self._from = whole("max_steps", max_steps), 0
 
     def before(self, run: Run) -> None:
-        """Notes where the chunk begins; refuses a run that has no folder, or whose environment nothing draws."""
+        """Notes where the chunk begins; rejects a run without a folder, or whose environment cannot be rendered."""
         if run.path is None:
             raise ValueError("films of a run are kept in its folder; give it one, train(..., out=FOLDER)")
         if not hasattr(env := run.experiment.behavior.env, "film"):
@@ -128,7 +128,7 @@ class Filming:
         self._from = run.step
 
     def after(self, run: Run) -> None:
-        """Films if it is time."""
+        """Makes a video if one is due."""
         due = run.step // self.every > self._from // self.every
         if run.finding is not None or not (due or run.iteration == run.iterations):
             return
@@ -145,7 +145,7 @@ class Filming:
 
 
 def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
-    """An episode of an environment that draws itself while it is played."""
+    """Plays an episode of an environment that renders itself during the episode."""
     carry = behavior.initial_carry(1)
     choose = jax.jit(lambda leaves, obs, carry: behavior.act_with_carry(behavior.restore(leaves), obs, carry))
 
@@ -158,13 +158,13 @@ def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple
 
 
 def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
-    """What draws a recorded state, or the observation of one, and how many pictures a second has."""
+    """Returns the function that renders a recorded state (or an observation), and the number of frames per second."""
     if hasattr(env, "render") and not is_on_host(env):
         given = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
         return env.render, _rate(f"render_fps of {env_name(env)}", given)
     space = env.observation_space
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
-        last = 3 if space.shape[-1] % 3 == 0 else 1  # of frames that are stacked, the newest one
+        last = 3 if space.shape[-1] % 3 == 0 else 1  # the newest of stacked frames
         return lambda obs: np.broadcast_to(np.asarray(obs)[..., -last:], (*obs.shape[:2], 3)), _FPS
     raise ValueError(
         f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]"
@@ -172,7 +172,7 @@ def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
 
 
 def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], tuple[list[Any], float]]:
-    """A function that plays an episode and returns what is drawn of it, from its first to its last state, and its return."""
+    """Makes a function that plays an episode and returns its data to render, from first to last state, and its return."""
     copies, several = vectorize(behavior.env, 1), has_agents(behavior.env)
     has_states = not is_on_host(behavior.env) and hasattr(behavior.env, "render")
 
@@ -215,7 +215,7 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], 
 
 
 def _rows(stacked: Any) -> Iterator[Any]:
-    """The states of one environment out of those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
+    """Yields the states of one environment from those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves, tree = jax.tree.flatten(stacked)
     leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
@@ -224,7 +224,7 @@ def _rows(stacked: Any) -> Iterator[Any]:
 
 
 def _rate(what: str, value: Any) -> float:
-    number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # of NumPy or JAX
+    number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # NumPy or JAX scalar
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < np.inf:
         raise ValueError(f"{what}={value!r}: use a number of pictures per second above 0")
     return float(number)
@@ -269,7 +269,7 @@ def _write_mp4(video: Video, path: Path) -> None:
     import imageio_ffmpeg
 
     pictures = np.concatenate(list(video.episodes))
-    odd = [(0, n % 2) for n in pictures.shape[1:3]]  # the format takes even sizes
+    odd = [(0, n % 2) for n in pictures.shape[1:3]]  # the format requires even sizes
     pictures = np.pad(pictures, [(0, 0), *odd, (0, 0)], mode="edge")
     height, width = pictures.shape[1:3]
     given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(video.fps), "-i", "-"]
