@@ -1,4 +1,4 @@
-"""Algorithms, one file each, and their parts. Use `returns` and `losses` for algorithms of your own."""
+"""Algorithms, one file each, and their building blocks. Use `returns` and `losses` to write custom algorithms."""
 
 from msrl_jax.algorithms import losses as losses
 from msrl_jax.algorithms import returns as returns

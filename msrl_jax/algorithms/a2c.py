@@ -50,7 +50,7 @@ class A2CState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    actor_keys: jax.Array  # keys for sampling actions, one per environment, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
@@ -120,7 +120,7 @@ class A2C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_notes(network, params, final_obs, carries, truncated)

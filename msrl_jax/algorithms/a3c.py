@@ -6,10 +6,10 @@ Each of `W` workers owns `E / W` neighboring environments and a copy of the para
 2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the newest parameters;
 3. a worker fetches the new parameters as soon as the server has applied its gradient.
 
-So the server makes `W - 1` other updates between a worker's fetch and its next update, except before the first. This is
-A3C with equally fast workers, and it is reproducible. The staleness of a distribution policy adds to the delay of the
-acting parameters; gradients are still taken at the worker's own copy. In the shape descriptions, `T` is `unroll_length`
-and `E` is `num_envs`.
+As a result, the server applies `W - 1` updates of other workers between a worker's fetch and that worker's next update,
+except before the first update. This is A3C with equally fast workers, and it is reproducible. The staleness of a
+distribution policy delays the acting parameters further; gradients are still computed at the worker's own copy. In the
+shape descriptions, `T` is `unroll_length` and `E` is `num_envs`.
 """
 
 import functools
@@ -47,11 +47,11 @@ from msrl_jax.fragments import fragment
 class A3CState(NamedTuple):
     """The state of a run."""
 
-    params: Any  # the server's
+    params: Any  # parameters of the server
     opt_state: optax.OptState  # of the server's optimizer, which all workers share
     worker_params: Any  # the parameters that each worker fetched last, [W, ...]
-    fetched: jax.Array  # number of the server's updates at each worker's last fetch, modulo 2**32, uint32 [W]
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    fetched: jax.Array  # update count of the server at each worker's last fetch, modulo 2**32, uint32 [W]
+    actor_keys: jax.Array  # keys for sampling actions, one per environment, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
@@ -128,7 +128,7 @@ class A3C:
             return x.reshape(-1, *x.shape[2:])
 
         def of_workers(function: Callable[..., Any]) -> Callable[..., Any]:
-            """A function of parameters and arrays `[E, ...]` in which every worker has its own parameters."""
+            """Maps a function of parameters and arrays `[E, ...]` over workers, each with its own parameters."""
             return lambda params, *inputs: jax.tree.map(merge, jax.vmap(function)(params, *by_worker(inputs)))
 
         note = network.note and of_workers(network.note)
@@ -148,7 +148,7 @@ class A3C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_notes(workers, params, final_obs, carries, truncated)

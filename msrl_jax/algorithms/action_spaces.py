@@ -1,4 +1,4 @@
-"""What spaces of actions an algorithm takes."""
+"""Checks of the action spaces that an algorithm supports."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ _FOR_INTEGERS = (
 
 
 def check_discrete(name: str, space: Space) -> Discrete:
-    """The space if its actions are discrete; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
+    """Returns the space; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
     if isinstance(space, Discrete):
         return space
     if is_integers(space):
@@ -25,7 +25,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
 
 
 def check_bounded(name: str, space: Space) -> Box:
-    """The space if actions are vectors of floats; raises TypeError if they are not, ValueError if a bound is infinite."""
+    """Returns the space; raises TypeError if actions are not vectors of floats, and ValueError if a bound is infinite."""
     if isinstance(space, Discrete):
         raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
     if is_integers(space):
@@ -41,5 +41,5 @@ def check_bounded(name: str, space: Space) -> Box:
 
 
 def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
-    """The space if its actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    """Returns the space if its actions are discrete or bounded vectors of floats: `check_discrete` or `check_bounded`."""
     return space if isinstance(space, Discrete) else check_bounded(name, space)

@@ -1,4 +1,4 @@
-"""The code that a config names, as plain data: what a folder or a file asks for, before anybody trusts it."""
+"""Finds the code that a config in a folder or a file refers to, as plain data, before you decide to trust and run it."""
 
 import contextlib
 import itertools
@@ -13,29 +13,29 @@ from msrl_jax.fragments.support.text_values import Call, read_call, split_specs
 
 
 def is_own(algorithm: str) -> bool:
-    """Whether a text names an algorithm of a file or of a module, which `algorithms.get` runs."""
+    """Whether a text names an algorithm in a file or a module, whose code `algorithms.get` runs."""
     return files.is_file(algorithm) or ":" in algorithm
 
 
 def code_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of a config that name a file or a module, and what they name; values may be sequences, as of a sweep."""
+    """Returns the fields of a config that name a file or a module, with that name; values may be sequences, as in a sweep."""
     found = ((name, text) for name, value in fields.items() for text in texts(value) if _names_code(name, text))
     return dict(found)
 
 
 def texts(value: Any) -> Iterator[str]:
-    """All texts in plain data, and the parts of each that may be a value of its own."""
+    """Yields all texts in plain data, and the parts of each text that may be separate values."""
     if is_option(value):
         value = str(value)
     if isinstance(value, str):
         parts = split_specs(value)
         yield from dict.fromkeys([value, *parts, *itertools.chain.from_iterable(part.split() for part in parts)])
-        with contextlib.suppress(ValueError):  # of an option
+        with contextlib.suppress(ValueError):  # arguments of an option
             yield from itertools.chain.from_iterable(map(texts, _arguments(read_call(value))))
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from texts(each)
-            yield from texts(f"{key}={each}")  # of a team
+            yield from texts(f"{key}={each}")  # the text of a team
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts(each)
@@ -48,7 +48,7 @@ def _arguments(call: Call) -> Iterator[Any]:
 
 def _names_code(field: str, text: str) -> bool:
     if field == "teams":
-        with contextlib.suppress(ValueError):  # which cannot be read then either
+        with contextlib.suppress(ValueError):  # an invalid text names no code
             algorithm, fields = teams.named_by(text)
             return is_own(algorithm) or bool(code_of(fields))
         return False

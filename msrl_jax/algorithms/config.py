@@ -1,8 +1,8 @@
-"""Configs: a config is the algorithm, one frozen class whose fields carry their bounds and a line of text.
+"""Configs: a config is the algorithm, a frozen class whose fields have bounds and a line of documentation.
 
-Fields made with `tunable` change no shape and no branch of the program. They are the leaves of a config, which is a pytree, so
-the members of one program may have them each for themselves. Where a config has alternatives, its field is a union of classes
-made with `option`, each with the numbers that it needs. A field of an option has a dotted name, such as `exploration.base`.
+A config is a pytree. Its leaves are the fields made with `tunable`, which change neither shapes nor branches of the program, so
+each population member of one program may have its own values. A field with alternatives is a union of classes made with
+`option`, each with the numbers that it needs. A field of an option has a dotted name, such as `exploration.base`.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.support.tracebacks import entry
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
-NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or MODULE:NAME of one
-CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or MODULE:NAME of one
-# NAME:parameter=value,... too; or an optax.GradientTransformation, or MODULE:NAME of one
+NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or its MODULE:NAME
+CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or its MODULE:NAME
+# also NAME:parameter=value,...; or an optax.GradientTransformation, or its MODULE:NAME
 OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Normalization = Literal["minibatch", "batch", "none"]
 
@@ -48,18 +48,18 @@ def config(
 ) -> Callable[[type[T]], type[T]]:
     """Makes a class the config of an algorithm, and registers the algorithm.
 
-    The class lists fields, and has a method `build(env) -> Agent`. It may have a method `check()`, which raises ValueError if
-    fields do not fit each other.
+    The class declares fields and has a method `build(env) -> Agent`. It may have a method `check()`, which raises ValueError if
+    fields contradict each other.
 
     Args:
       name: the name of the algorithm, such as `"ppo"`.
-      many_agents: whether its environments are `MultiAgentEnvironment`s; None if they can be.
-      offline: whether it learns from data alone, with no steps of environments.
+      many_agents: whether its environments are `MultiAgentEnvironment`s; None if both kinds are supported.
+      offline: whether it is an offline RL algorithm, which takes no environment steps during training.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
 
     Returns:
-      A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
-      `many_agents`, `offline` and `privileged` become attributes of it.
+      A decorator. The class becomes a pytree and a frozen dataclass with keyword arguments, checked on construction; `name`,
+      `many_agents`, `offline` and `privileged` become its attributes.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -75,20 +75,20 @@ def config(
         alike = [] if is_of_room else [ALGORITHMS[n] for n in ALGORITHMS if n.lower() == name.lower()]
         if any(before is not None and _place(before) != _place(new) for before in alike):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
-        ALGORITHMS[name] = new  # a cell of a notebook may define it again
+        ALGORITHMS[name] = new  # a notebook cell may redefine it
         return new
 
     return make
 
 
 def _place(cls: type) -> tuple[str, str]:
-    """The file and the name of a class: a program and the module of the same file, which may be imported too, are one place."""
+    """Returns the file and the name of a class: the same for a program and for the module imported from the same file."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return os.path.realpath(file) if file else cls.__module__, cls.__qualname__
 
 
 def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
-    """Makes the config of an algorithm that is another one with other defaults; it is no subclass of `base`."""
+    """Makes the config of an algorithm that differs from `base` only in its defaults; it does not subclass `base`."""
     parent: Any = base
     parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
     for f in dataclasses.fields(parent):
@@ -100,7 +100,7 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
 
 
 def _check_declaration(cls: type) -> None:
-    """Raises TypeError unless a class can be made a config."""
+    """Raises TypeError unless `config` can make the class a config."""
     where = f"the config {cls.__name__}"
     if not callable(getattr(cls, "build", None)):
         raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
@@ -113,7 +113,7 @@ def _check_declaration(cls: type) -> None:
 
 
 def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `build` of a config: no text in place of an object, no schedule of a number; with what critics alone see."""
+    """Wraps `build`: rejects texts that stand for objects and schedules; adds the privileged state that critics need."""
 
     @functools.wraps(build)
     def built(self: Any, env: Any) -> Any:

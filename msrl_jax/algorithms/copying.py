@@ -1,7 +1,7 @@
-"""Copies of algorithms as your own files: the text of an algorithm's file, which registers another name.
+"""Copies the file of an algorithm, so that you can edit it. The copy registers the algorithm under another name.
 
-All else stays as it is, so a diff with the original shows what you changed, and what the original imports, the copy imports. An
-algorithm that is another one with other defaults (`variant`) is copied as the class of that one, with these defaults.
+The rest of the file does not change: the copy has the same imports, and a diff with the original shows your changes. A
+`variant`, an algorithm with other defaults, is copied as the class of its base algorithm with the defaults of the variant.
 """
 
 import ast
@@ -23,18 +23,18 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 @entry
 def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
-    """Writes the file of an algorithm as your own file, which registers the algorithm under the name of that file.
+    """Copies the file of an algorithm to a new file, which registers the algorithm under the name of the new file.
 
     Args:
-      algorithm: its name, or what else `algorithms.get` takes.
-      file: a new file; `my_ppo.py` has the algorithm `my_ppo`. The class keeps its name.
+      algorithm: its name, or another argument that `algorithms.get` accepts.
+      file: the new file; `my_ppo.py` registers the algorithm `my_ppo`. The class keeps its name.
 
     Returns:
       The path of the file.
 
     Raises:
-      ValueError: on an unknown algorithm (the message suggests the nearest one); on a file that exists, has no folder, or has a
-        name that cannot be an algorithm's; and on an algorithm that has no file, or that shares it with other ones.
+      ValueError: if the algorithm is unknown (the message suggests the nearest name); if the file exists, its folder does not
+        exist, or its name is not valid for an algorithm; and if the algorithm has no file, or shares its file with others.
     """
     path, kind = as_path("file", file), registry.get(algorithm)
     if path.suffix != ".py":
@@ -57,7 +57,7 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
 
 
 def _text(kind: Any, name: str) -> str:
-    """The text of the file of a config, in which that config alone is registered, under another name."""
+    """Returns the source of a config's file, edited to register only that config, under another name."""
     file, own = files.file_of(kind.__module__), kind.__qualname__
     text, variants = _without_variants(Path(file).read_text("utf-8") if os.path.exists(file) else "")
     base = str(variants.get(own, own))
@@ -77,7 +77,7 @@ def _text(kind: Any, name: str) -> str:
 
 
 def _without_variants(source: str) -> tuple[str, dict[str, str]]:
-    """The text of a file without its variants; and the class that each of them is a variant of."""
+    """Removes the variants from a source file; returns the rest, and the base class of each variant."""
     lines, variants = source.split("\n"), dict[str, str]()
     for before, node in reversed([*itertools.pairwise(ast.parse(source).body)]):
         match node:
@@ -88,7 +88,7 @@ def _without_variants(source: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_unused(source: str) -> str:
-    """The text of a file without the names that it imports from modules and does not use."""
+    """Removes unused names from the `from` imports of a source file."""
     nodes = [*ast.walk(ast.parse(source))]
     imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     for name in imported - {node.id for node in nodes if isinstance(node, ast.Name)}:
@@ -97,7 +97,7 @@ def _without_unused(source: str) -> str:
 
 
 def _as_variant(source: str, base: Any, variant: Any) -> str:
-    """The text of a file in which a class has become a variant of it: with its name, its docstring and its defaults."""
+    """Turns the base class in a source file into its variant, with the variant's name, docstring and defaults."""
     tree = ast.parse(source)
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
     edits: list[tuple[Any, str]] = [(found.body[0], f'"""{variant.__doc__}"""')]
@@ -107,7 +107,7 @@ def _as_variant(source: str, base: Any, variant: Any) -> str:
             case ast.AnnAssign(ast.Name(name), value=ast.Call(keywords=given)) if getattr(variant, name) != getattr(base, name):
                 default = repr(getattr(variant, name)).replace("'", '"')
                 edits += [(k.value, default) for k in given if k.arg == "default"]
-    lines = [line.encode() for line in source.split("\n")]  # in whose bytes `ast` counts
+    lines = [line.encode() for line in source.split("\n")]  # `ast` gives offsets in bytes
     for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
         first, last = node.lineno - 1, node.end_lineno - 1
         lines[first : last + 1] = [lines[first][: node.col_offset] + text.encode() + lines[last][node.end_col_offset :]]

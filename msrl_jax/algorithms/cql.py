@@ -1,6 +1,6 @@
 """Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779), based on double DQN or, for continuous actions, SAC.
 
-A penalty pushes down a soft maximum of the values of all actions, and pushes up the values of the actions in the data. In the
+A penalty pushes down a soft maximum over the values of all actions, and pushes up the values of the actions in the data. In the
 shape descriptions, `B` is `batch_size`, `C` denotes the two critics, `D` is the length of a continuous action and `S` is
 `num_samples`.
 """
@@ -97,7 +97,7 @@ class CQL:
     double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, and a learned weight starts above 0."""
+        """Raises ValueError if `data` or `data_fraction` is invalid, or if a learned weight starts at 0."""
         check_data(self)
         if self.target_gap is not None and self.conservative_weight == 0:
             raise ValueError("CQL.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
@@ -172,18 +172,18 @@ class CQL:
 
 
 class Networks(NamedTuple):
-    """What CQL of discrete actions, or of continuous ones, learns, as pure functions."""
+    """The networks of CQL for discrete or for continuous actions, as pure functions."""
 
     init: Callable[[jax.Array, Any], Any]  # (key, obs [B, ...]) -> params
     optimizer: optax.GradientTransformationExtraArgs
-    target: Callable[[Any], Any]  # params -> what target parameters follow
+    target: Callable[[Any], Any]  # params -> the parameters that target parameters track
     # (params, target_params, batch, key) -> (trained params -> (loss, statistics)); gradients flow through `trained` only
     make_loss: Callable[[Any, Any, NStep, jax.Array], Callable[[Any], tuple[jax.Array, dict[str, jax.Array]]]]
-    choose: Callable[[Any, Any, jax.Array | None], jax.Array]  # (params, obs [B, ...], key) -> actions; the best without a key
+    choose: Callable[[Any, Any, jax.Array | None], jax.Array]  # (params, obs [B, ...], key) -> actions; the best if key is None
 
 
 def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks:
-    """Double DQN, with the penalty added to the loss of every example."""
+    """Makes double DQN with the penalty added to the loss of every example."""
     if are_privileged(env.observation_space):
         raise TypeError(
             f"CQL of discrete actions ({action_space}) acts by the values, so nothing may see the environment's "
@@ -222,7 +222,7 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
 
 
 def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Networks:
-    """SAC, with the penalty added to the loss of the critics."""
+    """Makes SAC with the penalty added to the loss of the critics."""
     policy = make_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
     size, count = math.prod(action_space.shape), config.num_samples
@@ -241,7 +241,7 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
         return params
 
     def draw(actor, obs, keys):
-        """Actions and log-probabilities of the policy."""
+        """Draws actions from the policy; returns them and their log-probabilities."""
         distribution = policy.apply(actor, obs)
         assert isinstance(distribution, TanhNormal)
         return distribution.sample_and_log_prob(keys)
@@ -309,6 +309,6 @@ def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
-    """Estimates the logarithm of the integral of `exp(q)` over all actions from drawn ones `[..., N]` (2006.04779, app. F)."""
+    """Estimates the log of the integral of `exp(q)` over all actions from sampled actions `[..., N]` (2006.04779, app. F)."""
     chex.assert_is_broadcastable(log_prob.shape, q.shape)
     return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])

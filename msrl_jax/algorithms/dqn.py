@@ -1,8 +1,8 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
 
-Later ones are implicit quantiles (Dabney et al., 2018, arXiv 1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430).
-In the shape descriptions, `B` is `batch_size`,
-`A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a distribution.
+Later extensions are IQN (Dabney et al., 2018, arXiv 1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430). In the
+shape descriptions, `B` is `batch_size`, `A` is the number of actions and `N` is the number of outputs per action: one value, or
+the atoms or quantiles of a distribution.
 """
 
 from typing import Any
@@ -108,7 +108,7 @@ class DQN:
     )
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, atoms have limits, and M-DQN has single steps and no atoms."""
+        """Raises ValueError if `data` is invalid, atoms have no limits, or M-DQN is combined with `n_step` above 1 or C51."""
         check_data(self)
         check_support(self)
         name = type(self).__name__
@@ -140,19 +140,19 @@ class DQN:
         to_env_action = action_transform(action_space)
 
         def expected(outputs: jax.Array) -> jax.Array:
-            """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
+            """Returns the action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
             if isinstance(returns, C51):
                 return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
             return outputs.mean(-1)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
-            """The values `[B, A]`, -inf of illegal actions, by which actions are chosen."""
+            """Returns the values `[B, A]` by which actions are chosen, -inf for illegal actions."""
             return only_legal(expected(network.apply(params, obs, *midpoints)), obs)
 
         def loss_and_error(
             outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array, *fraction: jax.Array
         ):
-            """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target's `[N']`."""
+            """Returns the loss of one example and the TD error for its priority, from outputs `[N]` and targets `[N']`."""
             if isinstance(returns, C51):
                 atoms = jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
                 masses = categorical_projection(jax.nn.softmax(next_outputs), reward + discount * atoms, v_min, v_max)
@@ -294,14 +294,14 @@ class DQN:
 
 
 def soft_target(next_value: jax.Array, next_target: jax.Array, temperature: float) -> jax.Array:
-    """What a softmax policy of values `[A]` returns `[N]`: outputs `[A, N]` and entropy (arXiv 2007.14430, eq. 1)."""
+    """Returns the soft value `[N]` of the softmax policy of values `[A]`, from outputs `[A, N]` (arXiv 2007.14430, eq. 1)."""
     log_policy = jax.nn.log_softmax(next_value / temperature)[:, None]
     policy = jnp.exp(log_policy)
     return jnp.where(policy > 0, policy * (next_target - temperature * log_policy), 0.0).sum(0)
 
 
 def munchausen_reward(value: jax.Array, action: jax.Array, scale: float, temperature: float, clip: float) -> jax.Array:
-    """The log-probability of an action under a softmax policy of values `[A]`, scaled and clipped (arXiv 2007.14430)."""
+    """Returns the scaled and clipped log-probability of an action under the softmax policy of values `[A]` (2007.14430)."""
     log_prob = temperature * jax.nn.log_softmax(value / temperature)[action]
     return scale * jnp.clip(log_prob, clip, 0.0)
 

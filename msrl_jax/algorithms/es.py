@@ -1,10 +1,10 @@
 """OpenAI's evolution strategies (Salimans et al., 2017, arXiv 1703.03864): a search without gradients of the policy.
 
-Every member of a population acts with its own parameters for one episode. The next parameters move further in the direction
-of a member with a higher return. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts in
+Every member of a population acts with its own parameters for one episode. The update moves the parameters further towards
+members with higher returns. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts in
 environment `i`), and `D` is the number of parameters. Members `2j` and `2j + 1` add and subtract the same noise, drawn from
-one seed. Every fragment that needs the noise draws it again from the seed. So acting and learning exchange only seeds, returns
-and one copy of the parameters.
+one seed. Every fragment that needs the noise draws it again from the seed, so actors and the learner exchange only seeds,
+returns and one copy of the parameters.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from msrl_jax.fragments import fragment
 class ESState(NamedTuple):
     """The state of a run."""
 
-    params: Any  # of the policy at the center of the population: a tree of `D` numbers
+    params: Any  # the center of the population: a tree of `D` numbers
     opt_state: optax.OptState
     actor_keys: jax.Array  # one per member; the keys of even members give the seeds of the noise, [E]
     env_key: jax.Array  # for the next reset of the environments
@@ -71,7 +71,7 @@ class ES:
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
 
     def check(self) -> None:
-        """Raises ValueError unless the population consists of pairs."""
+        """Raises ValueError if the population size is odd."""
         if self.num_envs % 2:
             raise ValueError(
                 f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into pairs of members; use "
@@ -97,7 +97,7 @@ class ES:
             return {name: part for name, part in params.items() if name.startswith("actor")}
 
         def choose(params, obs):
-            # The most probable action depends on neither the critic nor the scale, so the search leaves them out.
+            # The most probable action depends on neither the critic nor the scale, so the search omits both.
             scale = jnp.zeros(math.prod(venv.action_space.shape), jnp.float32)
             return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
 
@@ -121,7 +121,7 @@ class ES:
             new_state, raw_obs = starting.reset(start_key)
             new = (new_state, venv.observe(env_state, raw_obs))
 
-            # Only environments in the middle of an episode restart; the others have reset themselves. Shared statistics stay.
+            # Reset only environments in the middle of an episode; the others have reset already. Keep shared statistics.
             def begin(axes, old, new):
                 return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
 
@@ -209,20 +209,20 @@ class ES:
 
 
 def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
-    """Sums rewards `[T, E]` up to the first end of an episode, `ended` `[T, E]`: undiscounted returns `[E]`."""
+    """Sums rewards `[T, E]` until the first end of an episode, `ended` `[T, E]`; returns undiscounted returns `[E]`."""
     length = jnp.where(ended.any(axis=0), jnp.argmax(ended, axis=0) + 1, ended.shape[0])
     return jnp.sum(jnp.where(jnp.arange(ended.shape[0])[:, None] < length, reward, 0.0), axis=0)
 
 
 def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
-    """Standard normal noise `[E / 2, D]` of typed keys `[E / 2]`; the same seeds give the same noise, in any fragment."""
+    """Draws standard normal noise `[E / 2, D]` from typed keys `[E / 2]`; the same keys give the same noise in any fragment."""
     noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,), jnp.float32))(seeds)
-    # Without the barrier, XLA may merge the last factor of the noise with the caller's factor, which changes the rounding.
+    # Without the barrier, XLA may fuse the last factor of the noise with the caller's factor, which changes the rounding.
     return jax.lax.optimization_barrier(noise)
 
 
 def centered_ranks(fitness: jax.Array) -> jax.Array:
-    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2]; equal ones get the mean rank, nan the lowest."""
+    """Maps returns `[E]` to ranks, spaced evenly over [-1/2, 1/2]; ties get the mean rank, and nan gets the lowest."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
     first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
@@ -230,6 +230,6 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
-    """The gradient `[D]` of the expected utility with respect to the center, from antithetic pairs of noise `[E / 2, D]`."""
+    """Estimates the gradient `[D]` of the expected utility at the center, from antithetic pairs of noise `[E / 2, D]`."""
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)

@@ -1,7 +1,7 @@
-"""Fields of configs, and options: values that stand for one of several alternatives of a config.
+"""Fields of configs, and options: objects that select one of several alternatives in a config.
 
-A field has its bounds and a line of text. A value is checked when the object that has it is made. An option is a small frozen
-class with the numbers that one alternative needs; a config whose field is a union of options takes one of them, or its text,
+A field has bounds and a line of documentation. Its value is checked when the object is constructed. An option is a small frozen
+class with the numbers that one alternative needs. A config field that is a union of options takes one of them, or its text,
 such as `"per_env:0.3"`. A field of an option has a dotted name in the config, such as `exploration.base`.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
 
     class Tunable:
-        """The type of a `tunable` field: given as a number, an array of one, or a schedule; read as a number."""
+        """The type of a `tunable` field: set it to a number, a scalar array or a schedule; it reads as a number."""
 
         def __get__(self, config: object, owner: Any = None) -> float: ...
         def __set__(self, config: object, value: float | jax.Array | str | Callable[..., Any]) -> None: ...
@@ -59,18 +59,18 @@ def field(
     adaptive: bool = False,
     once: bool = False,
 ) -> T:
-    """A field of a config.
+    """Declares a field of a config.
 
     Args:
-      default: its default.
-      doc: a line of text: what it is, its unit, usual values.
+      default: the default value.
+      doc: a line of documentation: the meaning, the unit, usual values.
       low: the smallest value; by default 1 for integers.
-      above: a number that values exceed.
+      above: an exclusive lower bound.
       high: the largest value.
-      below: a number that exceeds values.
-      tunable: whether the members of one program may have different values, and whether it may be a schedule.
+      below: an exclusive upper bound.
+      tunable: whether the population members of one program may have different values; such a field may also be a schedule.
       adaptive: whether it is a learning rate that may adapt to the KL divergence of updates.
-      once: whether it is read at the start alone, so that it may not be a schedule.
+      once: whether it is read only at the start, so that it cannot be a schedule.
 
     Returns:
       The field, for a class made with `config`.
@@ -82,25 +82,25 @@ def field(
 
 
 def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> Any:
-    """A `field` of a number that the members of one program may have each for themselves: a leaf of the config.
+    """Declares a number that may differ between the population members of one program: a leaf of the config.
 
-    Its type is `Tunable` or `TunableOrNone`, with which checkers of types accept schedules; `float` or `float | None` if not.
+    Annotate it as `Tunable` or `TunableOrNone`, so that type checkers accept schedules; else as `float` or `float | None`.
     """
     return field(default=default, doc=doc, tunable=True, adaptive=adaptive, once=once, **bounds)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, tunable))
 def option(cls: type[T]) -> type[T]:
-    """Makes a class one alternative of a field of configs.
+    """Makes a class an option: one alternative of a config field.
 
-    The class lists fields, as a config does, and may have a method `check()`, which raises ValueError if they do not fit each
-    other. Its text is `NAME:field=value,...`, where `PerEnv` has the name `per_env`.
+    The class declares fields, as a config does, and may have a method `check()`, which raises ValueError if they contradict
+    each other. Its text is `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`.
 
     Args:
       cls: the class.
 
     Returns:
-      The class as a frozen dataclass, checked when it is made, and a pytree whose leaves are its tunable numbers.
+      The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
     """
     made: Any = cls
     check_declaration(cls, f"the option {cls.__name__}")
@@ -114,7 +114,7 @@ def option(cls: type[T]) -> type[T]:
 
 
 def register(cls: Any) -> None:
-    """Makes a class of fields a pytree, whose leaves are its tunable numbers and those of its options."""
+    """Registers a class of fields as a pytree; its leaves are its tunable numbers and those of its options."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
         f.type = hints[f.name]
@@ -126,7 +126,7 @@ def register(cls: Any) -> None:
         return tuple(getattr(made, n) for n in leaves), tuple(getattr(made, n) for n in static)
 
     def unflatten(rest: tuple[Any, ...], values: Any) -> Any:
-        made = object.__new__(cls)  # not checked: leaves may be anything
+        made = object.__new__(cls)  # unchecked, because JAX puts arbitrary objects into leaves
         for n, value in (*zip(leaves, values, strict=True), *zip(static, rest, strict=True)):
             object.__setattr__(made, n, value)
         return made
@@ -136,7 +136,7 @@ def register(cls: Any) -> None:
 
 
 def check_declaration(cls: type, where: str) -> None:
-    """Raises TypeError unless every field has a text, and tunable ones are numbers."""
+    """Raises TypeError unless every field is documented, and tunable fields are numbers."""
     for name, kind in typing.get_type_hints(cls).items():
         about = getattr(vars(cls).get(name), "metadata", {})
         if typing.get_origin(kind) is not ClassVar and "doc" not in about:
@@ -146,17 +146,17 @@ def check_declaration(cls: type, where: str) -> None:
 
 
 def is_option(value: Any) -> bool:
-    """Whether a value is an alternative of a field, or the class of one."""
+    """Whether a value is an option or the class of an option."""
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
 
 
 def choices(field: dataclasses.Field[Any]) -> list[Any]:
-    """The options that a field takes."""
+    """Returns the options that a field accepts."""
     return [kind for kind in parts_of(field.type) if is_option(kind)]
 
 
 def all_fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a config and of the options in it, by dotted name; of a class, those of all options that it takes."""
+    """Returns the fields of a config and its options, by dotted name; for a class, those of all options that it accepts."""
     found: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
         found[f.name] = f
@@ -167,25 +167,25 @@ def all_fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def tunable_fields(config: Any) -> tuple[str, ...]:
-    """The names of the fields of a config that the members of one program may have each for themselves."""
+    """Returns the names of the fields that may differ between the population members of one program."""
     return tuple(name for name, f in all_fields(config).items() if f.metadata.get("tunable"))
 
 
 def check_unused(config: Any, names: Collection[str], because: str) -> None:
-    """Raises ValueError if a field that has no effect, `because` of something, has another value than its default."""
+    """Raises ValueError if a field that has no effect differs from its default; `because` completes the message."""
     for f in dataclasses.fields(config):
         if f.name in names and getattr(config, f.name) != f.default:
             raise ValueError(f"{type(config).__name__}.{f.name} has no effect {because}; leave it out")
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of a field of a config, or of an option in it."""
+    """Returns the value of a field of a config, or of an option in it."""
     return operator.attrgetter(name)(config)
 
 
 @contextlib.contextmanager
 def located(place: str, option: Any) -> Iterator[None]:
-    """Errors of an option say where it is: `DQN.replay.n_step` in place of `Replay.n_step`."""
+    """Adds the place to the errors of an option: `DQN.replay.n_step` instead of `Replay.n_step`."""
     try:
         yield
     except ValueError as error:
@@ -194,18 +194,18 @@ def located(place: str, option: Any) -> Iterator[None]:
 
 
 def text(option: Any, *, whole: bool = False) -> str:
-    """The text of an option, without what is default unless the `whole` is wanted."""
+    """Returns the text of an option, without default values unless `whole`."""
     return written(option, whole=whole, nested=False)
 
 
 def _given(option: Any, *, whole: bool = False) -> dict[str, Any]:
-    """The fields of an option that are not their defaults, or all."""
+    """Returns the fields of an option that differ from their defaults, or all fields if `whole`."""
     fields = ((f.name, getattr(option, f.name), f.default) for f in dataclasses.fields(option))
     return {name: x for name, x, usual in fields if whole or type(x) is not type(usual) or x != usual}
 
 
 def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
-    """The text of an argument of an option, as `read_call` reads it."""
+    """Returns the text of an argument of an option, in the form that `read_call` parses."""
     if is_option(value):
         kwargs = {name: written(x, whole=whole) for name, x in _given(value, whole=whole).items()}
         return write_call(value.option, kwargs, nested=nested and bool(kwargs))
@@ -213,7 +213,7 @@ def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
 
 
 def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
-    """The option that a text stands for; raises ValueError, with the nearest name, if it is none."""
+    """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
     if given == "None" and type(None) in parts_of(field.type):
         return None
     try:
@@ -235,19 +235,19 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
 
 
 def _names(field: dataclasses.Field[Any]) -> str:
-    """What a field of options takes, in words."""
+    """Lists the options of a field, for messages."""
     return "one of " + ", ".join([*(kind.option for kind in choices(field)), *["None"] * (type(None) in parts_of(field.type))])
 
 
 def check_made(self: Any) -> None:
-    """Checks an object of fields that is made; `words.check` checks what stands for something, and the rest of it then."""
+    """Checks an object of fields on construction; if it has schedules, `words.check` calls its `check` later."""
     check_fields(self)
     if hasattr(self, "check") and not any(is_deferred(value_of(self, name)) for name in tunable_fields(self)):
         self.check()
 
 
 def check_fields(self: Any) -> None:
-    """Raises ValueError unless every `field` of a dataclass has a value of its type and in its bounds."""
+    """Raises ValueError unless every `field` of a dataclass has a value of its type and within its bounds."""
     for f in dataclasses.fields(self):
         value, kinds = getattr(self, f.name), parts_of(f.type)
         if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
@@ -263,14 +263,14 @@ def check_fields(self: Any) -> None:
                 raise ValueError(f"{where}={shown(value)}: use {_names(f)}")
             object.__setattr__(self, f.name, value)
             continue
-        if isinstance(value, list | tuple) and any(tuple in (k, typing.get_origin(k)) for k in kinds):  # lists have no hash
+        if isinstance(value, list | tuple) and any(tuple in (k, typing.get_origin(k)) for k in kinds):  # lists are not hashable
             value = tuple(int(n) if isinstance(n, np.integer) else n for n in value)
             object.__setattr__(self, f.name, value)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
         if f.metadata.get("tunable") and is_deferred(value):
             continue
-        if Any in kinds and is_object(value) and not _is_hashable(value) and has_arrays(value):  # such as one of Equinox
+        if Any in kinds and is_object(value) and not _is_hashable(value) and has_arrays(value):  # such as an Equinox module
             raise TypeError(f"{type(self).__name__}.{f.name}={name_of(value)} {MADE}")
         remedy = _remedy(value, kinds, f.metadata.get("bounds", {}))
         if f.metadata.get("tunable") and isinstance(value, str):
@@ -278,12 +278,12 @@ def check_fields(self: Any) -> None:
         if remedy:
             raise ValueError(f"{type(self).__name__}.{f.name}={shown(value)}: use {remedy}")
         if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):
-            # Of NumPy, which computes with few bits, or a fraction, which JSON does not have.
+            # Convert NumPy scalars, which compute at low precision, and fractions, which JSON does not support.
             object.__setattr__(self, f.name, int(value) if isinstance(value, numbers.Integral) else float(value))
 
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:
-    """What to use in place of a value that does not fit; None if it fits."""
+    """Says what to use instead of an invalid value; None if the value is valid."""
     tests = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -317,12 +317,12 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
 
 
 def is_constant(value: Any, number: float) -> bool:
-    """Whether a number of a config is the same in the whole program, and equal to `number`."""
+    """Whether a number of a config is constant in the whole program and equal to `number`."""
     return not isinstance(value, Tracer) and value == number
 
 
 def is_deferred(value: Any) -> bool:
-    """Whether a value may stand for something that the program needs: a text with a colon, or a function."""
+    """Whether a value may refer to something that `build` resolves: a text with a colon, or a function."""
     return ":" in value if isinstance(value, str) else callable(value)
 
 
@@ -330,12 +330,12 @@ MADE = "is a module that has its parameters; give a function of a key that makes
 
 
 def has_arrays(value: Any) -> bool:
-    """Whether a value holds arrays, as a module does that is made."""
+    """Whether a value holds arrays, as an initialized module does."""
     return any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
 
 
 def is_object(value: Any) -> bool:
-    """Whether the value of a field may be no plain data: a module, a core, a function, or several."""
+    """Whether the value of a field may be an object instead of plain data: a module, a core, a function, or several."""
     if is_option(value):
         return any(is_object(getattr(value, f.name)) for f in dataclasses.fields(value))
     several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))

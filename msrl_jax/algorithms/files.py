@@ -1,4 +1,4 @@
-"""Algorithms in files, found by path: `my_ppo.py`, or `my_ppo.py:PPO` if a file has several configs."""
+"""Loads algorithms from files by path: `my_ppo.py`, or `my_ppo.py:PPO` if a file has several configs."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,7 @@ _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
 
 
 def is_file(algorithm: str) -> bool:
-    """Whether a text names a file of an algorithm."""
+    """Whether a text is the path of an algorithm's file."""
     return _parts(algorithm) is not None
 
 
@@ -28,10 +28,10 @@ def _parts(algorithm: str) -> re.Match[str] | None:
 
 
 def load(algorithm: str) -> type:
-    """The config in a file, which is run as a module once, and again if it has changed since.
+    """Loads the config in a file. The file runs as a module once, and again if it has changed since.
 
     Raises:
-      ValueError: if there is no such file, if it cannot be run, and unless it has one config, or the named one.
+      ValueError: if the file does not exist or fails to run, and unless it has exactly one config, or the named one.
     """
     found = _parts(algorithm)
     assert found is not None
@@ -52,13 +52,13 @@ def load(algorithm: str) -> type:
 
 
 def configs(module: ModuleType) -> dict[str, Any]:
-    """The configs that a module itself defines, by the names of their classes."""
+    """Returns the configs that a module itself defines, by class name."""
     own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
     return {c.__name__: c for c in own if "many_agents" in vars(c) and hasattr(c, "build")}
 
 
 def _module(path: str, text: bytes) -> ModuleType:
-    """The module of a file: the one that has it already, unless it was loaded here and the file has changed."""
+    """Returns the module of a file: one that is already loaded, unless this module loaded it and the file has changed."""
     name = _name(path)
     before = sys.modules.get(name)
     if before is not None and _LOADED.get(path, (text, before)) == (text, before):
@@ -66,7 +66,7 @@ def _module(path: str, text: bytes) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, path))
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, os.path.dirname(path))  # for other modules beside it
+    sys.path.insert(0, os.path.dirname(path))  # so that the file can import modules in its folder
     try:
         exec(compile(text, path, "exec"), vars(module))
     except Exception as error:
@@ -82,7 +82,7 @@ def _module(path: str, text: bytes) -> ModuleType:
 
 
 def _name(path: str) -> str:
-    """The name of the module of a file: what `import` would call it, unless that is another module."""
+    """Returns the module name for a file: the name that `import` would use, unless that is another module."""
     stem = Path(path).stem
     if stem in sys.modules:
         is_other = file_of(stem) != path
@@ -93,13 +93,13 @@ def _name(path: str) -> str:
 
 
 def file_of(module: str) -> str:
-    """The file of a module; an empty text if it is not loaded, or has none."""
+    """Returns the file of a module; an empty string if the module is not loaded or has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return os.path.abspath(file) if file else ""
 
 
 def reference(config: type) -> str:
-    """What `algorithms.get` finds a config by: PATH:CLASS if it is in a file of its own, from any folder; else MODULE:CLASS."""
+    """Returns a reference for `algorithms.get`: PATH:CLASS, valid in any folder, for a user's file; else MODULE:CLASS."""
     module = config.__module__
     file = file_of(module) if module != "__main__" and "." not in module else ""
     is_own = is_file(file) and "site-packages" not in file
@@ -107,7 +107,7 @@ def reference(config: type) -> str:
 
 
 def saved(about: Mapping[str, Any]) -> str:
-    """What `algorithms.get` finds the algorithm of a saved run by; the working directory may have a file that is gone."""
+    """Returns a reference to the algorithm of a saved run; if its file is gone, looks in the working directory."""
     if about["class"].startswith("msrl_jax."):
         return about["algorithm"]
     found = _parts(about["class"])

@@ -1,10 +1,10 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic that corrects for stale actors with V-trace.
 
 Every iteration makes one update from the unrolls of all environments. With replay, a queue keeps whole batches, and every
-iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too; a
-recurrent core starts from the carry of when a batch was made. The distribution policy's staleness sets the age of the acting
-parameters; it is 0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is
-`num_updates`.
+iteration makes `K` updates, each from a batch drawn uniformly. V-trace also corrects for the age of these batches; a recurrent
+core starts from the carry that was stored with the batch. The staleness of the distribution policy sets the age of the acting
+parameters, which is 0 under a synchronous policy. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K`
+is `num_updates`.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -56,7 +56,7 @@ class IMPALAState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    actor_keys: jax.Array  # keys for sampling actions, one per environment, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     trajectory: Trajectory  # [T, E, ...]
     last_obs: jax.Array  # after the trajectory, [E, ...]
     bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
-    version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
+    version: jax.Array | tuple[()]  # with replay, the version of the acting parameters, uint32 []
     carry: Carry = ()  # of the actors, before the trajectory
 
 
@@ -112,7 +112,7 @@ class IMPALA:
     num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
 
     def check(self) -> None:
-        """Raises ValueError unless there is a batch for every update."""
+        """Raises ValueError if `num_updates` is above 1 without replay."""
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
@@ -154,7 +154,7 @@ class IMPALA:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_notes(network, params, final_obs, carries, truncated)
@@ -203,7 +203,7 @@ class IMPALA:
         @fragment(role="buffer")
         def sample_batches(replay, key, batch):
             assert queue is not None
-            # A full queue refuses a batch, so pop the oldest one first.
+            # A full queue rejects a batch, so pop the oldest batch first.
             full, (popped, _) = queue.size(replay) == self.replay_batches, queue.pop(replay)
             first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
             replay = queue.insert(replay._replace(first=first, length=length), batch)
@@ -226,7 +226,7 @@ class IMPALA:
                     discount=self.discount, lambda_=self.vtrace_lambda,
                     clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
                 )  # fmt: skip
-                if t.bonus is not None:  # corrected for the step's own action; the advantage behind it is the actor's
+                if t.bonus is not None:  # weighted only for the step's own action; it is an advantage of the acting policy
                     advantage += jnp.minimum(jnp.exp(log_ratio), self.clip_pg_rho) * t.bonus
                 if self.normalize_advantage == "batch":
                     advantage = standardize(advantage, t.present)
@@ -268,7 +268,7 @@ class IMPALA:
         def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[IMPALAState, Metrics]:
             after, batches, episodes = play(state, progress)
             batches = batches._replace(trajectory=add_bonus(batches.trajectory, batches.last_obs))
-            if queue is not None:  # draw K of the kept batches
+            if queue is not None:  # draw K batches from the queue
                 replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
                 after = after._replace(replay=replay, replay_key=replay_key)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)

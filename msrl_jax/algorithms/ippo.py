@@ -6,8 +6,8 @@ IPPO: de Witt et al., 2020, arXiv 2011.09533. MAPPO: Yu et al., 2022, arXiv 2103
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `A` the number of agents of the team, `S` the length of a
 global state, `M` is `num_minibatches` and `B` the number of rows of one network. A minibatch of feed-forward networks holds
 `T / M` time steps of all environments; one of recurrent networks holds one environment from every group of `M` adjacent ones.
-So a shuffle moves nothing between devices. With `share_parameters`, the agents of an environment are rows of one network;
-without, every agent has a network, a gradient and an optimizer of its own.
+A shuffle therefore moves no data between devices. With `share_parameters`, the agents of an environment are rows of one
+network; without it, every agent has its own network, gradient and optimizer.
 """
 
 from collections.abc import Callable
@@ -53,18 +53,18 @@ from msrl_jax.fragments import fragment
 
 
 class Learner(NamedTuple):
-    """What a team keeps besides its parameters."""
+    """The state of a team except its parameters."""
 
     opt_state: optax.OptState  # one for each network
-    key: jax.Array  # the learner's, which shuffles
-    actor_keys: jax.Array  # one per agent, which samples actions, [E, A]
-    value_size: TargetScale | tuple[()]  # how large the targets of each critic are, if values are normalized
+    key: jax.Array  # of the learner, for shuffling
+    actor_keys: jax.Array  # keys for sampling actions, one per agent, [E, A]
+    value_size: TargetScale | tuple[()]  # the running size of each critic's targets, if values are normalized
 
 
 class Batch(NamedTuple):
     """The data of an iteration's updates of one network; leaves are `[T, E, ...]`, or `[T, E, A, ...]` if agents share it."""
 
-    inputs: Any  # what the network sees
+    inputs: Any  # inputs of the network
     is_first: jax.Array  # whether an observation is the first of an episode
     action: jax.Array  # before `action_transform`
     log_prob: jax.Array  # when the actions were taken
@@ -109,7 +109,7 @@ class IPPO:
     normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
 
     def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
+        """Raises ValueError unless `num_minibatches` divides the number of shuffled items: time steps or environments."""
         check_minibatches(self)
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
@@ -122,15 +122,15 @@ class IPPO:
         identify = shared and num_agents > 1
         network = _make_network(venv, num_agents, self)
         optimizer = make_optimizer(self, epsilon=1e-5)
-        dims = 3 if shared else 2  # of a batch of one network, before those of an example
+        dims = 3 if shared else 2  # leading dimensions of one network's batch
 
         def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
-            """Runs a function for the network of every agent, or for the one that they share."""
+            """Maps a function over the networks of all agents, or applies it to the shared network."""
             return function if shared else jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Learner]:
             keys = params_key if shared else jax.random.split(params_key, num_agents)
-            # One after another: a batched QR decomposition of orthogonal initializers is slow.
+            # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
             params = network.init(keys) if shared else jax.lax.map(network.init, keys)
             opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
             actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
@@ -138,19 +138,19 @@ class IPPO:
             return params, Learner(opt_state, learner_key, actor_keys, size)
 
         def inputs_of(obs: Any, state: jax.Array) -> Any:
-            """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
+            """Returns the network inputs: observations `[..., A, ...]`, also states `[..., S]` for a centralized critic."""
             if identify and self.agent_ids:
                 obs = with_ids(obs, num_agents, venv.observation_space)
             if not self.central_critic:
                 return obs
-            if identify:  # a row of the one critic for every agent
+            if identify:  # the shared critic has one row per agent
                 state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
                 state = with_ids(state, num_agents)
             elif shared:
                 state = state[..., None, :]
             return obs, state
 
-        # The dimension of agents in the inputs of a network; all networks see the same states.
+        # Returns the axis of agents in the inputs of a network. All networks receive the same states.
         def agents_at(axis: int) -> Any:
             return (axis, None) if self.central_critic else axis
 
@@ -162,7 +162,7 @@ class IPPO:
             actor_keys, keys = draw_keys(rest.actor_keys)
             return params, rest._replace(actor_keys=actor_keys), keys
 
-        calls = {name: getattr(network, name) for name in ("act", "note", "value")}  # of rows, for all agents
+        calls = {name: getattr(network, name) for name in ("act", "note", "value")}  # applied to rows of agents
         team = network._replace(**{n: per_network(call, (0, agents_at(1), 1), 1) for n, call in calls.items()})
 
         @fragment(role="actor")
@@ -175,7 +175,7 @@ class IPPO:
             action, log_prob, note, carry = choose(params, now, carry, keys)
             return action, (log_prob, note, carry), carry
 
-        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
             def note(params: Any, final: Any) -> jax.Array:
@@ -217,7 +217,7 @@ class IPPO:
             return *learned, global_norm(grads)
 
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
-            """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
+            """Makes all updates of one network; returns its parameters, its optimizer state and the mean statistics."""
             if self.normalize_advantage == "batch":
                 batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
 
@@ -237,7 +237,7 @@ class IPPO:
             t = experience
             value, advantage, target, size = estimate_advantages(params, t, notes, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
-            present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
+            present = t.present if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
             batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
@@ -252,7 +252,7 @@ class IPPO:
             t = experience
             _, notes, carries = t.extras
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
-            # What only the actors need stays with them.
+            # Data that only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
             params, opt_state, key, size, metrics = update_networks(
                 params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, notes, bootstrap_value
@@ -260,7 +260,7 @@ class IPPO:
             return params, Learner(opt_state, key, rest.actor_keys, size), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
-            """Distributions over actions `[E, A]` outside of training, and the carry."""
+            """Returns distributions over actions `[E, A]` for acting outside of training, and the carry."""
             num_envs = jax.tree.leaves(obs)[0].shape[0]
             state = jnp.zeros((num_envs, venv.state_size), jnp.float32)  # only values depend on it
             policy, _, carry = team.act(params, inputs_of(obs, state), carry)
@@ -299,7 +299,7 @@ MAPPO = variant(
 
 
 def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
-    """The network of one agent, or of all; with a central critic, inputs are pairs of observations and states `[..., S]`."""
+    """Makes the network of one agent or of all; a centralized critic takes pairs of observations and states `[..., S]`."""
     identify = config.share_parameters and num_agents > 1
     space, actions = venv.observation_space, venv.action_space
     if identify and config.agent_ids:
@@ -341,7 +341,7 @@ def _centralized_network(observation_space: Space, action_space: Space, state_si
 
 
 class _Policy(nn.Module):
-    """A policy alone: a torso and a linear layer."""
+    """A policy without a value function: a torso and a linear layer."""
 
     torso: Torso
     action_space: Discrete | Box
@@ -356,7 +356,7 @@ class _Policy(nn.Module):
 
 
 class _Value(nn.Module):
-    """A value function alone: a torso and a linear layer."""
+    """A value function without a policy: a torso and a linear layer."""
 
     torso: Torso
 

@@ -1,10 +1,10 @@
-"""Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
+"""Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): evaluates only the actions in the data.
 
-With `critic="of_policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics value the policy's own actions, and there is
-no value network. With several of these actions, and with `weighting="binary"` or their best as the `baseline`, it is CRR (Wang
-et al., 2020, arXiv 2006.15134). In the shape descriptions, `B` is `batch_size` and `C` denotes the two critics. One update
-takes all gradients at the same parameters, so that devices exchange gradients once. The paper's code updates one network after
-another.
+With `critic="of_policy"` it is AWAC (Nair et al., 2020, arXiv 2006.09359): critics evaluate actions of the policy, and there is
+no value network. With several of these actions, and with `weighting="binary"` or the best of them as the `baseline`, it is CRR
+(Wang et al., 2020, arXiv 2006.15134). In the shape descriptions, `B` is `batch_size` and `C` denotes the two critics. One
+update computes all gradients at the same parameters, so that devices exchange gradients only once. The paper's code updates the
+networks one after another.
 """
 
 from typing import Any, Literal
@@ -49,7 +49,7 @@ from msrl_jax.fragments import fragment
 
 @option
 class Expectile:
-    """Targets take an expectile of the values of the data's actions."""
+    """Targets use an expectile of the values of actions in the data."""
 
     expectile: Tunable = tunable(
         default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9."
@@ -58,7 +58,7 @@ class Expectile:
 
 @option
 class OfPolicy:
-    """Targets take the values of the policy's actions (AWAC, CRR)."""
+    """Targets use the values of the policy's actions (AWAC, CRR)."""
 
     num_actions: int = field(
         default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
@@ -70,7 +70,7 @@ class OfPolicy:
 
 @option
 class Exponential:
-    """An action has the exponential of its advantage as weight."""
+    """The weight of an action is the exponential of its advantage."""
 
     inverse_temperature: Tunable = tunable(
         default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10."
@@ -80,7 +80,7 @@ class Exponential:
 
 @option
 class Binary:
-    """An action has the weight 1 if its advantage is above 0, else 0 (CRR)."""
+    """The weight of an action is 1 if its advantage is above 0, else 0 (CRR)."""
 
 
 @config("iql", offline=True, privileged=True)
@@ -130,7 +130,7 @@ class IQL:
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def value_of(params, critic, obs, keys, over=jnp.mean):
-            """The values `[B]` of observations: the network's; or of drawn actions, or expectations over discrete ones."""
+            """Returns values `[B]` of observations: network outputs, or values of sampled actions, or expectations."""
             if value is not None:
                 return value.apply(params["value"], obs)
             played = policy.apply(params["actor"], obs)
@@ -141,7 +141,7 @@ class IQL:
         @fragment(role="learner")
         def gradients(params, target_critic, e, key):
             (next_keys, keys), judge = (None, None), target_critic
-            if isinstance(valued, OfPolicy):  # the newest critics judge the policy, as in AWAC's code
+            if isinstance(valued, OfPolicy):  # the online critics evaluate the policy, as in AWAC's code
                 (next_keys, keys), judge = jax.random.split(key, (2, valued.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
             outcome = taken_value(critics, judge, e.obs, e.action).min(0)
@@ -222,12 +222,12 @@ class IQL:
 
 
 def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
-    """The asymmetric squared error: weight `expectile` above 0, else `1 - expectile` (arXiv 2110.06169, eq. 4)."""
+    """Returns the asymmetric squared error, with weight `expectile` above 0, else `1 - expectile` (arXiv 2110.06169, eq. 4)."""
     chex.assert_type(error, float)
     return jnp.where(error > 0, expectile, 1 - expectile) * jnp.square(error)
 
 
 def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
-    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, up to `max_weight` (2110.06169, eq. 7)."""
+    """Returns the weight of an action in imitation: `exp(inverse_temperature * advantage)`, capped at `max_weight` (eq. 7)."""
     chex.assert_type(advantage, float)
     return jnp.minimum(jnp.exp(inverse_temperature * jax.lax.stop_gradient(advantage)), max_weight)

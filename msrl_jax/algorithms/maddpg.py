@@ -1,7 +1,7 @@
-"""MADDPG: actors that see their own observations, critics that see everybody's observations and actions (Lowe et al., 2017).
+"""MADDPG: actors with their own observations, critics with all observations and actions (Lowe et al., 2017).
 
 "Multi-Agent Actor-Critic for Mixed Cooperative-Competitive Environments", arXiv 1706.02275. Every agent has its own rewards and
-its own end, so agents may help or fight each other. Discrete actions are drawn from the policy, and the gradient flows through
+episode end, so agents may cooperate or compete. Discrete actions are drawn from the policy, and the gradient flows through
 the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in EPyMARL (Papoudakis et al., 2021, arXiv
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
@@ -104,7 +104,7 @@ class MADDPG:
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
         buffer = agents_buffer(view, self)
         optimizer = one = make_optimizer(self, epsilon=1e-8)
-        if not shared:  # each agent has its own
+        if not shared:  # each agent has its own networks
 
             def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
                 return jax.vmap(partial(one.update, **rate))(updates, state, params)
@@ -119,13 +119,13 @@ class MADDPG:
             return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
         def outputs(actors: Any, obs: Any) -> jax.Array:
-            """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
+            """Returns the actors' outputs for observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
             if shared:
                 return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if numbered else obs)
             return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
 
         def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:
-            """Actions of the policies as the critics see them, with a gradient. `[B, A, D]`"""
+            """Returns differentiable actions of the policies, as inputs of the critics. `[B, A, D]`"""
             if not discrete:
                 return jnp.tanh(output)
             keys = jax.random.split(key, len(output))
@@ -133,7 +133,7 @@ class MADDPG:
             return straight_through(only_legal(output, obs) + noise, self.temperature)
 
         def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
-            """The values `[B, A]` in states `[B, S]` of joint actions `[B, A, A, D]`; absent agents take none."""
+            """Returns the values `[B, A]` of joint actions `[B, A, A, D]` in states `[B, S]`; absent agents' actions are 0."""
             joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
             if not shared:
                 return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
@@ -141,11 +141,11 @@ class MADDPG:
             return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
 
         def for_all(action: jax.Array) -> jax.Array:
-            """The same joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
+            """Repeats the joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
             return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
 
         def average(x: jax.Array, present: jax.Array) -> jax.Array:
-            """The mean over the examples `[B, A]` that count, summed over the agents if each has a network of its own."""
+            """Averages over the valid examples `[B, A]`; sums over the agents if each has its own network."""
             return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
 
         @fragment(role="actor")
@@ -194,7 +194,7 @@ class MADDPG:
                 q = values(trained["critic"], obs.state, taken, present)
                 critic_loss = weight * value_loss(q, target)
                 output = outputs(trained["actor"], obs.obs)
-                # The critic of an agent sees the new action of this agent among the old ones of the others.
+                # The critic of an agent sees the new action of this agent and the old actions of the others.
                 joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
                 actor_loss = -values(params["critic"], obs.state, joint, present)
                 actor_loss += self.output_penalty * jnp.square(output).mean(-1)
@@ -245,7 +245,7 @@ class MADDPG:
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
             learner_key, replay_key = jax.random.split(learner_key)
-            # One after another: a batched QR decomposition of orthogonal initializers is slow.
+            # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
             params = networks(params_key) if shared else jax.lax.map(networks, jax.random.split(params_key, num_agents))
             learner = Learner(params, params, optimizer.init(params))
             begun = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
@@ -273,6 +273,6 @@ class MADDPG:
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
-    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (arXiv 1611.01144)."""
+    """Returns the one-hot vector of the largest logit `[..., N]`, with the gradient of a softmax (arXiv 1611.01144)."""
     soft = jax.nn.softmax(logits / temperature)
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=jnp.float32) + (soft - jax.lax.stop_gradient(soft))

@@ -1,8 +1,8 @@
-"""Optimizers: optax's by name, and custom transformations.
+"""Optimizers: optax optimizers by name, and custom transformations.
 
-The learning rate may be a number of a member, of a schedule or of a search, so `update` takes it, as an extra argument (of
-optax): `optimizer.update(grads, opt_state, params, learning_rate=rate)`. A custom transformation gets the gradients as they
-are; clip and learning rate are its own.
+The learning rate may differ between population members, or come from a schedule or a search. Pass it to `update` as an extra
+argument of optax: `optimizer.update(grads, opt_state, params, learning_rate=rate)`. A custom transformation gets the raw
+gradients; it does its own clipping and has its own learning rate.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """An optimizer of optax, and what of its parameters is not usual here."""
+    """An optax optimizer by name, and the parameters that override the defaults."""
 
     name: str  # a key of `NAMED`
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -33,7 +33,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class KL:
-    """A learning rate that keeps the KL divergence of updates near a target, as rsl_rl does."""
+    """A learning rate that keeps the KL divergence of updates near a target, as in rsl_rl."""
 
     target: float
     start: float = 1e-3
@@ -47,22 +47,22 @@ def is_own(optimizer: Any) -> bool:
 
 
 def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a config.
+    """Makes the optimizer of a config.
 
     Args:
       config: has `optimizer`, and may have `max_grad_norm` and `learning_rate`.
-      epsilon: the small number in the denominators of Adam, AdamW and RMSProp, where the text of the optimizer has none.
-      rms_decay: the decay of RMSProp's mean of squares, likewise.
+      epsilon: the small number in the denominators of Adam, AdamW and RMSProp; the text of the optimizer overrides it.
+      rms_decay: the decay of RMSProp's mean of squares; the text of the optimizer overrides it.
 
     Returns:
-      The transformation of gradients. A named one clips them first; its `update` takes the `learning_rate`, `[]`, or has one in
-      its state that adapts, see `divergence.adapted`.
+      The gradient transformation. A named optimizer clips gradients first; its `update` takes the `learning_rate`, `[]`, unless
+      the rate adapts and is part of its state, see `divergence.adapted`.
     """
     if is_own(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
     named = Named(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
-    usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # that of A3C (arXiv 1602.01783): not centered
+    usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # as in A3C (arXiv 1602.01783): not centered
     optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))
     rate, most = getattr(config, "learning_rate", None), getattr(config, "max_grad_norm", None)
     times_rate = _times_adaptive_rate(rate.start) if isinstance(rate, KL) else _TIMES_RATE
@@ -70,7 +70,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
 
 
 def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of several networks by name, which treats each by itself: it clips the norm of each one's gradients."""
+    """Applies an optimizer to several networks by name, separately: clips each network's gradient norm."""
 
     def init(params: Any) -> Any:
         return {name: optimizer.init(p) for name, p in params.items()}
@@ -83,7 +83,7 @@ def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.
 
 
 def _clip(most: Any) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, with the norm of `global_norm`."""
+    """Like `optax.clip_by_global_norm`, but computes the norm with `global_norm`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates)
@@ -103,7 +103,7 @@ _TIMES_RATE = optax.GradientTransformationExtraArgs(
 
 
 class AdaptiveRate(NamedTuple):
-    """A learning rate that adapts, in the state of an optimizer."""
+    """The adaptive learning rate in the state of an optimizer."""
 
     rate: jax.Array  # shape=(), dtype=float32
 
@@ -118,10 +118,10 @@ def _times_adaptive_rate(start: float) -> optax.GradientTransformationExtraArgs:
 
 
 def adaptive_rate(opt_state: Any) -> jax.Array | None:
-    """The learning rate in the state of an optimizer whose rate adapts, else None."""
+    """Returns the adaptive learning rate in an optimizer state; None if the rate does not adapt."""
     return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=is_rate_state) if is_rate_state(x)), None)
 
 
 def is_rate_state(state: Any) -> bool:
-    """Whether a part of the state of an optimizer is a learning rate that adapts."""
+    """Whether a part of an optimizer state is an adaptive learning rate."""
     return isinstance(state, AdaptiveRate)

@@ -1,4 +1,4 @@
-"""Alternatives of off-policy algorithms, as values: how to explore, what to predict, what targets take, how to replay.
+"""Options of off-policy algorithms: exploration, predictions, targets and replay.
 
 In the shape descriptions, `E` denotes the number of environments.
 """
@@ -19,25 +19,25 @@ class Annealed:
     final: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after these steps. Usual: 0.01 to 0.1.")
 
     def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
-        """The probability of random actions after so many steps. `[]`"""
-        left = 1 - fraction(steps, 1, self.steps)  # a share, because a count may overflow
+        """Returns the probability of random actions after `steps`. `[]`"""
+        left = 1 - fraction(steps, 1, self.steps)  # a fraction, because a count may overflow
         return (1.0 - self.final) * left + self.final
 
 
 @option
 class PerEnv:
-    """Epsilon is constant, and another one in every environment (Horgan et al., 2018, arXiv 1803.00933)."""
+    """Epsilon is constant, with a different value in every environment (Horgan et al., 2018, arXiv 1803.00933)."""
 
     base: Tunable = tunable(default=0.4, low=0, high=1, doc="environment `i` has `base ** (1 + 7i/(E - 1))`. Usual: 0.4.")
 
     def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
-        """The probabilities of random actions. `[E]`"""
+        """Returns the probabilities of random actions. `[E]`"""
         return self.base ** (1 + 7 * jnp.arange(num_envs) / max(num_envs - 1, 1))
 
 
 @option
 class Expected:
-    """Predicts the expected return; of several critics, the lowest counts (arXiv 1802.09477)."""
+    """Predicts the expected return; with several critics, uses the lowest (arXiv 1802.09477)."""
 
     huber_delta: TunableOrNone = tunable(
         default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1."
@@ -53,7 +53,7 @@ class C51:
     num_atoms: int = field(default=51, low=2, doc="number of atoms, `N`. Usual: 51 to 251.")
 
     def support(self, discount: float) -> tuple[float, float]:
-        """The lowest and the highest atom."""
+        """Returns the lowest and the highest atom."""
         v_min = -1 / (1 - discount) if self.v_min is None else self.v_min
         return v_min, 1 / (1 - discount) if self.v_max is None else self.v_max
 
@@ -79,13 +79,13 @@ class IQN:
 
 @option
 class TQC:
-    """Predicts quantiles, the largest of which are no targets (Kuznetsov et al., 2020, arXiv 2005.04269)."""
+    """Predicts quantiles; targets drop the largest ones (Kuznetsov et al., 2020, arXiv 2005.04269)."""
 
     num_quantiles: int = field(default=25, low=2, doc="quantiles of a critic, `N`. Usual: 25, with 5 critics.")
     num_dropped: int = field(default=2, low=0, doc="largest quantiles per critic that are no targets. Usual: 2.")
 
     def check(self) -> None:
-        """Raises ValueError unless some quantiles are targets."""
+        """Raises ValueError if targets would drop all quantiles."""
         if self.num_dropped >= self.num_quantiles:
             raise ValueError(
                 f"TQC.num_dropped={self.num_dropped} leaves no target of the num_quantiles={self.num_quantiles} quantiles of a "
@@ -95,17 +95,17 @@ class TQC:
 
 @option
 class Greedy:
-    """Targets take the largest value of the target network."""
+    """Targets use the largest value of the target network."""
 
 
 @option
 class Double:
-    """Targets take the target network's value of the action that the online network prefers (arXiv 1509.06461)."""
+    """Targets use the target network's value of the online network's greedy action (arXiv 1509.06461)."""
 
 
 @option
 class Munchausen:
-    """Log-policies are rewards, and targets average over all actions (M-DQN, Vieillard et al., 2020, arXiv 2007.14430)."""
+    """Adds the log-policy to rewards; targets average over all actions (M-DQN, Vieillard et al., 2020, arXiv 2007.14430)."""
 
     scale: Tunable = tunable(default=0.9, low=0, high=1, doc="weight of the log-policies. Usual: 0.9.")
     temperature: Tunable = tunable(default=0.03, above=0, doc="of the policy, in units of values. Usual: 0.03.")
@@ -114,7 +114,7 @@ class Munchausen:
 
 @option
 class Prioritized:
-    """Draws larger TD errors more often (Schaul et al., 2016, arXiv 1511.05952)."""
+    """Samples steps with larger TD errors more often (Schaul et al., 2016, arXiv 1511.05952)."""
 
     alpha: Tunable = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
     beta: TunableOrNone = tunable(
@@ -124,7 +124,7 @@ class Prioritized:
 
 @option
 class Replay:
-    """A buffer of steps, from which batches are drawn."""
+    """A buffer of steps, from which batches are sampled."""
 
     capacity: int = field(default=20_000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
@@ -136,7 +136,7 @@ class Replay:
 
 @option
 class Hindsight:
-    """Some of the sampled steps get goals that were achieved later (HER, Andrychowicz et al., 2017, arXiv 1707.01495)."""
+    """Replaces the goals of some sampled steps with goals achieved later (HER, Andrychowicz et al., 2017, arXiv 1707.01495)."""
 
     share: float = field(default=0.8, above=0, high=1, doc="share of sampled steps with such goals. Usual: 0.8.")
     by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')

@@ -55,12 +55,12 @@ class PPOState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    key: jax.Array  # the learner's, which shuffles, []
-    actor_keys: jax.Array  # one per environment, which samples actions, [E]
+    key: jax.Array  # of the learner, for shuffling, []
+    actor_keys: jax.Array  # keys for sampling actions, one per environment, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
-    value_size: TargetScale | tuple[()] = ()  # how large the critic's targets are, if values are scaled
+    value_size: TargetScale | tuple[()] = ()  # the running size of the critic's targets, if values are normalized
 
 
 @config("ppo", privileged=True)
@@ -97,7 +97,7 @@ class PPO:
     normalize_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
 
     def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `unroll_length`, or `num_envs` with a recurrent core."""
+        """Raises ValueError unless `num_minibatches` divides `unroll_length` (with a recurrent core, `num_envs`)."""
         check_minibatches(self)
 
     def build(self, env: Environment) -> Agent:
@@ -135,7 +135,7 @@ class PPO:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors note the values of the last observations: numbers cross to the learner, and neither observations nor carries.
+        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_notes(network, params, final_obs, carries, truncated)

@@ -1,4 +1,4 @@
-"""PQN (Gallici et al., 2024, arXiv 2407.04811): Q-learning in parallel environments, without a buffer and a target network.
+"""PQN (Gallici et al., 2024, arXiv 2407.04811): Q-learning in parallel environments, without a buffer or a target network.
 
 Layer normalization keeps the values from diverging. In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and
 `A` the number of actions. A minibatch holds some time steps of all environments. With a recurrent core, it holds whole unrolls
@@ -56,8 +56,8 @@ class PQNState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    key: jax.Array  # the learner's, which shuffles, []
-    actor_keys: jax.Array  # one per environment, which explores, [E]
+    key: jax.Array  # of the learner, for shuffling, []
+    actor_keys: jax.Array  # keys for exploration, one per environment, [E]
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
@@ -75,7 +75,7 @@ class Experience(NamedTuple):
 
     @property
     def is_first(self) -> jax.Array:
-        """Where a carry is cleared within the unroll: at the first step of an episode; before the unroll it was. bool"""
+        """Where to clear the carry: at first steps of episodes, except at the start of the unroll (already cleared). bool"""
         return first_steps(self.terminated | self.truncated)
 
 
@@ -108,7 +108,7 @@ class PQN:
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: False.")
 
     def check(self) -> None:
-        """Raises ValueError unless `num_minibatches` divides `unroll_length`, or `num_envs` with a recurrent core."""
+        """Raises ValueError unless `num_minibatches` divides `unroll_length` (with a recurrent core, `num_envs`)."""
         check_minibatches(self)
 
     def build(self, env: Environment) -> Agent:
@@ -132,7 +132,7 @@ class PQN:
         )
 
         def values(params: Any, obs: Any, carry: Carry) -> tuple[jax.Array, Carry]:
-            """The values `[N, A]` of actions, -inf of illegal ones, in observations `[N, ...]`; and the carries after these."""
+            """Returns action values `[N, A]` in observations `[N, ...]`, -inf for illegal actions; and the new carries."""
             outputs, carry = network.step(params, obs, carry)
             return only_legal(outputs, obs), carry
 
@@ -150,7 +150,7 @@ class PQN:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+        # The actors compute the values of the last observations, so that the learner does not receive these observations.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             largest = lambda params, final: values(params, *final)[0].max(-1)  # noqa: E731
@@ -158,7 +158,7 @@ class PQN:
 
         @fragment(role="learner")
         def lambda_targets(params, t, bootstrap_value, carry):
-            """The returns Q(lambda) of the greedy policy, `lambda_return` for steps that are `present`. `[T, E]`"""
+            """Returns the Q(lambda) targets of the greedy policy: `lambda_return` for valid (`present`) steps. `[T, E]`"""
             value = only_legal(network.unroll(params, t.obs, t.is_first, carry)[0], t.obs).max(-1)
             next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
             return value + gae(

@@ -1,4 +1,4 @@
-"""QMIX and VDN: values of joint actions from values of every agent's actions.
+"""QMIX and VDN: the values of joint actions, computed from the values of each agent's actions.
 
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
 observations and joint actions, and learns from replayed sequences as R2D2 does; the loop over environments is in
@@ -118,7 +118,7 @@ class QMIX:
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
         def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
-            """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
+            """Returns the values of joint actions `[...]` from those of the agents `[..., A]`; absent agents add nothing."""
             return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
 
         @fragment(role="actor")
@@ -130,7 +130,7 @@ class QMIX:
             carry, joint = reset_carry(is_first, carry), view.observe(obs)
             values, next_carry = network.step(params["agents"], joint, carry)
             greedy = only_legal(values, joint.obs).argmax(-1).astype(jnp.int32)
-            # Every agent explores by itself.
+            # Every agent explores independently.
             keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
             rows, keys, best = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (joint.obs, keys, greedy))
             action = epsilon_greedy(self.exploration, best, keys, steps, rows, action_space.n, buffer.min_size)
@@ -247,19 +247,19 @@ VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the
 
 
 def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
-    """The values `[..., A]` of actions `[..., A]`, from those of all actions `[..., A, N]`."""
+    """Gathers the values `[..., A]` of actions `[..., A]` from those of all actions `[..., A, N]`."""
     return jnp.take_along_axis(values, action[..., None], -1)[..., 0]
 
 
 def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
-    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`."""
+    """Makes a network from `JointObservation`s to the action values `[..., A, N]` of all agents; carries are `[..., A, H]`."""
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
     one = recurrent_network(space, lambda torso: value_heads(torso, action_space, config, dueling=config.dueling), config)
 
     def init(key: jax.Array) -> Any:
-        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
         return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
 
     def seen(joint: Any) -> Any:
@@ -276,7 +276,7 @@ def agent_values(observation_space: Space, action_space: Discrete, num_agents: i
         obs = seen(joint)
         if not shared:
             return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
-        # The agents of an environment are rows of the one network.
+        # The agents of an environment are rows of the shared network.
         length, batch = is_first.shape
         rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
         carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
@@ -292,7 +292,7 @@ def sum_mixer() -> Network:
 
 
 def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
-    """The mixer of QMIX, of values `[..., A]` and states `[..., S]`, which never falls if a value rises (1803.11485, 4.1)."""
+    """Makes the mixer of QMIX, of values `[..., A]` and states `[..., S]`, monotonic in every value (1803.11485, 4.1)."""
     module = _Monotonic(num_agents, mixing_size, hyper_size)
     inputs = [jnp.zeros((1, size), jnp.float32) for size in (num_agents, state_size)]
     init = lambda key: module.init(key, *inputs)  # noqa: E731
@@ -300,9 +300,9 @@ def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper
 
 
 class _Monotonic(nn.Module):
-    """The mixer of QMIX, but with `h + elu(h)` where the paper has `elu(h)`.
+    """The mixer of QMIX, with `h + elu(h)` instead of the paper's `elu(h)`.
 
-    The latter is flat where values are negative, as where rewards are costs, and agents learn little there.
+    `elu(h)` is flat where values are negative, for example if rewards are costs, and agents learn little there.
     """
 
     num_agents: int

@@ -4,7 +4,7 @@
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `memory_size`, `L` is
 `trace_length` and `S` the length of a window. A window has three parts. The first `burn_in` steps only refresh the stored
-carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
+carry. The loss is computed over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The algorithms by name: their configs, presets of them, and which of them fits an environment."""
+"""Looks up algorithms by name, makes their configs, and checks whether they support an environment."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _WITH_CORE = {"dqn": "r2d2", "apex_dqn": "r2d2"}
 
 
 def names() -> list[str]:
-    """The names of all algorithms."""
+    """Returns the names of all algorithms."""
     return sorted(ALGORITHMS)
 
 
@@ -34,15 +34,15 @@ def get(algorithm: str | type) -> type:
     """Looks up the config of an algorithm.
 
     Args:
-      algorithm: its name; the path of a file that has its config (`my_ppo.py`, or `my_ppo.py:PPO` if it has several);
-        `MODULE:CLASS` of a config that is defined elsewhere; or the config.
+      algorithm: its name; the path of a file with its config (`my_ppo.py`, or `my_ppo.py:PPO` if the file has several configs);
+        `MODULE:CLASS` of a config that is defined elsewhere; or the config class.
 
     Returns:
       The config, a class.
 
     Raises:
-      TypeError: if it is neither.
-      ValueError: on an unknown name; the message suggests the nearest one. On a file that has no such config, or cannot be run.
+      TypeError: if it is none of these.
+      ValueError: if the name is unknown (the message suggests the nearest one), or the file fails to run or has no such config.
     """
     if _is_config(algorithm):
         assert isinstance(algorithm, type)
@@ -71,14 +71,14 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     """Makes the config of a run.
 
     Args:
-      algorithm: what `get` takes, or a config whose fields are the defaults.
-      overrides: fields to replace; those of options have dotted names, such as `exploration.base`.
+      algorithm: an argument of `get`, or a config whose fields are the defaults.
+      overrides: fields to replace; fields of options have dotted names, such as `exploration.base`.
 
     Returns:
       The config.
 
     Raises:
-      ValueError: on an unknown algorithm or field (the message suggests the nearest one), and on an invalid value.
+      ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
     """
     given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
     source: Any = type(algorithm) if given else algorithm
@@ -98,7 +98,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def check_env(config: Any, env: Any) -> None:
-    """Raises TypeError unless an algorithm can train in an environment, ValueError if JAX may not promote dtypes or ranks."""
+    """Raises TypeError unless the algorithm supports the environment, ValueError if JAX may not promote dtypes or ranks."""
     check_made(env)
     for setting, default in {"dtype": "standard", "rank": "allow"}.items():
         if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):

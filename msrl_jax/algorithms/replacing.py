@@ -1,4 +1,4 @@
-"""Configs with other values of some fields, those of their options included."""
+"""Replaces values in configs, including fields of their options."""
 
 import copy
 import dataclasses
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def with_options(config: Any) -> list[Any]:
-    """A config, and the options in it."""
+    """Returns a config and the options in it."""
     held = [getattr(config, f.name) for f in dataclasses.fields(config)]
     return [config, *(part for each in held if is_option(each) for part in with_options(each))]
 
 
 def with_values(config: T, values: Mapping[str, Any]) -> T:
-    """A config with other values of some fields, whose names may be dotted; raises ValueError if one does not fit."""
+    """Replaces fields of a config, whose names may be dotted; raises ValueError if a value is invalid."""
     return _replaced(type(config).__name__, config, values, dataclasses.replace)
 
 
 def with_traced(config: T, values: Mapping[str, Any]) -> T:
-    """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
+    """Replaces fields of a config with traced numbers, without checks; the numbers must have been checked before."""
 
     def replace(config: Any, **values: Any) -> Any:
         traced = copy.copy(config)

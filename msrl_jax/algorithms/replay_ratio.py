@@ -1,4 +1,4 @@
-"""Runs with a replay buffer: whether they learn at all, and how many updates they make per environment step."""
+"""Checks for runs with a replay buffer: whether they learn at all, and their replay ratio (updates per environment step)."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from msrl_jax.algorithms.agent import Agent
 
 
 def check_learns(agent: Agent, steps: int) -> None:
-    """Raises ValueError if a run of so many steps ends before the first update."""
+    """Raises ValueError if a run of `steps` environment steps ends before the first update."""
     if steps < agent.learning_starts:
         each = agent.steps_per_iteration
         raise ValueError(
@@ -17,10 +17,10 @@ def check_learns(agent: Agent, steps: int) -> None:
 
 
 def replay_ratio(agent: Agent, config: Any) -> str:
-    """The updates per environment step of an agent with a replay buffer, in words; and those of the config's defaults."""
+    """Describes the updates per environment step of an agent with a replay buffer, and those of the config's defaults."""
     found = agent.updates_per_iteration / agent.steps_per_iteration
     text = f"replay ratio: {found:.3g} updates per environment step"
-    if not hasattr(config, "num_updates"):  # several teams, each with a config of its own
+    if not hasattr(config, "num_updates"):  # several teams, each with its own config
         return text
     text += f", of batch_size={config.batch_size}"
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}

@@ -1,6 +1,6 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
 
-In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update takes all gradients at the same
+In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update computes all gradients at the same
 parameters, so that devices exchange gradients once. The papers update the critics first.
 """
 
@@ -98,7 +98,7 @@ class SAC:
     )
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, and the distribution of the critics has limits and targets."""
+        """Raises ValueError if `data`, the recurrent core, the limits of atoms, or `batch_norm` do not fit the other fields."""
         check_data(self)
         check_core(self)
         check_support(self)
@@ -130,9 +130,9 @@ class SAC:
             return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
         def consider(distribution, obs, temperature, keys):
-            """What critics see of a policy, and the function from values to soft values `[B]` and log-probabilities `[B]`.
+            """Returns the critics' inputs, and a function from values to soft values `[B]` and log-probabilities `[B]`.
 
-            They are those of drawn actions, or expectations if actions are discrete.
+            Soft values and log-probabilities are those of sampled actions, or expectations if actions are discrete.
             """
             if isinstance(distribution, Categorical):
 
@@ -273,7 +273,7 @@ class SAC:
             return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-            # Outside of training, nothing needs what the critics' core remembers.
+            # Outside of training, nothing uses the carry of the critics' core.
             seen, carry = step_cores({"actor": policy}, state.params, see(state.observations, obs), carry)
             return to_env_action(choose(policy.apply(state.params["actor"], seen), key)), carry
 

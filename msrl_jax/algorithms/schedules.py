@@ -2,12 +2,12 @@
 
 A tunable field takes a number, or
 
-    linear:FROM[:TO]   falls, or rises, linearly from FROM to TO, which is 0 if left out, over the run
+    linear:FROM[:TO]   changes linearly from FROM to TO (0 by default) over the run
     cosine:FROM[:TO]   the same along half a cosine (Loshchilov and Hutter, 2017, arXiv 1608.03983)
-    a function         of the progress, a scalar array from 0 to 1, that returns a number; or MODULE:NAME of one
+    a function         from the progress, a scalar array from 0 to 1, to a number; or its MODULE:NAME
 
-A text may end with `,warmup=SHARE`: over that share of the run, the number rises linearly from 0 first. A learning rate that is
-`kl:TARGET` is no schedule: it changes after what the updates do (`optimizers.adapted`).
+A text may end with `,warmup=SHARE`: the number first rises linearly from 0 over that share of the run. A learning rate
+`kl:TARGET` is not a schedule: it adapts to the updates (`divergence.adapted`).
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class Ramp:
     warmup: float = 0.0
 
     def __call__(self, progress: Any) -> Any:
-        """The value at a progress."""
-        xp: Any = np if type(progress).__module__ == "numpy" else jnp  # no device is touched for a NumPy array
+        """Returns the value at a progress."""
+        xp: Any = np if type(progress).__module__ == "numpy" else jnp  # a NumPy array needs no device
         done = xp.clip((progress - self.warmup) / (1 - self.warmup), 0.0, 1.0)
         left = (1 + xp.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
         value = (self.start - self.end) * left + self.end
@@ -75,13 +75,13 @@ def _takes_one(value: Any) -> bool:
 
 
 def is_adaptive(value: Any) -> bool:
-    """Whether a learning rate is one that adapts."""
+    """Whether a learning rate is adaptive."""
     return isinstance(value, str) and value.partition(":")[0] == "kl"
 
 
 @functools.cache
 def read(given: Any) -> Schedule:
-    """The schedule of a text or a function; raises ValueError, with what to use, if it is none."""
+    """Returns the schedule of a text or a function; raises ValueError, which says what to use, if it is invalid."""
     if not isinstance(given, str):
         return given
     if not is_ramp(given):
@@ -95,7 +95,7 @@ def read(given: Any) -> Schedule:
 
 @functools.cache
 def read_kl(given: str) -> KL:
-    """The target of an adaptive learning rate; raises ValueError, with what to use, if it is none."""
+    """Returns the target of an adaptive learning rate; raises ValueError, which says what to use, if it is invalid."""
     _, listed, named = _numbers(given, _KL_FORM, 1, ("start", "low", "high"))
     made = KL(*listed, **named)
     if not (made.target > 0 and 0 < made.low <= made.start <= made.high):
@@ -117,7 +117,7 @@ def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[s
 
 
 def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
-    """What to use in place of a text or a function that is no schedule; None if it is one. Functions are not called yet."""
+    """Says what to use instead of an invalid schedule; None if it is valid. Does not call functions yet."""
     if not isinstance(given, str):
         return None
     kind, _, text = given.partition(":")
@@ -132,7 +132,7 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
 
 
 def kl_remedy(text: Any) -> str | None:
-    """What to use in place of the text of an adaptive learning rate; None if it is one."""
+    """Says what to use instead of an invalid adaptive learning rate; None if it is valid."""
     try:
         read_kl(text)
     except ValueError as error:
@@ -140,13 +140,13 @@ def kl_remedy(text: Any) -> str | None:
 
 
 def given(config: Any) -> dict[str, Any]:
-    """The schedules of a config as they are given, by field."""
+    """Returns the schedules of a config as given, by field."""
     values = {name: value_of(config, name) for name in tunable_fields(config)}
     return {name: value for name, value in values.items() if is_schedule(value)}
 
 
 def check(config: Any) -> dict[str, Schedule]:
-    """The schedules of a config, all values of which are in the bounds of their fields; raises ValueError if one is not."""
+    """Returns the schedules of a config; raises ValueError if a value is not within the bounds of its field."""
     found = {name: read(value) for name, value in given(config).items()}
     bounds = {name: f.metadata.get("bounds", {}) for name, f in all_fields(config).items()}
     for name, schedule in found.items():
@@ -157,14 +157,14 @@ def check(config: Any) -> dict[str, Schedule]:
 
 
 def at(schedule: Schedule, progress: float) -> float:
-    """The value of a schedule, as a Python number."""
+    """Returns the value of a schedule as a Python number."""
     with jax.ensure_compile_time_eval():
         return float(schedule(np.float32(progress) if isinstance(schedule, Ramp) else jnp.float32(progress)))
 
 
 @functools.cache
 def _table(schedule: Schedule, where: str) -> np.ndarray:
-    """The values of a schedule on a grid of progresses."""
+    """Returns the values of a schedule on a grid of progress values."""
     if isinstance(schedule, Ramp):
         return schedule(_GRID)
     try:
@@ -180,9 +180,9 @@ def _table(schedule: Schedule, where: str) -> np.ndarray:
 
 
 def _wrong_value(name: str, values: np.ndarray, bounds: Mapping[str, float]) -> str | None:
-    """The first value that is not finite or not in the bounds, in words; None if there is none.
+    """Describes the first value that is not finite or not within the bounds; None if all are valid.
 
-    The end of a run is never reached, so a bound itself may stand there; and the steps of a learning rate may begin with 0.
+    A run never reaches its end, so the last value may equal an exclusive bound; and a learning rate may start at 0.
     """
     for progress, value in zip(_GRID, values, strict=True):
         closed = _CLOSED if progress == 1 or name == "learning_rate" else {}

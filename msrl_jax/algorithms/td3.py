@@ -1,6 +1,6 @@
 """Twin delayed deep deterministic policy gradients (Fujimoto et al., 2018, arXiv 1802.09477), and DDPG.
 
-In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update takes all gradients at the same
+In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update computes all gradients at the same
 parameters, so that devices exchange gradients once. The paper updates the critics first.
 """
 
@@ -106,7 +106,7 @@ class TD3:
     noise_clip: Tunable = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError unless the data are some, the critics have limits and targets, and the noise does not fall."""
+        """Raises ValueError if `data`, the core or the limits of atoms do not fit, or `max_exploration_noise` is too small."""
         check_data(self)
         check_core(self)
         check_support(self)
@@ -264,7 +264,7 @@ class TD3:
             return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-            # Outside of training, nothing needs what the critics' core remembers.
+            # Outside of training, nothing uses the carry of the critics' core.
             seen, carry = step_cores({"actor": actor}, state.params, see(state.observations, obs), carry)
             return to_env_action(policy(state.params["actor"], seen)), carry
 

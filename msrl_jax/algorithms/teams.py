@@ -1,4 +1,4 @@
-"""Several teams in one environment, each with its own algorithm, all trained at once."""
+"""Several teams in one environment, each with its own algorithm, trained simultaneously."""
 
 import dataclasses
 import fnmatch
@@ -47,7 +47,7 @@ class Teams:
     )
 
     def check(self) -> None:
-        """Raises ValueError unless every team has an algorithm for teams and fields that it has; puts teams into texts."""
+        """Raises ValueError unless every team has a multi-agent algorithm with valid fields; converts teams to texts."""
         given = self.teams.split() if isinstance(self.teams, str) else self.teams
         if not isinstance(given, list | tuple | Mapping):
             raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
@@ -63,7 +63,7 @@ class Teams:
         return any(getattr(entry.config, "anneal_learning_rate", False) for entry in self.entries())
 
     def entries(self) -> list["Entry"]:
-        """The teams, read and checked."""
+        """Parses and checks the teams."""
         return [_entry(*_split(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
@@ -93,8 +93,8 @@ class Entry:
     """A team of a config."""
 
     name: str
-    patterns: tuple[str, ...]  # of the names of its agents; those that begin with its own name if there are none
-    config: Any  # of its algorithm; None for random actions
+    patterns: tuple[str, ...]  # patterns of its agents' names; if empty, names that start with the team's name
+    config: Any  # config of its algorithm; None for random actions
 
     def fits(self, agent: str) -> bool:
         """Whether an agent belongs to the team, by its name."""
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The team as `TEAM=ALGORITHM:field=value,...`."""
+        """Returns the team as `TEAM=ALGORITHM:field=value,...`."""
         fields = ["agents=" + "|".join(self.patterns)] if self.patterns else []
         changed = _changed(self.config) if self.config else {}
         for name, value in changed.items():
@@ -119,7 +119,7 @@ class Entry:
 
 
 def _split(text: Any) -> tuple[str, str]:
-    """The name and the rest of the text of a team."""
+    """Splits the text of a team into its name and the rest."""
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
         raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
     team, _, rest = text.partition("=")
@@ -127,13 +127,13 @@ def _split(text: Any) -> tuple[str, str]:
 
 
 def named_by(text: str) -> tuple[str, dict[str, Any]]:
-    """The name of the algorithm in the text of a team, and its fields; raises ValueError if it cannot be read."""
+    """Returns the algorithm's name and the fields in the text of a team; raises ValueError if the text is invalid."""
     return parse_spec(_without_agents(*_split(text))[0], prefixes=True)
 
 
 def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
-    """Reads a team from a text or a config; raises ValueError if it cannot be one."""
-    if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # it is also in names of metrics
+    """Parses a team from a text or a config; raises ValueError if it is invalid."""
+    if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # the name is part of metric names
         raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
     where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
     kind: Any = None
@@ -163,7 +163,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
 
 
 def _changed(config: Any) -> dict[str, Any]:
-    """The fields of a config that are not the defaults."""
+    """Returns the fields of a config that differ from the defaults."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -184,7 +184,7 @@ def _without_agents(team: str, text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
-    """The numbers of the agents of each team; raises ValueError unless every agent has one team, and every team agents."""
+    """Returns the agent indices of each team; raises ValueError unless every agent has one team, and every team has agents."""
     members: dict[str, tuple[int, ...]] = {}
     known = f"the agents of {env} are {', '.join(agents)}"
     for entry in entries:
@@ -209,7 +209,7 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
 
 
 def _build_team(entry: Entry, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
-    """Builds a team of agents with these numbers; errors name it."""
+    """Builds a team of the agents with the indices `members`; errors name the team."""
     if entry.config is None:
         return random_team(venv, len(members), run.unroll_length, seed=members[0])
     try:
@@ -219,9 +219,9 @@ def _build_team(entry: Entry, venv: VectorizedAgents, members: tuple[int, ...], 
 
 
 def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int, seed: int) -> Team:
-    """A team of uniformly random legal actions, also outside of training, where its carry counts steps to draw keys.
+    """Makes a team that takes uniformly random legal actions, also outside of training, where its carry counts steps for keys.
 
-    The seed is for actions without a key, which would otherwise be those of other such teams.
+    The seed is used for actions without a key, so that random teams do not act identically.
     """
     space = check_policy_space(venv.action_space)
 
@@ -230,7 +230,7 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int, see
         return split_keys(keys, unroll_length)
 
     def sample(obs: Any, keys: jax.Array) -> jax.Array:
-        """Random actions `[E, A, ...]`, one key for every environment `[E]`."""
+        """Draws random actions `[E, A, ...]`, with one key per environment `[E]`."""
         keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
         return jax.vmap(lambda keys, obs: uniform_actions(keys, space, obs))(keys, obs)
 

@@ -1,6 +1,6 @@
-"""Transformations of agents: what all of them share, the one that follows schedules, and the one that counts iterations.
+"""Transformations of agents: common code, and the transformations for schedules and for counting iterations.
 
-What widens a run is a function from agent to agent. It has one state type, a NamedTuple with the state that it wraps in its
+A transformation is a function from agent to agent. It has one state type, a NamedTuple that keeps the wrapped state in the
 field `inner`.
 """
 
@@ -18,17 +18,17 @@ from msrl_jax.fragments import counters, fragment
 from msrl_jax.fragments.counters import Counter
 from msrl_jax.fragments.progress import Progress, parameter_age, parameter_version
 
-# What JAX raises if Python needs the value of an array in a trace.
+# Exceptions that JAX raises if Python code needs the value of a traced array.
 BRANCHES = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
 )  # fmt: skip
 
 
 def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., Any], axes: Any) -> Agent:
-    """An agent whose state holds that of another one in its field `inner`, and which acts like it.
+    """Wraps an agent: keeps the wrapped state in the field `inner` of the new state, and acts like the wrapped agent.
 
     Args:
-      agent: the other one.
+      agent: the agent to wrap.
       init: `key -> state`.
       iteration: the new iteration.
       axes: the logical axes of the state.
@@ -45,7 +45,7 @@ class Scheduled(NamedTuple):
     """The state of an agent whose config has schedules."""
 
     inner: Any  # the state of the agent
-    numbers: dict[str, jax.Array]  # the values in force in the last iteration, with which it acts. shape=() each, float32
+    numbers: dict[str, jax.Array]  # the values of the last iteration, used for acting. shape=() each, float32
 
 
 _NOTE = (
@@ -55,16 +55,16 @@ _NOTE = (
 
 
 def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[str, Schedule]) -> Agent:
-    """An agent whose config changes over the run: that of every iteration has the values of the schedules.
+    """Makes an agent whose config follows schedules: each iteration uses their current values.
 
-    The values depend on the count alone, so every placement computes them for itself, outside of the loops of an iteration.
+    The values depend only on the iteration count, so every placement computes them itself, outside of an iteration's loops.
 
     Args:
       build: makes the agent from the values by name.
-      schedules: functions of the progress, checked before.
+      schedules: functions of the progress, already checked.
 
     Returns:
-      The agent; that of `build({})` if there are no schedules.
+      The agent; `build({})` without schedules.
     """
     if not schedules:
         return build({})
@@ -95,7 +95,7 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
 
 
 class Counted(NamedTuple):
-    """The state of a run with its count."""
+    """The state of a run with its iteration count."""
 
     inner: Any  # the state of the agent
     count: Counter  # iterations done  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -104,21 +104,21 @@ class Counted(NamedTuple):
 
 @fragment(role="learner", name="count")
 def _next_version(count: Counter, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The next version of the parameters, and the age of those that acted."""
+    """Returns the next version of the parameters, and the age of the acting parameters."""
     return count.low + 1, parameter_age(count, seen)
 
 
 def counted(agent: Agent, iterations: int | None = None) -> Agent:
-    """Counts the iterations of an agent, and tells them to it: `iteration(state) -> (state, metrics)`, ready to compile.
+    """Counts the iterations of an agent and passes the count to it: `iteration(state) -> (state, metrics)`, ready to compile.
 
-    The count depends on no fragment, so every placement counts for itself, and nobody waits for it.
+    The count does not depend on fragments, so every placement counts independently, without communication.
 
     Args:
       agent: the agent.
-      iterations: iterations of the whole run, over which schedules fall or rise; None if that is not known.
+      iterations: iterations of the whole run, for schedules; None if unknown.
 
     Returns:
-      The agent, with the state `Counted`. Its metrics have the age of the acting parameters, `parameter_age`.
+      The agent, with the state `Counted`. Its metrics include the age of the acting parameters, `parameter_age`.
     """
     acts = agent.unit == "environment steps"
 

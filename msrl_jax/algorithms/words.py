@@ -1,6 +1,7 @@
-"""What stands for something else in a config: schedules, optimizers, networks and cores, as text or as your own objects.
+"""Resolves config values that refer to schedules, optimizers, networks and cores, as text or as custom objects.
 
-A config keeps what it was given, which files and command lines can say. `build` puts what algorithms take in its place.
+A config keeps the given values, which files and command lines can express. `build` replaces them with the objects that
+algorithms use.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
       The agent.
 
     Raises:
-      TypeError, ValueError: if something in the config is not what it should be, or does not fit the environment.
+      TypeError, ValueError: if a value in the config is invalid, or does not fit the environment.
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"build({shown(config)}, env): give a config, such as PPO(learning_rate=3e-4)")
@@ -58,7 +59,7 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
 
 
 def objects(config: Any) -> Any:
-    """A config with what algorithms take in place of what stands for it; schedules stay as they are."""
+    """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
     own: dict[str, Any] = {}
     if not is_name(network := getattr(config, "network", "auto")):
         own["network"] = as_network(network)
@@ -72,12 +73,12 @@ def objects(config: Any) -> Any:
 
 
 def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
-    """A config with numbers in place of its schedules; a learning rate that had one does not fall besides."""
+    """Replaces the schedules of a config with numbers; a scheduled learning rate is not annealed in addition."""
     return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
 def check(config: Any) -> dict[str, schedules.Schedule]:
-    """Raises ValueError if something in a config is none of what it may stand for; returns its schedules, by field."""
+    """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
     for name, f in all_fields(config).items():
         value, tunable = value_of(config, name), f.metadata.get("tunable")
         if name == "optimizer" and _has_optimizer(config):
@@ -95,7 +96,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
             raise ValueError(f"{type(config).__name__}.{name}={shown(value)}: use {remedy}")
     found = schedules.check(config)
     usual = {name: f.default for name, f in all_fields(config).items() if name in found}
-    for progress in (0.0, 1.0) if found else ():  # a function is not called where the fields are compared with each other
+    for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
         ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
         for part in with_options(with_traced(config, usual | ramps)):
             if hasattr(part, "check"):
@@ -104,7 +105,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
 
 
 def check_fits(config: Any) -> None:
-    """Raises ValueError if a field has no effect beside an optimizer or a core, and another value than its default."""
+    """Raises ValueError if a field that the optimizer, the learning rate or the core makes unused differs from its default."""
     if is_own(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
         check_unused(config, _PARTS, because)
@@ -121,18 +122,18 @@ def _has_optimizer(config: Any) -> bool:
 
 
 def _adaptive() -> list[str]:
-    """The names of the algorithms whose learning rate may adapt to the KL divergence of their updates."""
+    """Returns the names of the algorithms whose learning rate may adapt to the KL divergence of updates."""
     configs: Mapping[str, Any] = ALGORITHMS
     return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
 
 
 def is_own(optimizer: Any) -> bool:
-    """Whether an optimizer of a config is a transformation of the user, or the name of one."""
+    """Whether the optimizer of a config is a custom transformation, or the name of one."""
     return not isinstance(optimizer, str) or (":" in optimizer and optimizer.partition(":")[0] not in NAMED)
 
 
 def _optimizer_remedy(optimizer: Any) -> str | None:
-    """What to use in place of a value that is no optimizer of a config; None if it may be one."""
+    """Says what to use instead of an invalid optimizer; None if it may be valid."""
     if not isinstance(optimizer, str):
         fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needed(optimizer))
         return None if fits else _MADE
@@ -145,7 +146,7 @@ def _optimizer_remedy(optimizer: Any) -> str | None:
 
 
 def _wrong_parameter(name: str, text: str) -> str | None:
-    """What to use in place of the parameters of a named optimizer."""
+    """Says what to use instead of invalid parameters of a named optimizer."""
     known, form = _parameters(NAMED[name]), f"{name}:parameter=value,parameter=value"
     try:
         given = read_values(text, wrong=form)
@@ -165,14 +166,14 @@ def _wrong_parameter(name: str, text: str) -> str | None:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of an optimizer that are numbers, with their defaults."""
+    """Returns the numeric parameters of an optimizer, with their defaults."""
     no_numbers = ("learning_rate", "mask", "dtype", "dimension_numbers")
     found = inspect.signature(function).parameters
     return {n: p.default for n, p in found.items() if isinstance(p.default, float | int | None) and not n.endswith(no_numbers)}
 
 
 def _needed(function: Callable[..., Any]) -> bool:
-    """Whether a function needs arguments."""
+    """Whether a function has required arguments."""
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError):
@@ -191,7 +192,7 @@ def _named_optimizer(text: str) -> Named:
 
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:
-    """A transformation of the user, which says in words what does not fit when it is first traced."""
+    """Makes a custom transformation, which raises clear errors when it is first traced."""
     what: Any = naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
     name = f"optimizer={checks.name_of(given)}"
     if callable(what) and not _needed(what):
@@ -203,7 +204,7 @@ def _own_optimizer(given: Any) -> optax.GradientTransformation:
 
     def init(params: Any) -> Any:
         try:
-            state = jax.tree.map(jnp.copy, what.init(params))  # two leaves that are one array cannot be donated
+            state = jax.tree.map(jnp.copy, what.init(params))  # leaves that share an array cannot be donated
             updates, after = jax.eval_shape(what.update, params, state, params)
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error).strip()}"

@@ -1,5 +1,5 @@
-"""Reports: pages and figures of runs (`runs_page`, `plot_runs`), where time goes (`profile`), what recipes reach (`reproduce`),
-how fast algorithms train (`bench`), how plans scale with devices (`scaling`).
+"""Reports: pages and figures of runs (`runs_page`, `plot_runs`), profiles (`profile`), reproduction of recipes (`reproduce`),
+training speed (`bench`), and scaling of plans with devices (`scaling`).
 """
 
 from msrl_jax.report import bench as bench

@@ -23,7 +23,7 @@ from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.prepare import make_experiment
 
-_CHUNK_SECONDS = 0.25  # hides the host's work between chunks, and is short enough for slow settings
+_CHUNK_SECONDS = 0.25  # long enough to hide the host's work between chunks, short enough for slow settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Measurement:
     steps_per_second: float  # environment steps per second, median of `runs`
     updates_per_second: float  # gradient steps per second at that rate, skipped steps (`target_kl`) included
     runs: tuple[float, ...]  # environment steps per second of every timed run
-    # The same of the plain `jax.jit(jax.lax.scan(...))`, in the order of `runs`; None if not measured.
+    # The same for the plain `jax.jit(jax.lax.scan(...))`, in the order of `runs`; None if not measured.
     jit_steps_per_second: float | None = None
     jit_runs: tuple[float, ...] = ()
     ratio: float | None = None  # `steps_per_second / jit_steps_per_second`
-    # Floating point operations of one iteration by XLA's cost analysis, and bytes accessed; None if the policy does not fuse
-    # the loop; and those of the plain program.
+    # Floating point operations and bytes accessed in one iteration, from XLA's cost analysis, and those of the plain program;
+    # None if the policy does not fuse the loop.
     flops: float | None = None
     jit_flops: float | None = None
     bytes: float | None = None
     jit_bytes: float | None = None
-    # Programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the loop, as are the
-    # times: processor time of the host per instruction, the part of it outside of calls of JAX, and for one call of a jitted
-    # function, the mean over the programs.
+    # Programs, transfers and allocations that the host dispatches per iteration. Then times: host processor time per
+    # instruction, the part of it outside of JAX calls, and the time of one call of a jitted function, averaged over the
+    # programs. All are None if the policy fuses the loop.
     instructions: int | None = None
     instruction_microseconds: float | None = None
     python_microseconds: float | None = None
@@ -72,7 +72,7 @@ class Measurement:
 
 
 class Runner:
-    """Trains in this process in chunks of iterations; every call continues where the last one ended."""
+    """Trains in this process in chunks of iterations; every call resumes where the last one ended."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
         """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
@@ -93,9 +93,9 @@ class Runner:
 
 
 def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
-    """What `run(seconds)` of each runner returns, steps per second, in `repeats` turns.
+    """Calls `run(seconds)` of each runner in `repeats` rounds; returns their results, steps per second.
 
-    Every other round is in reverse order, so that changes in the speed of the machine affect all of them.
+    Reverses the order in every other round, so that changes in the speed of the machine affect all runners.
     """
     rates: list[list[float]] = [[] for _ in runners]
     for repeat in range(repeats):
@@ -125,16 +125,16 @@ def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runn
 
 
 def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
-    """The same iterations as a plain `jax.jit(jax.lax.scan(...))` that may reuse its memory too, and its initial state."""
+    """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))` with donated inputs; also returns its state."""
     iteration = experiment.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
     state = program.unwrap(experiment.start(program))
-    # With the same random generator: what is measured is what running it as fragments costs.
+    # Use the same random generator, so that the difference is the cost of fragments.
     return lower(scan, state)(), state
 
 
 def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
-    """Makes a runner of the plain program; it reads the metrics of a chunk too."""
+    """Makes a runner of the plain program; it also reads the metrics of each chunk."""
     compiled, state = plain_program(experiment, program, chunk)
 
     def step(state):
@@ -146,7 +146,7 @@ def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner
 
 
 def calibrated_chunk(experiment: Experiment, program: Program) -> int:
-    """The number of iterations of a chunk that is long enough to hide the host's work between chunks."""
+    """Returns a number of iterations per chunk that hides the host's work between chunks."""
     rate = program_runner(experiment, program, 1).run(_CHUNK_SECONDS)
     return max(1, round(_CHUNK_SECONDS * rate / (experiment.steps_per_iteration * experiment.members)))
 
@@ -155,7 +155,7 @@ def measure(
     experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
     devices: Sequence[Device] | None, note: Callable[[str], None],
 ) -> Measurement:  # fmt: skip
-    """Measures one setting; the other arguments are those of `bench`."""
+    """Measures one setting; see `bench` for the other arguments."""
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
     what = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
@@ -180,7 +180,7 @@ def measure(
             "python_microseconds": dispatch.python_microseconds, "call_microseconds": dispatch.call_microseconds,
         }  # fmt: skip
     if others:
-        # XLA counts the body of a loop once, and removes a loop of length 1.
+        # XLA counts the body of a loop once and removes a loop of length 1.
         plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
         fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
         jit_rate = statistics.median(others[0])
@@ -214,13 +214,13 @@ def bench(
       algo: names of algorithms, or their configs.
       env: names of environments, or environments.
       policy: distribution policies, or their names.
-      num_envs: numbers of environments; each algorithm's default if there is none.
-      unroll_length: lengths of an unroll; each algorithm's default if there is none.
-      repeats: timed runs per setting; the median counts.
+      num_envs: numbers of environments; each algorithm's default if empty.
+      unroll_length: unroll lengths; each algorithm's default if empty.
+      repeats: timed runs per setting; the result is their median.
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
-      env_params: what parameters of the environments are drawn from, as in `train`.
+      env_params: distributions of the environments' parameters, as in `train`.
       on_stage: called with a line of text before a setting is compiled, and before it is timed.
       on_measurement: called with each measurement as soon as it is done.
       **overrides: other fields of the algorithms' configs.
@@ -229,7 +229,7 @@ def bench(
       One measurement per combination.
 
     Raises:
-      ValueError: on an invalid combination, before the first measurement.
+      ValueError: if a combination is invalid, before the first measurement.
     """
     if repeats < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
@@ -260,7 +260,7 @@ def bench(
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Formats measurements as a table that fits the terminal; settings that all share stand above it."""
+    """Formats measurements as a table that fits the terminal; shared settings are above the table."""
     compared = any(m.ratio is not None for m in measurements)
     driven = any(m.instructions is not None for m in measurements)
     rows: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""The best agents of a run: a hook of `train` keeps what acting needs of each member at its best evaluation."""
+"""The best agents of a run: a hook of `train` saves the state that each member needs to act, at its best evaluation."""
 
 import functools
 import io
@@ -25,14 +25,14 @@ _BEST = "best.npz"
 
 
 class BestAgents:
-    """A hook that keeps, in the folder of the run, what acting needs of every member at its best evaluation."""
+    """Saves in the folder of the run the state that every member needs to act, at its best evaluation."""
 
     def __init__(self):
         self.scores = self.steps = np.zeros(0)  # of each member, at its best evaluation. `[M]`
         self.leaves: list[np.ndarray] = []  # as `Behavior.take` gives them; keys as their data
 
     def begin(self, run: Run) -> None:
-        """Reads what an earlier process of the run kept: the same evaluation again would change nothing."""
+        """Reads the file of an earlier process of the run; repeating the same evaluation changes nothing."""
         assert run.path is not None
         if run.rows:
             origin_of(run.path)
@@ -41,7 +41,7 @@ class BestAgents:
             self.read(run.path)
 
     def after(self, run: Run) -> None:
-        """Keeps the members that are better than before, and what trains them."""
+        """Saves the members that improved, and the provenance of the run."""
         assert run.path is not None
         write_origin(run.path, run.experiment.env_name)
         name = f"eval_{run.experiment.rank_by}"
@@ -72,11 +72,11 @@ class BestAgents:
             with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:
                 self.scores, self.steps = file["scores"], file["steps"]
                 self.leaves = [file[f"arr_{i}"] for i in range(len(file.files) - 2)]
-        except Exception as error:  # of zip files and NumPy's own
+        except Exception as error:  # errors of zip files and of NumPy
             raise RecordError(f"{path / _BEST} is damaged ({error}); delete {path}, and reproduce it again") from None
 
     def check(self, result: Result) -> None:
-        """Raises RecordError if the agents are not the best ones of the history of a run."""
+        """Raises RecordError if the agents are not the best ones in the history of a run."""
         name = f"eval_{result.experiment.rank_by}"
         scores = np.reshape(result.history[name], (len(result.history["step"]), -1))
         scores = np.where(np.isnan(scores), -math.inf, scores)
@@ -86,7 +86,7 @@ class BestAgents:
             raise _unusable(result.experiment, "is of another run")
 
     def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
-        """The mean score of greedy episodes of each member, with other keys than its evaluations had. `[M]`"""
+        """Returns the mean score of each member over greedy episodes, with other keys than in its evaluations. `[M]`"""
         behavior, many = experiment.behavior, experiment.has_members
         evaluator = make_evaluator(behavior, episodes, members=many)
         fold = functools.partial(key_for, "best agents")
@@ -123,5 +123,5 @@ def _leaf(data: np.ndarray, like: Any) -> jax.Array:
 
 
 def _along(which: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Flags of members, for arrays whose first dimension they are."""
+    """Reshapes flags of members to broadcast against arrays with a leading dimension of members."""
     return which.reshape(-1, *[1] * (like.ndim - 1))

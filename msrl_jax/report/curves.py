@@ -20,19 +20,19 @@ _POINTS = 50  # of a curve in a figure
 def mean_curve(
     steps: Sequence[int] | np.ndarray, values: np.ndarray, *, spread: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The mean over seeds, in about 50 groups of points.
+    """Computes the mean over seeds, in about 50 groups of points.
 
     Args:
       steps: steps of each point, `[C]`.
-      values: values `[C, S]`, nan where nothing is known; the last one that is known counts.
-      spread: whether to return the lowest and the highest value in place of the interval.
+      values: values `[C, S]`, nan where unknown; the last known value is used there.
+      spread: whether to return the lowest and the highest value instead of the interval.
 
     Returns:
       Steps, the mean over the seeds, and the ends of its 95% interval, nan with one seed. `[N]` each
     """
     groups = np.array_split(np.arange(len(values)), min(_POINTS, max(len(values), 1)))
     means = np.array([[_known(column) for column in values[rows].T] for rows in groups])
-    known = last_known(means)  # where no episode ended, the last mean counts
+    known = last_known(means)  # where no episode ended, use the last mean
     found = [(rows[-1], row) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
     each = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in found]
     middle, low, high = (np.array([getattr(x, name) for x in each]) for name in ("value", "low", "high"))
@@ -40,20 +40,20 @@ def mean_curve(
 
 
 def _known(values: np.ndarray) -> float:
-    """The mean of what is known; nan if nothing is."""
+    """Returns the mean of known values; nan if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else np.nan
 
 
 def styled() -> contextlib.AbstractContextManager[Any]:
-    """A context in which figures are drawn alike everywhere."""
+    """Returns a context in which figures look the same on every machine."""
     import matplotlib  # a slow import
 
     return matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9})
 
 
 def figure_of(panels: int) -> tuple[Any, Any]:
-    """A figure of some panels one below another, and the panels."""
+    """Makes a figure with panels in one column; returns the figure and the panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2, 0.6 + 2.6 * panels), layout="constrained")
@@ -61,13 +61,13 @@ def figure_of(panels: int) -> tuple[Any, Any]:
 
 
 def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
-    """Draws a curve and its interval, in the colour of its number; a single point is a dot."""
+    """Draws a curve and its interval in the colour of its number; a single point is a dot."""
     panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=4 * (len(steps) == 1))
 
 
 def finished(figure: Any) -> Any:
-    """The figure, with grids and legends."""
+    """Adds grids and legends to a figure, and returns it."""
     for panel in figure.axes:
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
@@ -76,7 +76,7 @@ def finished(figure: Any) -> Any:
 
 
 def svg_of(figure: Any) -> str:
-    """A figure as SVG: the same text from the same data."""
+    """Returns a figure as SVG: the same text for the same data."""
     stream = io.StringIO()
     with styled():
         figure.savefig(stream, format="svg", metadata={"Date": None})
@@ -84,7 +84,7 @@ def svg_of(figure: Any) -> str:
 
 
 def new_file(text: str) -> Path:
-    """The file of a figure, as the type of an argument of `argparse`: without its folder it is refused before what it shows."""
+    """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder; name a file in it" if path.is_dir() else f"has no folder {path.parent}; make it first"
@@ -93,14 +93,14 @@ def new_file(text: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """A number of seeds, episodes or steps, as the type of an argument of `argparse`."""
+    """Parses a number of seeds, episodes or steps for `argparse`."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text}: use an integer of at least 1")
     return int(text)
 
 
 def cpu_devices(text: str) -> int:
-    """A number of virtual CPU devices, with which JAX starts then, as the type of an argument of `argparse`."""
+    """Parses a number of virtual CPU devices for `argparse`, and configures JAX to start with them."""
     if positive(text) > MOST_CPU_DEVICES:
         raise argparse.ArgumentTypeError(f"{text}: use at most {MOST_CPU_DEVICES}")
     use_cpu_devices(int(text))
@@ -108,5 +108,5 @@ def cpu_devices(text: str) -> int:
 
 
 def inline(svg: str) -> str:
-    """An SVG file as an element of a page."""
+    """Returns an SVG file as an element of a page."""
     return re.sub(r"^.*?(?=<svg)", "", svg, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Pages of results, written from the records of recipes: tables beside published returns, and curves with their intervals.
+"""Pages of results, written from the records of recipes: tables with published returns, and curves with their intervals.
 
     index.md            all recipes
     ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
@@ -23,10 +23,10 @@ from msrl_jax.run import recipes
 from msrl_jax.run.disk.folder import write_text
 from msrl_jax.run.recipes import Recipe, Record
 
-_PUBLISHED = "published.toml"  # what others have published, in the folder of the records
+_PUBLISHED = "published.toml"  # published returns, in the folder of the records
 _INDEX = "index.md"
 _BACK = "[All results](index.md)"
-_SAME_LENGTH = 0.05  # by which the steps of published returns may differ from ours
+_SAME_LENGTH = 0.05  # relative difference at which the steps of published returns count as equal
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
 _ABOUT = """Returns are undiscounted. *Training* is the mean of the curve over its last tenth, with the exploration of training;
@@ -40,7 +40,7 @@ intervals."""
 
 
 class Files(NamedTuple):
-    """The names of the pages and figures that have a recipe."""
+    """The names of the pages and figures that show a recipe."""
 
     algorithm: str
     curve: str
@@ -50,7 +50,7 @@ class Files(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A recipe with its record, and what others have published at equal steps, or without saying theirs."""
+    """A recipe with its record, and returns that others have published at equal or unknown steps."""
 
     recipe: Recipe
     record: Record
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def variant(self) -> str:
-        """The algorithm with its options, as the name of the recipe has it: `ppo-cnn` of `ppo-cnn-breakout`."""
+        """The algorithm with its options, from the name of the recipe: `ppo-cnn` for `ppo-cnn-breakout`."""
         return self.recipe.name.rpartition("-")[0] or self.algo
 
     @property
@@ -73,16 +73,16 @@ class Row:
 
     @property
     def suite(self) -> str:
-        """The title of the suite of its environment."""
+        """The title of the environment's suite."""
         return _title(self.env)
 
     @property
     def files(self) -> Files:
-        """The files that have it."""
+        """The files that show it."""
         return _files(self.recipe)
 
     def cells(self, link: str = "") -> list[str]:
-        """The cells of a table, whose name of the recipe is a link, to the page of its algorithm if nothing else is given."""
+        """Returns the cells of a table row; the recipe's name links to `link`, by default to the page of its algorithm."""
         record, name, others = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
         return [
             f"[{name}]({link or f'{self.files.algorithm}#{name}'})", self.env, f"{self.recipe.values['total_steps']:,}",
@@ -91,7 +91,7 @@ class Row:
         ]  # fmt: skip
 
     def below(self) -> list[str]:
-        """Our return beside each published one that is higher, and what may explain it."""
+        """Compares our return with each higher published one, and says what may explain the difference."""
         higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
         return [
             f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
@@ -101,10 +101,10 @@ class Row:
 
 
 def rows(records: Path | None = None) -> list[Row]:
-    """All recipes that have a record in a folder of records, which is that of the clone if None.
+    """Returns all recipes with a record in a folder of records; None is the folder of the clone.
 
     Raises:
-      ValueError: if there is no clone, or no such folder.
+      ValueError: if the clone or the folder does not exist.
     """
     place = recipes.records_folder(records)
     if place is None:
@@ -120,7 +120,7 @@ def rows(records: Path | None = None) -> list[Row]:
 
 
 def _beside(mine: Row, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What others have published for a recipe: at equal steps, without saying theirs, or higher at fewer."""
+    """Yields published results for a recipe: at equal or unknown steps, or with a higher return at fewer steps."""
     steps = int(mine.recipe.values["total_steps"])
     same = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
     own = [row for row in same if row.get("variant") == mine.variant]
@@ -133,19 +133,19 @@ def _beside(mine: Row, published: Sequence[dict[str, Any]]) -> Iterator[dict[str
 
 
 def _ours(record: Record, row: dict[str, Any]) -> Estimate:
-    """What a published return is to be compared with."""
+    """Returns the estimate to compare with a published return."""
     return _mean(record.last if row["score"] == "training" else record.best)
 
 
 def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
-    """Writes the pages and figures of all recipes that have a record, and removes what it wrote before of others.
+    """Writes the pages and figures of all recipes that have a record, and removes old ones of other recipes.
 
     Args:
-      folder: where they belong.
-      records: folder of the records; that of the clone if None.
+      folder: the folder to write to.
+      records: the folder of the records; that of the clone if None.
 
     Returns:
-      The files.
+      The written files.
 
     Raises:
       ValueError: as `check_pages` and `rows`.
@@ -169,7 +169,7 @@ def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
 
 
 def check_pages(folder: Path) -> None:
-    """Makes the folder of the pages; raises ValueError if it cannot be, or if `write_pages` would overwrite what it did not
+    """Makes the folder of the pages; raises ValueError if that fails, or if `write_pages` would overwrite files that it did not
     write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _files(recipe: Recipe) -> Files:
 
 
 def _title(env: str) -> str:
-    """The title of the suite of an environment."""
+    """Returns the title of an environment's suite."""
     suite, name = catalog.suite_of(env), env.partition(":")[0]
     if suite is not None:
         return suite.title
@@ -235,12 +235,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def index(found: Sequence[Row], *, alone: bool = False) -> str:
-    """The page of all recipes.
+    """Makes the page of all recipes.
 
     Args:
       found: the recipes and their records.
-      alone: whether the pages of algorithms and suites are not beside it, as where it is `docs/results.md` of the repository;
-        then the recipes link to their files.
+      alone: whether the pages of algorithms and suites are missing, as for `docs/results.md` of the repository; the recipes
+        then link to their files.
 
     Returns:
       The page as Markdown.
@@ -286,7 +286,7 @@ def _algorithm(algo: str, found: Sequence[Row]) -> str:
 
 
 def _enough(record: Record) -> str:
-    """The option without which seeds were too few to compare, if the record has few."""
+    """Returns the option that is needed for enough seeds to compare, if the record has few seeds."""
     count = fewest(len(record.seeds))
     return f" --seeds {count}" if count and count > len(record.seeds) else ""
 
@@ -299,7 +299,7 @@ def _suite(suite: str, found: Sequence[Row]) -> str:
 
 
 def _improvements(found: Sequence[Row]) -> list[str]:
-    """A table of every pair of variants that have environments in common at equal steps; nothing if there is none."""
+    """Makes a table of every pair of variants with common environments at equal steps; empty if there are none."""
     scores = {variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
               for variant, own in _grouped(found, lambda row: row.variant)}  # fmt: skip
 
@@ -316,7 +316,7 @@ def _improvements(found: Sequence[Row]) -> list[str]:
         return ["", f"### {title}", "", _line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
 
     tasks = [task for each in scores.values() for task in each]
-    if len(tasks) == len(set(tasks)):  # none has two variants
+    if len(tasks) == len(set(tasks)):  # no task has two variants
         return []
     return [
         "", "## Which is better", "",
@@ -329,13 +329,13 @@ def _improvements(found: Sequence[Row]) -> list[str]:
 
 
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
+    """Returns the curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
     returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float).T
     return mean_curve(record.steps, returns)
 
 
 def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
-    """A figure as SVG, which names the check sums of its records: the same text from the same records."""
+    """Makes a figure as SVG with the checksums of its records; the same records give the same text."""
     with styled():
         figure, (panel,) = figure_of(1)
         for number, (label, row) in enumerate(curves):

@@ -1,4 +1,4 @@
-"""A profile: where the time of training goes, by phase and by fragment, as RL-Scope tells it (Gleeson et al., MLSys 2021)."""
+"""A profile: the training time by phase and by fragment, as in RL-Scope (Gleeson et al., MLSys 2021)."""
 
 import dataclasses
 import gzip
@@ -24,7 +24,7 @@ PHASES = (
 )  # fmt: skip
 """What time is spent on. The last two: operations of the loop itself, and those whose origin is not known."""
 
-_LARGE = 0.15  # an error that makes a profile doubtful
+_LARGE = 0.15  # above this error, a profile is unreliable
 
 OF_RUN = "profile.json"
 """The file of a profile in the folder of a run."""
@@ -32,27 +32,27 @@ OF_RUN = "profile.json"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The time of a fragment in a phase, for each iteration; the fragment is empty for what has none, such as idle time."""
+    """The time of a fragment in a phase, per iteration; the fragment is empty for time without one, such as idle time."""
 
     phase: str  # one of PHASES
     fragment: str
     seconds: float
-    operations: float  # that XLA ran for it, on all devices
+    operations: float  # number of XLA operations for it, on all devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where the time of an iteration goes: `str` is a table, `save` writes a figure or the trace.
+    """The time of an iteration by phase and fragment: `str` is a table, `save` writes a figure or the trace.
 
     Attributes:
-      title: what ran.
-      policy: under which policy and on which devices.
+      title: a description of the run.
+      policy: the policy and the devices.
       seconds: time of an iteration without a trace, the median of the runs.
-      parts: the time of every fragment, without what tracing took.
+      parts: the time of every fragment, without the overhead of tracing.
       iterations: iterations of each run.
-      overhead: what tracing took, in parts of the time without it.
-      error: what `parts` sum to beside the time without a trace: 0.02 if that is 2% more.
-      events: what happened in the run that is shown, with phases and fragments; empty if it was read from a file.
+      overhead: the overhead of tracing, as a fraction of the time without it.
+      error: relative difference of the sum of `parts` from the time without a trace: 0.02 means 2% more.
+      events: the events of the run that is shown, with phases and fragments; empty if the profile was read from a file.
     """
 
     title: str
@@ -72,7 +72,7 @@ class Profile:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The phases as parts of the whole."""
+        """The phases as fractions of the total time."""
         whole = sum(self.phases.values())
         return {phase: seconds / whole for phase, seconds in self.phases.items()}
 
@@ -104,7 +104,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Profile":
-        """Makes a profile of what `to_dict` gave."""
+        """Makes a profile from the output of `to_dict`."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("parts", "events")]
         fields: dict[str, Any] = {name: data[name] for name in names}
         made = cls(parts=tuple(Part(**part) for part in data["parts"]), **fields)
@@ -119,7 +119,7 @@ class Profile:
         """Writes the profile to a file.
 
         Args:
-          path: `.svg` for a figure, `.json` for the numbers, `.trace.json.gz` for the trace, for https://ui.perfetto.dev.
+          path: `.svg` for a figure, `.json` for the numbers, `.trace.json.gz` for a trace that https://ui.perfetto.dev opens.
 
         Returns:
           The file's path.
@@ -140,7 +140,7 @@ class Profile:
 
 
 def check_profile(path: Path) -> None:
-    """Raises ValueError if a profile cannot be written there, before it is made."""
+    """Raises ValueError if a profile cannot be written to the path; call it before profiling."""
     check_target("profile", path, (".gz",) if path.name.lower().endswith(".trace.json.gz") else (".svg", ".json"))
 
 
@@ -153,7 +153,7 @@ def _count(number: float) -> str:
 
 
 def profiles_figure(found: Mapping[str, Profile]) -> "Figure":
-    """A bar for each profile, under its name: the share of every phase, and the time of an iteration."""
+    """Draws a named bar for each profile: the share of every phase, and the time of an iteration."""
     with styled():
         figure, (panel,) = figure_of(1)
         figure.set_size_inches(7, 1.3 + 0.45 * len(found))
@@ -174,10 +174,10 @@ def profiles_figure(found: Mapping[str, Profile]) -> "Figure":
 
 
 def profile_of(folder: Path) -> Profile | None:
-    """The profile that the folder of a run has, if any.
+    """Returns the profile in the folder of a run, if any.
 
     Raises:
-      ValueError: if it is damaged.
+      ValueError: if the profile is damaged.
     """
     file = folder / OF_RUN
     if not file.exists():

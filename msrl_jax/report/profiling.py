@@ -1,7 +1,7 @@
-"""Makes profiles: runs iterations with and without a trace, and says whose the time was.
+"""Makes profiles: runs iterations with and without a trace, and attributes the time to phases and fragments.
 
-Tracing takes time for each operation. What it takes is calibrated on every other pair of runs, and taken off the others, whose
-sum is compared with the time without a trace.
+Tracing adds time to each operation. This overhead is calibrated on every other pair of runs and subtracted from the remaining
+pairs, whose sum is compared with the time without a trace.
 """
 
 import collections
@@ -31,9 +31,9 @@ from msrl_jax.run.prepare import make_experiment
 
 _OF_ROLE = {"env": "simulation", HOST: "simulation", "actor": "inference", "learner": "learning", "server": "learning"}
 _OF_ROLE |= {"buffer": "replay"}
-# Limits of one measurement: operations (a trace of these is read in a second), seconds, and iterations.
+# Limits of one measurement: operations (a trace of that size is read in a second), seconds, and iterations.
 _EVENTS, _SECONDS, _ITERATIONS = 100_000, 2.0, 64
-_MOST_EACH = 1e-6  # seconds that an event of a trace takes at most; measured a third of that. More is not tracing
+_MOST_EACH = 1e-6  # maximum tracing seconds per event; a third of that was measured. More is not due to tracing
 
 
 @entry
@@ -50,17 +50,17 @@ def profile(
     on_stage: Callable[[str], None] | None = None,
     **overrides: Any,
 ) -> Profile:
-    """Measures where the time of training goes, by phase and by fragment (RL-Scope, arXiv 2102.04285).
+    """Profiles the training time by phase and by fragment (RL-Scope, arXiv 2102.04285).
 
     Args:
-      algo: name of an algorithm, or its config; or a run, a `Result`, which is trained for some iterations as it was.
+      algo: name of an algorithm, or its config; or a run, a `Result`, trained for some iterations with its settings.
       env: name of an environment, or an environment.
       policy: distribution policy, or its name; as in `train` if None.
       devices: the devices for the policy; all if None.
-      env_params: what parameters of the environment are drawn from, as in `train`.
+      env_params: distributions of the environment's parameters, as in `train`.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
-      repeats: measurements that calibrate, and as many that count; each is a run with a trace and one without.
-      trust: whether the policy of the run that is profiled may be of a module that its folder names, as in `Result.load`.
+      repeats: number of calibration measurements, and of measurements; each is a run with a trace and one without.
+      trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before programs are compiled, and before they are measured.
       **overrides: other fields of the algorithm's config.
 
@@ -68,8 +68,8 @@ def profile(
       The profile.
 
     Raises:
-      ValueError: on bad arguments, before anything is compiled; or if a run had more devices than there are here.
-      RuntimeError: while another trace of `jax.profiler` is being made.
+      ValueError: if an argument is invalid, before anything is compiled; or if a run had more devices than available here.
+      RuntimeError: if another trace of `jax.profiler` is active.
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
     note = on_stage or (lambda line: None)
@@ -102,24 +102,24 @@ def profile_program(
     trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Measures where the time of a compiled loop goes, as `profile` does; for your own loop, from `msrl_jax.compile`.
+    """Profiles a compiled loop as `profile` does; use it for a custom loop from `msrl_jax.compile`.
 
     Args:
       program: the compiled loop.
       state: a state, which stays valid.
-      title: what it is.
-      policy: what is said of the policy and the devices; what the program says if None.
+      title: the title of the profile.
+      policy: a description of the policy and the devices; that of the program if None.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
-      repeats: measurements that calibrate, and as many that count.
-      trust: whether the policy of the run that is profiled may be of a module that its folder names, as in `Result.load`.
+      repeats: number of calibration measurements, and of measurements.
+      trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before the program is measured.
 
     Returns:
       The profile.
 
     Raises:
-      ValueError: if `iterations` or `repeats` is no positive integer.
-      RuntimeError: while another trace of `jax.profiler` is being made.
+      ValueError: if `iterations` or `repeats` is not a positive integer.
+      RuntimeError: if another trace of `jax.profiler` is active.
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
     runner = _Runner(program, state)
@@ -131,7 +131,7 @@ def profile_program(
         count = iterations or max(1, min(_ITERATIONS, int(fitting)))
         (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
         pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
-    # Medians: what else a machine does makes single runs longer.
+    # Use medians, because other load on the machine makes single runs longer.
     calibration, measured = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)
     without = statistics.median(plain for plain, _ in calibration)
     with_trace = statistics.median(traced.seconds for _, traced in calibration)
@@ -161,11 +161,11 @@ class _Traced(NamedTuple):
 
     seconds: float
     spans: list[Span]
-    number: int  # of the events in the trace
+    number: int  # number of events in the trace
 
 
 class _Runner:
-    """Runs iterations, each time from where the last ones ended."""
+    """Runs iterations; every call resumes where the last one ended."""
 
     def __init__(self, program: Program, state: Any):
         self._program = program
@@ -176,19 +176,19 @@ class _Runner:
         jax.block_until_ready(self._state)
 
     def plain(self, count: int) -> float:
-        """Seconds that the iterations take."""
+        """Returns the seconds that the iterations take."""
         start = time.perf_counter()
         self._run(count)
         return time.perf_counter() - start
 
     def traced(self, count: int) -> _Traced:
-        """The same with a trace."""
+        """Runs the iterations with a trace."""
         spans, number = record(lambda: self._run(count))
         return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
 
 
 def _pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
-    """Runs without a trace and with one, in either order, so that a machine that becomes slower is slower for both."""
+    """Runs without a trace and with one, in either order, so that a machine that slows down affects both."""
     if reverse:
         traced = runner.traced(count)
         return runner.plain(count), traced
@@ -200,10 +200,10 @@ class _Whose:
 
     def __init__(self, program: Program, spans: Sequence[Span]):
         fragments = fragment_plans(program.traced.jaxpr.jaxpr, program.layout)
-        own = [f for f in fragments if f.role != HOST]  # functions of the host are no part of programs
+        own = [f for f in fragments if f.role != HOST]  # functions of the host are not part of programs
         self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in own}
         self._operations: dict[str, dict[str, Operation]] = {}
-        self._alone: dict[str, str | None] = {}  # the fragment of programs that have one only, and are all of it
+        self._alone: dict[str, str | None] = {}  # the fragment of programs that consist of one fragment
         for i, compiled in program.programs(_ITERATIONS):
             module = module_of(compiled)
             name, found = module.name, operations(module, self._phases)
@@ -212,7 +212,7 @@ class _Whose:
                 found = {op: operation._replace(kind="transfer") for op, operation in found.items()}
             self._operations.setdefault(name, {}).update(found)
             self._alone[name] = inside[0] if len(inside) == 1 else None
-        # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole, and they are operations then.
+        # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole; these are single operations.
         self._known: dict[tuple[str, str], tuple[int, Key] | None] = {}
         self._holders = {(span.program, holder) for span in spans for holder in self._around(span)}
 
@@ -223,7 +223,7 @@ class _Whose:
             yield name
 
     def _inside(self, span: Span) -> set[str | None]:
-        """The fragments of the operations in an operation."""
+        """Returns the fragments of the operations inside an operation."""
         found = self._operations[span.program]
         held = {span.name}
         while more := {name for name, operation in found.items() if operation.holder in held} - held:
@@ -231,7 +231,7 @@ class _Whose:
         return {found[name].fragment for name in held}
 
     def __call__(self, span: Span) -> tuple[int, Key] | None:
-        """The level and the key of an operation; None for what only holds others, and for the host's time."""
+        """Returns the level and the key of an operation; None for an operation that only contains others, and for host time."""
         if not span.program:
             return None
         name = span.program, span.name
@@ -248,7 +248,7 @@ class _Whose:
         if operation.kind == "transfer":
             return WORKING, ("transfer", "")
         fragment = self._alone[span.program] if operation.fragment is None else operation.fragment
-        if not fragment and operation.kind in ("while", "call", "conditional"):  # compiled as a whole: of what is in it
+        if not fragment and operation.kind in ("while", "call", "conditional"):  # compiled as a whole: use its contents
             inside = self._inside(span) - {"", None}
             fragment = inside.pop() if len(inside) == 1 else None if inside else fragment
         if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:

@@ -1,4 +1,4 @@
-"""Where measured numbers come from: the code of this package, versions, the processor, and where a run ran."""
+"""The provenance of measured numbers: the code of this package, versions, the processor, and the devices of a run."""
 
 import datetime
 import hashlib
@@ -26,21 +26,21 @@ _ORIGIN = "origin.json"  # in the folder of a run
 
 
 def commit() -> str:
-    """The commit of this package, if a repository of git has it, else nothing; it ends in `+` if the package has changes."""
+    """Returns the git commit of this package, with `+` if it has changes; empty if no git repository tracks it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PACKAGE), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie in a repository of something else
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may be inside another repository
         return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "*.py", "*.toml"))
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def sources() -> str:
-    """A check sum of the code of this package."""
+    """Returns a checksum of the code of this package."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
@@ -48,7 +48,7 @@ def sources() -> str:
 
 
 def origin(env: str) -> dict[str, Any]:
-    """What trains an environment here and now, as plain data."""
+    """Returns the provenance of a run that trains in an environment now, as plain data."""
     return {
         "versions": versions(*packages_of(env)), "commit": commit(), "sources": sources(), "processor": processor(),
         "cores": processors(), "date": datetime.date.today().isoformat(),
@@ -56,13 +56,13 @@ def origin(env: str) -> dict[str, Any]:
 
 
 def write_origin(path: Path, env: str) -> None:
-    """Writes what trains a run of an environment to its folder, unless that is there."""
+    """Writes the provenance of a run to its folder, unless the file exists."""
     if not (path / _ORIGIN).exists():
         write_json(path / _ORIGIN, origin(env))
 
 
 def origin_of(path: Path) -> dict[str, Any]:
-    """What trained a run; raises RecordError if that were other versions than those here, or if it is not known."""
+    """Returns the provenance of a run; raises RecordError if it is unknown or has other versions than the current ones."""
     try:
         found = parse_json((path / _ORIGIN).read_text("utf-8"))
         was = dict(found["versions"])
@@ -74,7 +74,7 @@ def origin_of(path: Path) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Returns the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -84,10 +84,10 @@ def processor() -> str:
 def place_of(
     run: Result, devices: Sequence[Device] | None = None, *, trust: bool = False
 ) -> tuple[DistributionPolicy, Sequence[Device]]:
-    """The policy of a run, and as many devices as it had, of these or of all.
+    """Returns the policy of a run, and the same number of devices as it had, from `devices` or from all.
 
     Raises:
-      ValueError: if there are fewer.
+      ValueError: if there are fewer devices.
     """
     count, here = run.description["devices"]["count"], jax.devices() if devices is None else devices
     if len(here) < count:

@@ -1,4 +1,4 @@
-"""Recipes as experiments, and their reproduction: trained on several seeds, scored, and compared with the record."""
+"""Recipes as experiments, and their reproduction: train several seeds, score them, and compare with the record."""
 
 import dataclasses
 import itertools
@@ -34,13 +34,13 @@ from msrl_jax.run.result import Result
 from msrl_jax.run.training import train
 
 SEEDS, _MOST_SEEDS = 10, 10_000
-EPISODES = 256  # of the score of the best agent
-_CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations between which the best one is chosen
+EPISODES = 256  # for the score of the best agent
+_CHUNKS, _EVALUATIONS = 100, 20  # points of a curve, and evaluations from which the best one is chosen
 
 
 @entry
 def recipe(name: str) -> Experiment:
-    """The experiment of a recipe, for `train`; `dataclasses.replace(msrl.recipe(name), seed=1)` has another seed.
+    """Returns the experiment of a recipe, for `train`; `dataclasses.replace(msrl.recipe(name), seed=1)` changes the seed.
 
     Args:
       name: its name, such as `"ppo-breakout"`; `msrl-jax list --recipes` lists them.
@@ -49,7 +49,7 @@ def recipe(name: str) -> Experiment:
       The experiment.
 
     Raises:
-      ValueError: on an unknown name; the message suggests the nearest one.
+      ValueError: if the name is unknown; the message suggests the nearest one.
     """
     return _experiment(recipes.find(name))
 
@@ -65,8 +65,8 @@ def _experiment(found: Recipe) -> Experiment:
 
 
 def comparable(found: Recipe, folder: Path | None) -> Record | None:
-    """The record of a recipe in a folder of records, None if there is none; raises RecordError if it is damaged, or if its
-    settings, or defaults that it left out, are others now."""
+    """Returns the record of a recipe in a folder of records, or None; raises RecordError if it is damaged, or if its settings
+    or omitted defaults have changed since."""
     record = recipes.record_of(found, folder)
     if record is not None:
         recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
@@ -74,7 +74,7 @@ def comparable(found: Recipe, folder: Path | None) -> Record | None:
 
 
 def _value(value: Any) -> Any:
-    """A value of TOML as Python has it."""
+    """Converts a TOML value to Python."""
     if isinstance(value, list):
         return tuple(map(_value, value))
     return None if value == "None" else value
@@ -86,11 +86,11 @@ class Reproduction:
 
     Attributes:
       recipe: its name.
-      record: what it reached; None if it was interrupted.
-      recorded: the record of the recipe; None if there is none.
-      stop_reason: what interrupted it, such as "SIGINT"; empty if it is complete. The same call goes on with it.
-      folder: where its runs are.
-      is_of_other_code: whether some of its seeds were trained before, when the code of this package was another one.
+      record: its scores; None if it was interrupted.
+      recorded: the record of the recipe; None without a record.
+      stop_reason: the reason of an interruption, such as "SIGINT"; empty if complete. Repeat the call to resume.
+      folder: the folder of its runs.
+      is_of_other_code: whether some of its seeds were trained earlier with other code of this package.
     """
 
     recipe: str
@@ -102,7 +102,7 @@ class Reproduction:
 
     @property
     def agreements(self) -> dict[str, Agreement]:
-        """Whether the means of `last` and of `best` agree with the record's; empty if there is none."""
+        """Whether the means of `last` and of `best` agree with those of the record; empty without a record."""
         if self.record is None or self.recorded is None:
             return {}
         now, was = self.record, self.recorded
@@ -170,32 +170,32 @@ def reproduce(
     time_limit: float | str | None = None,
     progress: Progress = "auto",
 ) -> Reproduction:
-    """Trains a recipe on several seeds, scores it, and says whether the scores agree with the recorded ones.
+    """Trains a recipe on several seeds, scores it, and tests whether the scores agree with the recorded ones.
 
-    The seeds are trained as one program, as far as memory allows; those of simulators on the host one after another. Killed
-    or interrupted, the same call goes on.
+    Trains as many seeds in one program as fit in memory; with a simulator on the host, trains them one after another. If the
+    process is killed or interrupted, repeat the call to resume.
 
     Args:
       name: the name of a recipe.
-      seeds: the number of seeds; as many as the record has if None, or 10 without a record.
-      seed: the first seed; that of the record if None, or 0.
-      out: folder of its runs and of the new record, `NAME.json`; `reproduced/NAME` if None.
+      seeds: the number of seeds; if None, that of the record, or 10 without a record.
+      seed: the first seed; if None, that of the record, or 0.
+      out: folder for the runs and the new record, `NAME.json`; `reproduced/NAME` if None.
       compare: whether to read the record of the recipe, and compare with it.
-      records: folder of the records, each in `NAME.json`; `benchmarks/records` of the clone that the package is imported from,
-        or that is the working directory, if None. Where there is no clone, nothing is compared, and a line on stderr says so.
-      policy: as in `train`; that of the recipe if None, or the usual one.
+      records: folder of the records, each in `NAME.json`; if None, `benchmarks/records` of the clone that the package is
+        imported from or that is the working directory. Without a clone, nothing is compared, and a line on stderr says so.
+      policy: as in `train`; if None, that of the recipe, or the default.
       devices: as in `train`.
       time_limit: as in `train`, for all seeds together.
       progress: as in `train`.
 
     Returns:
-      The reproduction. Two scores are compared: the mean return over the last tenth of training, and that of 256 greedy
-      episodes of the agent which was the best of 20 evaluations (Agarwal et al., 2108.13264). Each is a permutation test of the
-      means at 1%, so that in at most 2% of the cases the same scores are said not to agree.
+      The reproduction. Two scores are compared: the mean return over the last tenth of training, and the mean return of 256
+      greedy episodes of the best agent of 20 evaluations (Agarwal et al., 2108.13264). Each comparison is a permutation test of
+      the means at 1%, so equal distributions are reported as "does not agree" in at most 2% of cases.
 
     Raises:
-      ValueError: on an unknown name, a folder that holds something else, no folder `records`, or a damaged record; on a recipe
-        that is not one setting with evaluations; if there are several processes, or if no episode of a seed ended.
+      ValueError: if the name is unknown, the folder holds something else, `records` is missing, or a record is damaged; if the
+        recipe is not one setting with evaluations; if there are several processes, or if no episode of a seed ended.
     """
     if jax.process_count() > 1:
         raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
@@ -242,13 +242,13 @@ def reproduce(
         agents.append(hook)
     origins = [origin_of(result.folder) for result in results if result.folder is not None]
     record = _record(found, results, agents, origins)
-    if there is None or len(record.seeds) >= len(there.seeds):  # a process that trains some seeds takes none away
+    if there is None or len(record.seeds) >= len(there.seeds):  # never replace a record by one with fewer seeds
         record.write(target)
     return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:
-    """The seeds that are trained: those that are given, those of the record, or 0 to 9; raises ValueError on bad ones."""
+    """Returns the seeds to train: the given ones, those of the record, or 0 to 9; raises ValueError if they are invalid."""
     known = range(SEEDS) if recorded is None else recorded.seeds
     count = len(known) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
     first = check_seed(known[0] if seed is None else seed, count)
@@ -256,7 +256,7 @@ def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> ra
 
 
 def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | None:
-    """The record that an earlier reproduction wrote; raises RecordError if the file is something else, which would be lost."""
+    """Returns the record of an earlier reproduction; raises RecordError if the file is something else, to protect it."""
     try:
         there = Record.read(target) if target.exists() else None
     except RecordError:
@@ -272,9 +272,9 @@ def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | Non
 def _groups(
     base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, seeds: range, path: Path
 ) -> list[range]:
-    """The seeds, in groups of about equal size that memory holds side by side; one by one if the host simulates.
+    """Splits seeds into groups of about equal size that fit in memory; one seed per group if the host simulates.
 
-    Groups that have a folder stay as they are, although memory may have become less since.
+    Groups that already have a folder do not change, even if less memory is available now.
     """
     try:
         at_once = 1 if is_on_host(base.environment) else memory_of(base, policy, devices)[0]
@@ -298,9 +298,9 @@ def _groups(
 def _record(
     found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents], origins: Sequence[dict[str, Any]]
 ) -> Record:
-    """The record of the runs of a recipe."""
+    """Makes the record of the runs of a recipe."""
     experiment = results[0].experiment
-    names = [f"episode_{experiment.rank_by}", f"eval_{experiment.rank_by}"]  # agents that learn from data have no episodes
+    names = [f"episode_{experiment.rank_by}", f"eval_{experiment.rank_by}"]  # offline RL has no training episodes
     for result in results:
         if not any(name in result.history for name in names):
             raise RecordError(f"the history of {result.folder} is lost; delete the folder, and reproduce it again")

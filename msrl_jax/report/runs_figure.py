@@ -18,7 +18,7 @@ from msrl_jax.run.outcome import Outcome
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_CURVES = 10  # of settings of one run; more are one curve, with a band from the lowest to the highest member
+_MOST_CURVES = 10  # settings of one run; above this, one curve with a band from the lowest to the highest member
 _X = {"steps": "step", "time": "seconds"}  # columns of the history
 
 
@@ -32,19 +32,19 @@ def plot_runs(
 ) -> "Figure":
     """Draws a curve for each setting of each run, with a 95% interval over its seeds, and a panel for each environment.
 
-    A population, or more than 10 settings of one run, are one curve: the mean, a band from the lowest to the highest member.
+    A population, or a run with more than 10 settings, is one curve: the mean, with a band from the lowest to the highest.
 
     Args:
-      runs: a run, or several: results, or folders of runs; a mapping gives them names.
+      runs: one run or several, as results or as folders of runs; use a mapping to name them.
       path: file for the figure, `.pdf`, `.svg` or `.png`; None writes none.
-      metrics: columns of the history, a panel for each and each environment; those of returns and of `rank_by` if empty.
-      x: against steps, or against the seconds since the start of training.
+      metrics: columns of the history, one panel per column and environment; the columns of returns and `rank_by` if empty.
+      x: the x axis: steps, or seconds since the start of training.
 
     Returns:
       The figure; a notebook shows it if it is the value of a cell.
 
     Raises:
-      ValueError: if there is no run, two have one name, no run has a metric, or the file cannot be written.
+      ValueError: if there is no run, two runs share a name, no run has a metric, or the file cannot be written.
       RunFolderError: if a folder holds no run.
     """
     if x not in _X:
@@ -63,7 +63,7 @@ def plot_runs(
 
 
 def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
-    """The columns to draw: those that are asked for, or the usual ones; raises ValueError if no run has one."""
+    """Returns the columns to draw: `metrics`, or the default ones; raises ValueError if no run has a column."""
     if metrics and isinstance(metrics, str):
         raise ValueError(f"metrics={metrics!r}: give a list of columns, [{metrics!r}]")
     for name in metrics:
@@ -74,7 +74,7 @@ def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
 
 
 def named(runs: Any) -> dict[str, Outcome]:
-    """The runs by name: that of a mapping, of the folder (its path, if folders have one name), or what was trained."""
+    """Returns the runs by name: the mapping's key, the folder's name (its path if ambiguous), or what was trained."""
     names = list(map(str, runs)) if isinstance(runs, Mapping) else []
     given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
     results = [run if isinstance(run, Outcome) else Outcome.read(Path(run)) for run in given]
@@ -90,24 +90,24 @@ def named(runs: Any) -> dict[str, Outcome]:
 
 
 def what(run: Outcome) -> str:
-    """A run in a few words."""
+    """Describes a run briefly."""
     return "{algorithm} on {env}, seed {seed}".format(**run.description)
 
 
 def usual(runs: Any) -> list[str]:
-    """The columns that tell how good agents are."""
+    """Returns the columns that measure the quality of agents."""
     scores = dict.fromkeys(["return", *(run.rank_by for run in runs)])
     wanted = [f"{kind}_{score}" for score in scores for kind in ("episode", "eval")]
     return [name for name in [*wanted, "validation_loss"] if any(is_known(run.history.get(name)) for run in runs)]
 
 
 def is_known(column: Any) -> bool:
-    """Whether there is a column, and not all of it is unknown."""
+    """Whether a column exists and has known values."""
     return column is not None and not np.isnan(column).all()
 
 
 def environments_of(found: Mapping[str, Outcome]) -> dict[str, dict[str, Outcome]]:
-    """The runs of each environment, whose returns have one scale."""
+    """Groups runs by environment, so that their returns have the same scale."""
     each: dict[str, dict[str, Outcome]] = {}
     for name, run in found.items():
         each.setdefault(run.description["env"], {})[name] = run
@@ -115,7 +115,7 @@ def environments_of(found: Mapping[str, Outcome]) -> dict[str, dict[str, Outcome
 
 
 def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "steps") -> "Figure":
-    """A panel for each metric of each environment, with a curve for each run, or for each of its settings over their seeds."""
+    """Draws a panel for each metric of each environment, with a curve for each run or each of its settings over seeds."""
     environments = environments_of(found)
     wanted = [
         (metric, env, runs)
@@ -138,17 +138,17 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
 
 
 class Group(NamedTuple):
-    """Members that are shown as one: the seeds of one setting, of one run or of several, or all members of a population."""
+    """Members shown as one curve: the seeds of one setting, from one or several runs, or all members of a population."""
 
     names: str  # of the runs
     label: str  # their setting; empty if no run has several
     parts: list[tuple[Outcome, list[int]]]  # each run, and its members
-    mixed: bool  # whether they are not only seeds of one setting, so that no interval over them tells the luck of seeds
+    mixed: bool  # whether they are more than the seeds of one setting, so that an interval would not show seed variance
 
 
 def groups_of(found: Mapping[str, Outcome], most: int) -> list[Group]:
     """Groups the members of runs by setting. All members of a run are one group if it is a population, or has more than `most`
-    settings. Runs of the same seed are not pooled, such as those of two policies.
+    settings. Runs with the same seed, such as under two policies, are not pooled.
     """
     parts = [(name, run, *part) for name, run in found.items() for part in _settings_of(run, most)]
     several = [run for _, run, members, mixed in parts if not mixed and len(members) < run.members]
@@ -169,7 +169,7 @@ def groups_of(found: Mapping[str, Outcome], most: int) -> list[Group]:
 
 
 def _settings_of(run: Outcome, most: int) -> list[tuple[list[int], str]]:
-    """The members of each setting of a run, and what they are in words if they are not only seeds of one setting."""
+    """Returns the members of each setting of a run, with a description if they are more than the seeds of one setting."""
     each: dict[str, list[int]] = {}
     for member in range(run.members):
         each.setdefault(in_words(_setting(run, member)), []).append(member)
@@ -181,7 +181,7 @@ def _settings_of(run: Outcome, most: int) -> list[tuple[list[int], str]]:
 
 
 def _setting(run: Outcome, member: int) -> dict[str, Any]:
-    """All that a member of a run computes, but for its seed."""
+    """Returns everything that determines the computation of a member, except its seed."""
     about, own = run.description, {name: x for name, x in run.settings[member].items() if name != "seed"}
     whole = {name: about.get(name) for name in ("algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data")}
     return whole | about["config"] | own
@@ -192,21 +192,21 @@ def _listed(names: list[str]) -> str:
 
 
 def _points(group: Group, metric: str, x: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The values `[C, S]` of a metric for the members of a group, and where they are, `[C]`; None if nothing is known.
+    """Returns the x positions `[C]` and values `[C, S]` of a metric for the members of a group; None if nothing is known.
 
-    Runs read their metrics at different steps, so several runs are interpolated at those of the one with the fewest.
+    Runs record metrics at different steps, so several runs are interpolated at the steps of the run with the fewest.
     """
     parts = []
     for run, members in group.parts:
         column = run.history.get(metric)
         if column is None or not is_known(column):
             continue
-        if column.ndim == 1 and run.members > 1:  # of the whole run, such as its steps per second
+        if column.ndim == 1 and run.members > 1:  # a metric of the whole run, such as its steps per second
             if 0 not in members:
                 continue
             members = [0]
         values = np.reshape(column, (len(column), -1))[:, members]
-        known = ~np.isnan(values).all(1)  # evaluations are few
+        known = ~np.isnan(values).all(1)  # most rows have no evaluation
         parts.append((run.history[x][known], values[known]))
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -216,6 +216,6 @@ def _points(group: Group, metric: str, x: str) -> tuple[np.ndarray, np.ndarray] 
 
 
 def _interpolated(where: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The values of a member at other points; nan before the first that is known, and if none is."""
+    """Interpolates the values of a member at other points; nan before the first known value, and if none is known."""
     known = ~np.isnan(values)
     return np.interp(where, at[known], values[known], left=np.nan) if known.any() else np.full(len(where), np.nan)

@@ -1,4 +1,4 @@
-"""A page about one or several runs: curves, what they differ in, times, and how to repeat each; it needs no other file."""
+"""A self-contained page about one or several runs: curves, differences, times, and how to repeat each run."""
 
 import base64
 import os
@@ -43,7 +43,7 @@ _PAGE = """<!doctype html>
 _WHOLE = (
     "algorithm", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard", "data",
 )  # fmt: skip
-_MOST_ROWS = 100  # of settings of one run; more are one row, with the lowest and the highest return
+_MOST_ROWS = 100  # settings of one run; above this, one row with the lowest and the highest return
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
 
@@ -57,25 +57,26 @@ def runs_page(
     plans: bool = False,
     trust: bool = False,
 ) -> Path:
-    """Writes a page about runs: returns and curves of each setting, with 95% intervals over its seeds, in what runs differ,
-    times, and how to repeat each.
+    """Writes a page about runs: returns and curves of each setting, with 95% intervals over its seeds, the differences between
+    runs, times, and how to repeat each run.
 
     Args:
-      runs: a run, or several: results, or folders of runs; a mapping gives them names.
-      path: the page, such as `"runs.html"`. It is one file, which loads nothing.
-      metrics: columns of the history to draw; those of returns and of `rank_by` if empty.
-      title: its title; algorithms and environments if None.
-      plans: whether to draw the plan of each run, on as many of the devices here as it had. Nothing else of the page needs
-        the environments of the runs.
+      runs: one run or several, as results or as folders of runs; use a mapping to name them.
+      path: the page, such as `"runs.html"`: one file that loads no other files.
+      metrics: columns of the history to draw; the columns of returns and `rank_by` if empty.
+      title: the title; by default algorithms and environments.
+      plans: whether to draw the plan of each run, on the same number of devices as it had. Only plans need the environments of
+        the runs.
       trust: whether plans may run the code that the folders name, as in `Result.load`.
 
     Returns:
       The page's path.
 
     Raises:
-      ValueError: if there is no run, two have one name, no run has a metric, or the page is no `.html` in a folder that exists.
+      ValueError: if there is no run, two runs share a name, no run has a metric, or the page is not an `.html` file in an
+        existing folder.
       RunFolderError: if a folder holds no run.
-      TrustError: a ValueError, if plans are asked for, a folder names code to run, and it is not trusted.
+      TrustError: a ValueError, if `plans` is set, a folder names code to run, and it is not trusted.
     """
     target = as_path("path", path)
     check_target("page", target, (".html",))
@@ -94,7 +95,7 @@ def runs_page(
 
 
 def _overview(found: Mapping[str, Outcome]) -> str:
-    """A row for each setting."""
+    """Makes a table with a row for each setting."""
     head = ["run", "setting", "training return", "greedy return", "seeds"]
     head += ["environment", "algorithm", "policy", "steps", "status"]
     rows = []
@@ -117,14 +118,14 @@ def _overview(found: Mapping[str, Outcome]) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    """Seeds in words: `0 to 4`, or a list if some between are missing."""
+    """Formats seeds: `0 to 4`, or a list if the range has gaps."""
     each = sorted(set(seeds))
     together = len(each) > 2 and each[-1] - each[0] == len(each) - 1
     return f"{each[0]} to {each[-1]}" if together or len(each) > 8 else ", ".join(map(str, each))
 
 
 def _mean(returns: Callable[[Outcome], Any], group: Group) -> str:
-    """The mean of the members' returns, with its interval over seeds, or from the lowest to the highest."""
+    """Formats the mean of the members' returns, with its interval over seeds, or the lowest and the highest."""
     parts = [(np.reshape(returns(run), -1), members) for run, members in group.parts]
     values = np.concatenate([own[members] if own.size > 1 else own for own, members in parts])
     known = values[np.isfinite(values)]
@@ -137,7 +138,7 @@ def _mean(returns: Callable[[Outcome], Any], group: Group) -> str:
 
 
 def _curves(found: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
-    """The curves of each environment, side by side."""
+    """Draws the curves of each environment, side by side."""
     parts = []
     for env, runs in (environments := environments_of(found)).items():
         known = [metric for metric in metrics if any(metric in run.history for run in runs.values())]
@@ -148,7 +149,7 @@ def _curves(found: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
 
 
 def _settings(found: Mapping[str, Outcome]) -> str:
-    """What runs differ in, and what they share."""
+    """Lists the settings in which runs differ, and those that they share."""
     flat = {name: _flat(run) for name, run in found.items()}
     keys = list(dict.fromkeys(key for each in flat.values() for key in each))
     differ = [key for key in keys if len({each.get(key, "-") for each in flat.values()}) > 1]
@@ -163,7 +164,7 @@ def _settings(found: Mapping[str, Outcome]) -> str:
 
 
 def _flat(run: Outcome) -> dict[str, str]:
-    """The settings of a run in words; fields in which members differ have all of their values."""
+    """Returns the settings of a run as text; a field in which members differ lists all their values."""
     about = run.description
     whole = {key: x for key, x in about.items() if key in _WHOLE and x is not None}
     place = {"policy": about["policy"], "devices": "{count} {platform}".format(**about["devices"])}
@@ -173,7 +174,7 @@ def _flat(run: Outcome) -> dict[str, str]:
 
 
 def _in_words(x: Any) -> str:
-    """Plain data as text, such as `0.0001, 0.001`."""
+    """Formats plain data as text, such as `0.0001, 0.001`."""
     if isinstance(x, Mapping):
         return ", ".join(f"{key}: {_in_words(value)}" for key, value in x.items())
     if isinstance(x, list | tuple):
@@ -195,7 +196,7 @@ def _times(found: Mapping[str, Outcome]) -> str:
 
 
 def _profiles(found: Mapping[str, Outcome]) -> str:
-    """The profiles that runs have in their folders."""
+    """Shows the profiles in the folders of the runs."""
     profiles = {name: x for name, run in found.items() if run.folder is not None and (x := profile_of(run.folder)) is not None}
     if not profiles:
         return ""
@@ -204,7 +205,7 @@ def _profiles(found: Mapping[str, Outcome]) -> str:
 
 
 def _plan(name: str, run: Outcome, trust: bool) -> str:
-    """The picture of the plan of a run."""
+    """Draws the plan of a run."""
     if not isinstance(run, Result):
         assert run.folder is not None
         run = Result.load(run.folder, trust=trust)
@@ -213,7 +214,7 @@ def _plan(name: str, run: Outcome, trust: bool) -> str:
 
 
 def _film(folder: Path) -> str:
-    """The last film that a run made of itself."""
+    """Embeds the last film of a run."""
     films = sorted((int(p.stem), p) for p in (folder / FILMS).glob("*.gif") if p.stem.isdigit())
     if not films:
         return ""
@@ -237,7 +238,7 @@ def _each(found: Mapping[str, Outcome]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, plain: bool = True) -> str:
-    """A table of texts, or of elements unless it is `plain`."""
+    """Makes a table of texts, or of elements unless `plain`."""
     cell = (lambda x: escape(str(x))) if plain else str
     lines = ["".join(f"<td>{cell(x)}</td>" for x in row) for row in rows]
     first = "".join(f"<th>{escape(name)}</th>" for name in head)

@@ -1,4 +1,4 @@
-"""How a plan scales: what crosses, what is reduced and what is held on each device, for several numbers of devices."""
+"""The scaling of a plan: transfers, reductions and memory of each device, for several numbers of devices."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ class Scaled:
     algorithm: str
     policy: str
     devices: str  # such as "tpu:v5e:8x8"
-    count: int  # of devices
-    num_envs: int | None  # None for an algorithm that has none
+    count: int  # number of devices
+    num_envs: int | None  # None if the algorithm has no environments
     plan: Plan
     tracing_seconds: float  # to trace the iteration and to cut it into programs
     xla_seconds: float  # to compile the programs
@@ -57,15 +57,15 @@ def plans(
 ) -> list[Scaled]:
     """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing.
 
-    The policy is that of `train` if None; in its text, `{n}` and `{half}` stand for their number and half of it. Raises
-    ValueError on an unknown name or devices that do not fit the policy, ImportError if the compiler for some is missing.
+    If the policy is None, it is that of `train`; in its text, `{n}` and `{half}` stand for the number of devices and half of
+    it. Raises ValueError if a name is unknown or devices do not fit the policy, ImportError if a compiler is missing.
     """
     if envs_per_device is not None:
         whole("envs_per_device", envs_per_device)
         if "num_envs" in overrides:
             raise ValueError("num_envs and envs_per_device both choose the number of environments; leave one out")
     found = []
-    for name, there in [(name, plan_devices(name)) for name in devices]:  # all names are checked before the first plan
+    for name, there in [(name, plan_devices(name)) for name in devices]:  # check all names before the first plan
         count = len(there)
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
         with planning_for(there):
@@ -81,11 +81,11 @@ def plans(
 
 
 def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
-    """The cells of a row of a table."""
+    """Returns the cells of a table row."""
     d = row.to_dict()
 
     def each(name: str, text: Callable[[int], str] = size) -> str:
-        """A number of every placement; once, if it is the same for all."""
+        """Formats a number for every placement; once, if it is the same for all."""
         values = {placement: text(number) for placement, number in d[name].items()}
         differ = len({*values.values()}) > 1
         return ", ".join(f"{k} {x}" for k, x in values.items()) if differ else next(iter(values.values()), "-")
@@ -102,7 +102,7 @@ def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
 def format_table(rows: Sequence[Scaled]) -> str:
     """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration.
 
-    Launches are a column if all plans count them, which those for CPUs do not.
+    The table has a column for launches if all plans count them; plans for CPUs do not.
     """
     columns = ["policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory"]
     if all(row.plan.launches for row in rows):

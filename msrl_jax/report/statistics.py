@@ -1,6 +1,6 @@
 """Statistics of scores over seeds and tasks, as Agarwal et al. recommend (2108.13264), and whether two sets of scores agree.
 
-In the shape descriptions, `S` denotes the seeds of a task; tasks may have different numbers of them.
+In the shape descriptions, `S` denotes the number of seeds of a task, which may differ between tasks.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from msrl_jax.run.evaluation.history import decimals
 
 Scores: TypeAlias = Sequence[np.ndarray]  # the scores of each task. `[S]` each
 
-FALSE_ALARM = 0.01  # probability with which `agreement` finds a difference where there is none
+FALSE_ALARM = 0.01  # probability that `agreement` finds a difference between equal distributions
 _RESAMPLES = 2_000
-_PERMUTATIONS, _BATCH = 20_000, 1_000  # of them at a time
-_AT_ONCE = 2**24  # numbers in memory at most, unless one resample has more
-_SAME = 1e-6  # relative difference of means that are the same
-_TRIMMED = 0.25  # part of the scores that an interquartile mean leaves out at each end
+_PERMUTATIONS, _BATCH = 20_000, 1_000  # permutations, and permutations per batch
+_AT_ONCE = 2**24  # maximum count of numbers in memory, unless one resample has more
+_SAME = 1e-6  # relative difference below which means count as equal
+_TRIMMED = 0.25  # fraction of scores that the interquartile mean drops at each end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +42,32 @@ class Estimate:
 
 
 def mean(scores: Any, axis: int = -1) -> Any:
-    """The mean of scores `[..., S]`."""
+    """Returns the mean of scores `[..., S]`."""
     return np.mean(scores, axis=axis)
 
 
 def interquartile_mean(scores: Any, axis: int = -1) -> Any:
-    """The mean of the middle half of scores `[..., S]`."""
+    """Returns the mean of the middle half of scores `[..., S]`."""
     return stats.trim_mean(scores, _TRIMMED, axis=axis)
 
 
 def estimate(
     scores: Scores, statistic: Callable[..., Any] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
 ) -> Estimate:
-    """A statistic of the scores of all tasks, with a stratified bootstrap interval: the seeds of every task are drawn anew.
+    """Estimates a statistic of the scores of all tasks, with a stratified bootstrap interval: seeds are resampled per task.
 
     Args:
-      scores: the scores of every task, `[S]` each; of several tasks, they should have the same scale.
+      scores: the scores of every task, `[S]` each; scores of several tasks should have the same scale.
       statistic: `mean`, `interquartile_mean`, or another function of `(scores, axis)`.
-      confidence: probability that the interval holds the true value, by percentiles of the bootstrap. With few scores it is
-        less: 95% become about 80% for the mean of five, and 90% for that of ten.
-      seed: the seed of what is drawn.
+      confidence: nominal probability that the percentile interval contains the true value. With few scores, the actual
+        probability is lower: for 95%, about 80% for the mean of five scores, and 90% for the mean of ten.
+      seed: the seed of the bootstrap.
 
     Returns:
-      The estimate. Without an interval if a task has fewer than two scores.
+      The estimate, without an interval if a task has fewer than two scores.
 
     Raises:
-      ValueError: if there are no tasks, or no scores of one, or if a score is not finite, or on a confidence that is none.
+      ValueError: if there are no tasks, a task has no scores, a score is not finite, or `confidence` is invalid.
     """
     _check_share("confidence", confidence)
     if not callable(statistic):
@@ -83,13 +83,13 @@ def estimate(
 def _bootstrapped(
     samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int, size: int
 ) -> Estimate:
-    """A statistic of several samples, `(*samples, axis)`, with an interval for which each is drawn anew by itself; `size`
-    numbers are needed for each resample."""
+    """Estimates a statistic of several samples, `(*samples, axis)`, with an interval; each sample is resampled independently.
+    Every resample needs `size` numbers."""
     rng = np.random.default_rng(check_seed(seed))
     value = float(statistic(*samples))
     if min(map(len, samples)) < 2:
         return Estimate(value, math.nan, math.nan)
-    if all(np.ptp(sample) == 0 for sample in samples):  # whatever is drawn is the same
+    if all(np.ptp(sample) == 0 for sample in samples):  # all resamples are equal
         return Estimate(value, value, value)
     interval = stats.bootstrap(
         samples, statistic, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
@@ -99,35 +99,35 @@ def _bootstrapped(
 
 
 def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
-    """The part of the runs whose score is above each threshold, the mean over the tasks.
+    """Returns the fraction of runs with a score above each threshold, averaged over tasks.
 
     Args:
       scores: as in `estimate`.
       thresholds: scores `[N]`.
 
     Returns:
-      Parts from 0 to 1, `[N]` float64.
+      Fractions from 0 to 1, `[N]` float64.
 
     Raises:
-      ValueError: as in `estimate`, and if the thresholds are not such numbers.
+      ValueError: as in `estimate`, and if the thresholds are not valid numbers.
     """
     limits = _array(thresholds, "the thresholds")
     return np.mean([(task[:, None] > limits).mean(0) for task in _checked(scores)], axis=0)
 
 
 def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -> Estimate:
-    """The probability that a run of ours has a higher score than one of theirs, ties counted half: the mean over the tasks.
+    """Estimates the probability that a run of ours scores higher than one of theirs, averaged over tasks; ties count half.
 
     Args:
       ours: the scores of every task, `[S]` each.
-      theirs: those of the same tasks.
-      seed: the seed of the bootstrap, in which the seeds of every task are drawn anew.
+      theirs: the other scores of the same tasks.
+      seed: the seed of the bootstrap, which resamples the seeds of every task.
 
     Returns:
       The estimate.
 
     Raises:
-      ValueError: if there are not equally many tasks, and as in `estimate`.
+      ValueError: if the numbers of tasks differ, and as in `estimate`.
     """
     ours, theirs = _checked(ours), _checked(theirs)
     if len(ours) != len(theirs):
@@ -148,10 +148,10 @@ class Agreement:
     """Whether the means of two sets of scores agree.
 
     Attributes:
-      verdict: "too few" if no difference could have been found; else "agrees", also if the means differ by less than a
-        millionth, or "does not agree".
-      difference: the mean of the first ones without that of the second ones.
-      probability: that a difference as large comes from chance alone, by a permutation test.
+      verdict: "too few" if the test could not find any difference; else "agrees" or "does not agree". Means with a relative
+        difference below a millionth agree.
+      difference: the mean of the first scores minus the mean of the second scores.
+      probability: the p-value of the permutation test.
     """
 
     verdict: Literal["agrees", "does not agree", "too few"]
@@ -160,25 +160,25 @@ class Agreement:
 
 
 def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALSE_ALARM, seed: int = 0) -> Agreement:
-    """Whether two sets of scores may come from the same distribution: a permutation test of their means (exact for few).
+    """Tests whether two sets of scores may come from the same distribution: a permutation test of means (exact for few scores).
 
     Args:
       ours: scores `[S]`.
-      theirs: scores `[S]`, not necessarily as many.
+      theirs: scores `[S]`; the number may differ.
       false_alarm: the largest probability of "does not agree" for scores of the same distribution.
-      seed: the seed of the permutations, if there are too many to try all.
+      seed: the seed of the permutations, if there are too many to try them all.
 
     Returns:
       The verdict.
 
     Raises:
-      ValueError: if there are no scores, or if one is not finite.
+      ValueError: if there are no scores, or if a score is not finite.
     """
     _check_share("false_alarm", false_alarm)
     x, y = _array(ours, "ours"), _array(theirs, "theirs")
     rng = np.random.default_rng(check_seed(seed))
     difference = float(x.mean() - y.mean())
-    if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # of last bits, such as those of another processor
+    if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # rounding differences, such as on another processor
         difference = 0.0
     if _least(len(x), len(y)) > false_alarm:
         return Agreement("too few", difference, math.nan)
@@ -196,14 +196,14 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
 
 
 def fewest(others: int) -> int | None:
-    """The fewest scores with which `agreement` can find a difference from a number of others; None if there is only one."""
+    """Returns the fewest scores with which `agreement` can find a difference from `others` scores; None if that is one."""
     if others < 2:
         return None
     return next(count for count in itertools.count(2) if _least(count, others) <= FALSE_ALARM)
 
 
 def _least(ours: int, theirs: int) -> float:
-    """The least probability that the permutation test can give; 1 where one side has one score, for which there is no test."""
+    """Returns the smallest p-value of the permutation test; 1 if one side has one score, for which there is no test."""
     return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1)) if min(ours, theirs) > 1 else 1.0
 
 
@@ -221,7 +221,7 @@ def _checked(scores: Scores) -> list[np.ndarray]:
 
 
 def _array(values: Any, what: str) -> np.ndarray:
-    """Numbers as float64 `[N]`; raises ValueError if they are something else."""
+    """Converts numbers to float64 `[N]`; raises ValueError if they are something else."""
     try:
         found = np.asarray(values)
     except ValueError as error:

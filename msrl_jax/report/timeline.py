@@ -1,15 +1,15 @@
-"""What happened when: a trace of XLA's operations and of the host as spans, and how much of the time is whose.
+"""Timelines: records a trace of XLA operations and the host as spans, and attributes the time to them.
 
 XLA names each operation that it runs, with its program, its run and its device; on CPUs it does so in the threads that run it.
-At any moment several things may happen. The time then belongs to
+Several things may happen at the same time. The time is attributed to
 
-1. the operations and the functions of the host that are at work, in equal parts;
+1. the active operations and host functions, in equal parts;
 2. if there are none, the exchanges between devices;
-3. else, in the middle of a program, the operation that comes next: the time to launch it;
-4. else what the host does: transfers, or Python;
-5. else, while the host waits too, to nobody.
+3. else, in the middle of a program, the next operation, as its launch time;
+4. else, the work of the host: transfers, or Python;
+5. else, while the host waits too, idle time.
 
-So each moment counts once, and what is hidden behind computation costs nothing.
+Each moment therefore counts once, and work that is hidden behind computation costs nothing.
 """
 
 import collections
@@ -31,18 +31,18 @@ WORKING, EXCHANGING, LAUNCHING, MOVING, DRIVING, IDLE = range(6)
 
 
 class Span(NamedTuple):
-    """Something that happened, from `start` to `end` in seconds since the trace began."""
+    """An event from `start` to `end`, in seconds since the trace began."""
 
     start: float
     end: float
-    name: str  # of the operation; of the host's time what follows the prefix
-    program: str = ""  # the name of the operation's program; empty for the host's time
+    name: str  # name of the operation; for host time, the text after the prefix
+    program: str = ""  # the name of the operation's program; empty for host time
     run: tuple[Any, ...] = ()  # the run of that program, on one device
     thread: str = ""
 
 
 class Activity(NamedTuple):
-    """A time at which something was at work, or ready to."""
+    """A time span in which something was active, or ready to be."""
 
     start: float
     end: float
@@ -51,11 +51,11 @@ class Activity(NamedTuple):
 
 
 def record(run: Callable[[], Any]) -> tuple[list[Span], int]:
-    """Traces a function; gives the spans in its time, and the number of events that were traced for them.
+    """Traces a function; returns the spans during its run, and the number of traced events.
 
     Raises:
-      RuntimeError: if another trace is being made, or none is written.
-      OSError: if the trace cannot be written, such as to a full disk.
+      RuntimeError: if another trace is active, or no trace is written.
+      OSError: if the trace cannot be written, for example because the disk is full.
     """
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
@@ -91,7 +91,7 @@ def _spans(data: Any) -> tuple[list[Span], int]:
     number, window = 0, (0.0, 0.0)
     for plane in data.planes:
         lines = list(plane.lines)
-        ours = [line for line in lines if line.name == "XLA Ops"] or lines  # else accelerators say everything several times
+        ours = [line for line in lines if line.name == "XLA Ops"] or lines  # else accelerators report operations repeatedly
         for line in ours:
             for event in line.events:
                 number += 1
@@ -114,11 +114,11 @@ def _spans(data: Any) -> tuple[list[Span], int]:
 
 
 def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] | None]) -> Iterator[Activity]:
-    """What is at work when.
+    """Yields the activities in a trace.
 
     Args:
-      spans: what a trace has.
-      key_of: the level and the key of an operation; None for those that only hold others, such as loops.
+      spans: the spans of the trace.
+      key_of: returns the level and the key of an operation; None for operations that only contain others, such as loops.
     """
     runs: dict[tuple[Any, ...], list[tuple[float, float, Key]]] = collections.defaultdict(list)
     for span in spans:
@@ -132,7 +132,7 @@ def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] |
             yield Activity(span.start, span.end, WORKING, ("simulation", span.name.removeprefix("host ")))
     for (_, number, _), operations in runs.items():
         if number is None:
-            continue  # where a run ends and the next begins is not known
+            continue  # the boundary between runs is unknown
         operations.sort()
         reached = operations[0][0] if operations else 0.0
         for start, end, key in operations:
@@ -149,11 +149,11 @@ def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] |
 
 
 def divided(found: Sequence[Activity], seconds: float) -> dict[tuple[int, Key], float]:
-    """The time of each key at each level; with that of `("idle", "")`, the whole time.
+    """Returns the time of each key at each level; together with that of `("idle", "")`, they sum to the total time.
 
     Args:
       found: activities, from 0 to `seconds`.
-      seconds: the whole time.
+      seconds: the total time.
     """
     changes = sorted([(x.start, 1, x.level, x.key) for x in found] + [(x.end, -1, x.level, x.key) for x in found])
     active: list[dict[Key, int]] = [{} for _ in range(IDLE)] + [{("idle", ""): 1}]
@@ -177,15 +177,15 @@ def divided(found: Sequence[Activity], seconds: float) -> dict[tuple[int, Key], 
 def without_overhead(
     times: Mapping[tuple[int, Key], float], operations: Mapping[Key, int], overhead: float
 ) -> dict[Key, float]:
-    """The time of each key without what tracing took.
+    """Subtracts the overhead of tracing from the time of each key.
 
-    A trace names an operation before the operation starts. So what it took is taken off the time to launch operations, equally
-    for each; what is more than that, off all else that is not idle as the same part of its time.
+    A trace records an operation before the operation starts. The overhead is therefore subtracted from the launch time of
+    operations, equally for each; the remainder is subtracted proportionally from all other time that is not idle.
 
     Args:
       times: the time of each key at each level.
       operations: the number of operations of each key.
-      overhead: what tracing took, in all.
+      overhead: the total overhead of tracing.
     """
     launching = {key: x for (level, key), x in times.items() if level == LAUNCHING}
     while overhead > 1e-12 and (total := sum(operations[key] for key, x in launching.items() if x > 0)):
@@ -201,7 +201,7 @@ def without_overhead(
 
 
 def in_perfetto(events: Sequence[tuple[Span, Key | None]]) -> dict[str, Any]:
-    """A trace in the JSON form that Perfetto and Chrome read: a track for each thread, operations by fragment and phase."""
+    """Converts a trace to the JSON format of Perfetto and Chrome: a track per thread, operations by fragment and phase."""
     threads = list(dict.fromkeys(span.thread for span, _ in events))
     rows: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": name}} for i, name in enumerate(threads)

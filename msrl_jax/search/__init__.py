@@ -1,4 +1,4 @@
-"""Searches over runs: sweeps."""
+"""Hyperparameter search: sweeps."""
 
 from msrl_jax.search.sweep import sweep as sweep
 from msrl_jax.search.sweep_result import SweepResult as SweepResult

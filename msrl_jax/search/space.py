@@ -1,4 +1,4 @@
-"""What a sweep tries: the fields of a config that it varies, its trials and their ranks, and the order of their training."""
+"""The search space of a sweep: the swept fields of a config, the trials and their ranks, and the order of training."""
 
 import dataclasses
 import importlib.util
@@ -20,7 +20,7 @@ from msrl_jax.fragments.support.checks import is_several, suggestion, whole
 from msrl_jax.fragments.support.text_values import split_specs
 from msrl_jax.run.evaluation.history import in_words
 
-_MOST_TRIALS = 2**20  # all are known at once
+_MOST_TRIALS = 2**20  # all trials are in memory
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]  # how the trials of a sweep are chosen
 
@@ -35,22 +35,22 @@ class Axis:
 
     @property
     def is_log(self) -> bool:
-        """Whether the logarithm of the value is what is uniform."""
+        """Whether the values are log-uniform."""
         return self.values.kind == "log_uniform"
 
     def at(self, fraction: float) -> Any:
-        """The value below which this fraction of the values lies, from 0 up to but not including 1."""
+        """Returns the quantile of the values at a fraction in [0, 1)."""
         if self.values.kind == "choice":
             return self.values.numbers[int(fraction * len(self.values.numbers))]
         low, high = self.values.numbers
-        above = high + 1 if self.is_whole else high  # each integer has an interval of its own
+        above = high + 1 if self.is_whole else high  # each integer has its own interval
         value = low + fraction * (above - low)
         if self.is_log:
             value = math.exp(math.log(low) + fraction * (math.log(above) - math.log(low)))
         return min(max(math.floor(value) if self.is_whole else value, low), high)
 
     def points(self, count: int | None) -> list[Any]:
-        """The values on a grid: all options, or `count` from the lower to the upper bound, evenly, or in equal ratios."""
+        """Returns the grid values: all options, or `count` values between the bounds, spaced evenly or logarithmically."""
         if self.values.kind == "choice":
             return list(self.values.numbers)
         if count is None:
@@ -64,10 +64,10 @@ class Axis:
 
 
 def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
-    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read."""
+    """Splits the given fields of a config into swept fields and constants; raises ValueError if a value is invalid."""
     hints = {name: f.type for name, f in all_fields(kind).items()}
     if unknown := given.keys() - hints.keys():
-        algorithms.make(kind, {min(unknown): None})  # which suggests the nearest field
+        algorithms.make(kind, {min(unknown): None})  # raises an error that suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():
         found = _read(f"{kind.__name__}.{field}", value, hints[field])
@@ -92,7 +92,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def _read(where: str, value: Any, hint: Any) -> Any:
-    """A distribution if the field is swept, else its value."""
+    """Returns a distribution if the field is swept, else its value."""
     is_number = bool({int, float} & set(_parts(hint)))
     if isinstance(value, str) and is_number:
         parts = split_specs(value)
@@ -126,7 +126,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
 
 
 def _number(where: str, value: Any, hint: Any) -> Any:
-    """A single value as plain Python data; an integer for a field of integers."""
+    """Converts a single value to plain Python data; to an integer for an integer field."""
     value = value.item() if isinstance(value, np.generic) else value
     if is_value(value):
         raise ValueError(f"{where}: {value} stands inside of a list or another distribution; use numbers")
@@ -134,7 +134,7 @@ def _number(where: str, value: Any, hint: Any) -> Any:
 
 
 def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
-    """Chooses the values of all trials, by any method but "optuna"; repeats, which a few options give soon, are left out."""
+    """Chooses the values of all trials, with any method except "optuna"; drops duplicates, which few options soon give."""
     names = [axis.field for axis in axes]
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
@@ -146,7 +146,7 @@ def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> lis
         if method == "sobol":  # Sobol, 1967; scrambled
             from scipy.stats import qmc  # a slow import
 
-            # Its points are balanced in powers of two, so the first of them are taken.
+            # Sobol points are balanced in powers of two, so draw a power of two and take the first points.
             fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
         else:
             fractions = random.random((num, len(axes)))
@@ -155,7 +155,7 @@ def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> lis
 
 
 def check_method(method: Any, num: Any, halving: Any) -> int | None:
-    """Checks the method of a sweep, and what goes with it; gives the number of its trials."""
+    """Checks the method of a sweep and its arguments; returns the number of trials."""
     known = get_args(Method)
     if method not in known:
         near = suggestion(method, known) if isinstance(method, str) else ""
@@ -175,9 +175,9 @@ class Trial:
 
     number: int  # from 0
     values: Mapping[str, Any]  # of the swept fields
-    program: int  # trials of one program differ in numbers alone, and are trained side by side
-    steps: int = 0  # that each of its members has done
-    rung: int = 0  # the last one of successive halving that it finished
+    program: int  # trials of one program differ only in numbers, and are vmapped together
+    steps: int = 0  # steps done by each of its members
+    rung: int = 0  # the last rung of successive halving that it finished
     # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
     returns: tuple[float, ...] = ()
     metrics: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict[str, tuple[float, ...]])  # likewise
@@ -188,7 +188,7 @@ class Trial:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """What ranks it, of each seed: the return, or the metric `rank_by`."""
+        """The score of each seed, which ranks the trial: the return, or the metric `rank_by`."""
         return self.returns if self.rank_by == "return" else self.metrics.get(self.rank_by, ())
 
     @property
@@ -211,32 +211,32 @@ class Trial:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; nan if one of the values is nan, or if there are none."""
+    """Returns the mean; nan if a value is nan, or if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The trials with their ranks, by number."""
+    """Returns the trials with their ranks, by number."""
     trials = sorted(trials, key=lambda trial: trial.number)
     ranks = {t.number: rank for rank, t in enumerate(sorted((t for t in trials if t.returns), key=by_return), 1)}
     return tuple(dataclasses.replace(trial, rank=ranks.get(trial.number)) for trial in trials)
 
 
 def by_return(trial: Trial) -> tuple[Any, ...]:
-    """A key that sorts trials from the best to the worst; nan comes last."""
+    """Returns a key that sorts trials from the best to the worst; nan comes last."""
     return -trial.rung, math.isnan(trial.mean), 0.0 if math.isnan(trial.mean) else -trial.mean, trial.number
 
 
 def survivors(trials: Sequence[Trial], factor: int) -> list[Trial]:
-    """The best trials, one of `factor`, at least one; none whose return is nan."""
+    """Returns the best `1 / factor` of the trials, at least one; never a trial whose return is nan."""
     best = sorted(trials, key=by_return)[: -(-len(trials) // factor)]
     return sorted((trial for trial in best if not math.isnan(trial.mean)), key=lambda trial: trial.number)
 
 
 class Stage(NamedTuple):
-    """Trials that are trained next, side by side, and the steps after which they are compared.
+    """Trials to train next, and the steps after which to compare them.
 
-    A generator of stages finds the returns of the last one in `trials`, the trials by number, when it is asked for the next.
+    When a generator of stages resumes, it finds the returns of the last stage in `trials`, the trials by number.
     """
 
     trials: Sequence[Trial]
@@ -245,7 +245,7 @@ class Stage(NamedTuple):
 
 
 def rungs(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None) -> Iterator[Stage]:
-    """Trains all trials to the first of these numbers of steps, and the best, one of `factor`, to the next one."""
+    """Yields stages: all trials up to the first number of steps, then the best `1 / factor` of them up to the next number."""
     alive = list(trials.values())
     for i, until in enumerate(steps):
         yield Stage(alive, until, i)
@@ -275,7 +275,7 @@ def asked(
 
 def _suggested(ask: Any, axis: Axis) -> Any:
     numbers = axis.values.numbers
-    if axis.values.kind == "choice":  # a study knows options by their number, which may be of any kind
+    if axis.values.kind == "choice":  # the study gets option indices, because options may have any type
         return numbers[ask.suggest_categorical(axis.field, list(range(len(numbers))))]
     return (ask.suggest_int if axis.is_whole else ask.suggest_float)(axis.field, *numbers, log=axis.is_log)
 
@@ -283,9 +283,9 @@ def _suggested(ask: Any, axis: Axis) -> Any:
 def rung_steps(
     total_steps: int, factor: int | None, rungs: int | None, min_steps: int | None, trials: int, least: int
 ) -> list[int]:
-    """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
+    """Returns the steps after which trials are compared, the total last (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
-    `least` are the steps of one iteration, or those up to the first update.
+    `least` is the number of steps of one iteration, or until the first update.
     """
     if factor is None:
         if without := [f"{name}={x}" for name, x in (("rungs", rungs), ("min_steps", min_steps)) if x is not None]:

@@ -1,11 +1,11 @@
-"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible.
+"""Sweeps: chooses and checks all trials, then trains them as members of as few programs as possible.
 
     sweep.json   what the sweep computes, its programs, and its trials
     stage-S/program-P/batch-B/   the folder of a run
     table.json   the results of every trial; table.csv holds the same
     lock         held by the process that writes to the folder
 
-The runs have their folders from the start; the table is written at the end.
+Runs have their folders from the start; the table is written at the end.
 """
 
 import contextlib
@@ -63,51 +63,51 @@ def sweep(
     progress: Progress = "auto",
     **fields: Any,
 ) -> SweepResult:
-    """Trains many settings of an algorithm, and ranks them by their returns, or by a metric of the environment.
+    """Trains many settings of an algorithm, and ranks them by their returns or by a metric of the environment.
 
-    Trials that differ in tunable fields only are members of one program; other fields, such as `num_envs`, make a program of
-    their own. A trial computes what `train` computes for its setting, up to float tolerance, under every policy. A member whose
-    numbers become nan or infinite disturbs no other: its return is nan.
+    Trials that differ only in tunable fields are members of one program; other fields, such as `num_envs`, need a separate
+    program per value. A trial computes the same as `train` with its setting, up to float tolerance, under every policy. A
+    member with non-finite values does not affect the others; its return is nan.
 
     Args:
       algo: name of an algorithm, such as `"ppo"`; or a config, such as `PPO(num_envs=8)`, or its class.
       env: an environment, or the name of one, as in `train`.
-      num: number of trials; of a grid, the points of each field that has a distribution, between its bounds and on them.
-      method: "random"; "sobol", which fills the space more evenly; "grid", all combinations; or "optuna", which asks a study of
-        Optuna (its TPE sampler) for the next trials after every few.
+      num: number of trials; for a grid, the number of points of each field with a distribution, bounds included.
+      method: "random"; "sobol", which fills the space more evenly; "grid", all combinations; or "optuna", which
+        repeatedly gets a few trials from an Optuna study (with its TPE sampler).
       policy: a distribution policy, or the name of one, as in `train`.
       total_steps: environment steps of every member, rounded down to whole iterations.
-      seed: the seed of the choice of trials, and the first seed of each trial.
+      seed: the seed for choosing trials, and the first seed of each trial.
       seeds: members of each trial, with the seeds `seed`, `seed + 1`, ...
       devices: the devices to use; all if None.
-      out: folder of the sweep; None writes nothing, and keeps the results of all runs in memory.
-      resume: go on with the sweep in `out`, or start it there if there is none. Its table is then that of a sweep that was
-        never interrupted. Policy and devices may differ.
-      halving: with a factor such as 3, all trials train for a few steps, the best third of them for three times as many, and so
-        on (successive halving); None trains all to the end.
-      rungs: the number of comparisons, the last one included; by default as many as leave one trial.
-      min_steps: the steps up to the first comparison, in place of `rungs`.
-      members_at_once: members that are trained side by side; None takes as many as memory is estimated to hold. With "optuna",
-        those of an eighth of the trials by default.
-      eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 takes the training return.
-      rank_by: "return", or the name of a metric of the environment, of which more is better.
+      out: folder of the sweep; None writes nothing and keeps the results of all runs in memory.
+      resume: resume the sweep in `out`, or start it if there is none. The table is the same as without an interruption. Policy
+        and devices may differ.
+      halving: with a factor such as 3, all trials train for a few steps, the best third for three times that number, and so on
+        (successive halving); None trains all trials to the end.
+      rungs: the number of comparisons, the last one included; by default the number that leaves one trial.
+      min_steps: the steps until the first comparison, instead of `rungs`.
+      members_at_once: number of members to train together; None takes the estimated number that fits in memory. With "optuna",
+        the default is the members of an eighth of the trials.
+      eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 uses the training return.
+      rank_by: "return", or the name of a metric of the environment; higher is better.
       checkpoint_every: steps or time between checkpoints of a run, as in `train`.
       time_limit: time after which the sweep is saved and ends, as in `train`.
-      env_params: what parameters of the environment are drawn from, as in `train`.
+      env_params: distributions of the environment's parameters, as in `train`.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
-      **fields: fields of the algorithm's config. A swept field has a list of its values, `envs.uniform(low, high)`,
+      **fields: fields of the algorithm's config. For a swept field, give a list of values, `envs.uniform(low, high)`,
         `envs.log_uniform(low, high)` or `envs.choice([...])`, also as text: `"log:1e-4:1e-2"`, `"uniform:0.9:1"`,
-        `"1e-4,3e-4"`. A field whose single value is a sequence, such as `hidden_sizes`, has a list of sequences.
+        `"1e-4,3e-4"`. For a field whose value is a sequence, such as `hidden_sizes`, give a list of sequences.
 
     Returns:
-      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the sweep after the current chunk of its run; the result so far
-      has `interrupted` True.
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the sweep after the current chunk of its run; the partial
+      result has `interrupted` True.
 
     Raises:
-      ValueError: before anything compiles, on an unknown name or an invalid value of any trial; if a trial alone does not fit
-        into memory.
+      ValueError: before anything compiles, if a name is unknown or a value of any trial is invalid; or if a single trial does
+        not fit in memory.
       RunFolderError: a ValueError, if the folder holds another sweep.
-      ImportError: if Optuna is asked for and not installed.
+      ImportError: if `method` is "optuna" and Optuna is not installed.
     """
     limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
     choose_display(progress)
@@ -169,12 +169,12 @@ def sweep(
         result = SweepResult(table, tuple(course.runs), status, reason, description, *given, folder=path)
         if path is not None and processes.is_first():
             write_table(result, path)
-        processes.gathered("")  # no process ends while another one writes
+        processes.gathered("")  # keep all processes alive while one writes
     return result
 
 
 def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
-    """The content of `sweep.json`, empty if there is none; RunFolderError if the folder is not that of the described sweep."""
+    """Returns the content of `sweep.json`, empty without the file; raises RunFolderError if the folder is another sweep's."""
     if not resume or not (path / SWEEP).exists():
         folder.check_free(path, "sweep", [SWEEP])
         return {}
@@ -193,6 +193,6 @@ def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict
 
 
 def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
+    """Returns the facts that must not change when a sweep resumes, by name, including fixed and swept fields of the config."""
     facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
     return facts | description["config"] | description["fields"]

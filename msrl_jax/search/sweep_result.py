@@ -1,4 +1,4 @@
-"""`SweepResult`: the table of a sweep, its figures, and the way back to its runs."""
+"""`SweepResult`: the table of a sweep, its figures, and access to its runs."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE, TABLE_CSV = "table.json", "table.csv"
-SHOWN = 20  # rows of a printed table; the files have all
+SHOWN = 20  # rows of a printed table; the files have all rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -37,12 +37,12 @@ class SweepResult:
     """The result of a sweep.
 
     Attributes:
-      trials: every trial and what became of it, by number.
+      trials: all trials with their results, by number.
       runs: the runs that trained the trials: their folders, or their results if the sweep has no folder.
       status: "finished", or "interrupted" by a signal or the time limit.
       stop_reason: why the sweep was interrupted, as in `Result`.
       description: what the sweep computes, as plain data.
-      env: the environment, or its name, if it was given.
+      env: the environment, or its name, if given.
       objects: fields of the config that were given as objects, or as names in modules.
       folder: the sweep's folder, if it has one.
       trust: whether the code that the folder names may run.
@@ -68,7 +68,7 @@ class SweepResult:
         """The trial with rank 1.
 
         Raises:
-          ValueError: if no trial has a return: all diverged, or none was trained.
+          ValueError: if no trial has a return, because all diverged or none was trained.
         """
         best = min(self.trials, key=by_return) if self.trials else None
         if best is None or math.isnan(best.mean):
@@ -77,13 +77,13 @@ class SweepResult:
 
     @entry
     def run(self, trial: Trial | int | None = None) -> Result:
-        """The run that trained a trial; its members from `trial.member` on are the trial's seeds.
+        """Returns the run that trained a trial; its members from `trial.member` on are the trial's seeds.
 
         Args:
           trial: the trial or its number; the best one if None.
 
         Returns:
-          The result of the run, which has the members of other trials, too.
+          The result of the run, which may also contain members of other trials.
 
         Raises:
           ValueError: if the trial was not trained.
@@ -95,7 +95,7 @@ class SweepResult:
         return found if isinstance(found, Result) else Result.load(found, env=self.env, trust=self.trust, **self.objects)
 
     def trial(self, trial: Trial | int | None = None) -> Trial:
-        """A trial by its number; the best one if None."""
+        """Returns a trial by its number; the best one if None."""
         if isinstance(trial, Trial):
             return trial
         if trial is not None and trial not in range(len(self.trials)):
@@ -103,9 +103,9 @@ class SweepResult:
         return self.best if trial is None else self.trials[trial]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank.
+        """Returns a row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank.
 
-        Of each metric of the environment, there is the mean over the seeds, `METRIC_mean`.
+        For each metric of the environment, the row has the mean over the seeds, `METRIC_mean`.
         """
         return [
             {
@@ -122,22 +122,22 @@ class SweepResult:
         return list(dict.fromkeys(name for trial in self.trials for name in trial.metrics))
 
     def summary(self) -> dict[str, Any]:
-        """The sweep as plain data."""
+        """Returns the sweep as plain data."""
         about = {name: self.description[name] for name in ("algorithm", "env", "policy", "method", "seeds", "total_steps")}
         ended = {"status": self.status} | ({"stop_reason": self.stop_reason} if self.stop_reason else {})
         best = None if math.isnan(min(self.trials, key=by_return).mean) else self.best.number
         return about | ended | {"best": best, "trials": self.table(), "folder": self.folder}
 
     def command(self, trial: Trial | int | None = None) -> str:
-        """The command line that trains a trial's setting, with its seeds, from the start.
+        """Returns the command line that trains a trial's setting, with its seeds, from the start.
 
-        Its numbers are constants of the program, so XLA may compute other last bits than in the sweep.
+        Its numbers are constants of the program, so results may differ from the sweep in the last bits.
 
         Args:
           trial: the trial or its number; the best one if None.
 
         Raises:
-          ValueError: if the environment, what its parameters are drawn from, or a data set has no text.
+          ValueError: if the environment, a distribution of its parameters, or a data set cannot be written as text.
         """
         about, chosen = self.description, self.trial(trial)
         params: dict[str, str] | str | None = about["env_params"]
@@ -163,7 +163,7 @@ class SweepResult:
         return shlex.join(words)
 
     def plot(self, path: str | os.PathLike | None = None) -> "Figure":
-        """Draws a panel for each swept field, its values against returns, and parallel coordinates of all fields.
+        """Draws a panel for each swept field, returns over its values, and parallel coordinates of all fields.
 
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
@@ -203,19 +203,19 @@ class SweepResult:
     def load(
         cls, path: str | os.PathLike, *, env: Environment | str | None = None, trust: bool = False, **objects: Any
     ) -> "SweepResult":
-        """Reads a sweep that has ended from its folder.
+        """Loads a completed sweep from its folder.
 
         Args:
           path: the folder.
           env: the environment, if `sweep` got an environment object.
           trust: whether the code that the folder names may run, as in `Result.load`.
-          **objects: fields of the config that are objects or names in modules, if `sweep` got such.
+          **objects: fields of the config that were given to `sweep` as objects or as names in modules.
 
         Returns:
-          The result; its runs are read when they are asked for.
+          The result, which loads its runs on demand.
 
         Raises:
-          RunFolderError: a ValueError, if the folder holds no sweep, or one that has not ended.
+          RunFolderError: a ValueError, if the folder holds no sweep, or a sweep that has not ended.
         """
         path = Path(path)
         about = folder.read_json(path / SWEEP, "sweep")["sweep"]
@@ -267,7 +267,7 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
     panels, lower = parts[0].subplots(1, len(axes), sharey=True, squeeze=False)[0], parts[1].subplots()
     means = np.array([trial.mean for trial in trials])
     around = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
-    coordinates = []  # of every trial on parallel axes: the name, the heights, and the text at both ends
+    coordinates = []  # per parallel axis: the name, the heights of all trials, and the text at both ends
     for panel, axis in zip(panels, axes, strict=True):
         at, labels = _positions(axis, trials)
         panel.errorbar(at, means, yerr=around, fmt="o", alpha=0.7, ms=4, lw=1)
@@ -275,13 +275,13 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
         panel.margins(x=0.15)
         panel.grid(alpha=0.3)
         numbers, is_choice = axis.values.numbers, axis.values.kind == "choice"
-        # Options that span two decades have a logarithmic axis, too.
+        # Options that span two decades also get a logarithmic axis.
         is_log = labels is None and (axis.is_log or (is_choice and min(numbers) > 0 and max(numbers) >= 100 * min(numbers)))
         if labels is not None:
             panel.set_xticks(range(len(labels)), labels)
         elif is_log:
             panel.set_xscale("log")
-            # A narrow panel has no room for more than three places, by one digit each.
+            # A narrow panel has room for only three ticks with one digit each.
             ticks = sorted({float(f"{x:.1g}") for x in np.geomspace(at.min(), at.max(), 3)})
             panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
             panel.set_xticks([], minor=True)
@@ -309,7 +309,7 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
 
 
 def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[str] | None]:
-    """The places of the trials' values on an axis, and the labels of options that are no numbers."""
+    """Returns the positions of the trials' values on an axis, and the labels of options that are not numbers."""
     values = [trial.values[axis.field] for trial in trials]
     if all(isinstance(x, int | float) and not isinstance(x, bool) for x in axis.values.numbers):
         return np.array(values, float), None
@@ -318,6 +318,6 @@ def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[st
 
 
 def _height(values: np.ndarray) -> np.ndarray:
-    """Values from 0 to 1; 0.5 if all are equal."""
+    """Rescales values to [0, 1]; 0.5 if all are equal."""
     spread = np.ptp(values)
     return (values - values.min()) / spread if spread else np.full(len(values), 0.5)

@@ -1,4 +1,4 @@
-"""The course of a sweep: stage after stage, and in each, batch after batch of trials, the members of one program."""
+"""Schedules the trials of a sweep: stage by stage, and in each stage batch by batch, with one program per batch."""
 
 import dataclasses
 import functools
@@ -37,31 +37,31 @@ SWEEP = "sweep.json"
 
 
 class Shape(NamedTuple):
-    """What the trials of one program share."""
+    """The properties that the trials of one program share."""
 
-    fields: Mapping[str, Any]  # the swept fields that make the program, and their values
-    data: tuple[str, ...]  # the swept fields that are numbers of its state
+    fields: Mapping[str, Any]  # the swept fields that determine the program, and their values
+    data: tuple[str, ...]  # the swept fields that are numbers in its state
 
 
 @dataclasses.dataclass
 class Course:
-    """A sweep in progress; `sweep` says what the arguments are."""
+    """A sweep in progress; see `sweep` for the arguments."""
 
-    base: Experiment  # of which every trial replaces fields of the config
+    base: Experiment  # every trial replaces fields of its config
     constants: Mapping[str, Any]  # fields of the config that all trials replace
     policy: DistributionPolicy
     devices: Sequence[Device] | None
-    watch: Mapping[str, Any]  # what watches its runs: arguments of `train`
+    watch: Mapping[str, Any]  # arguments of `train` for evaluation, checkpoints and progress
     shared: bool  # whether trials may share a program
-    wanted: int | None  # trials that the user wants at once; None for as many as memory holds
+    wanted: int | None  # number of trials to train together, set by the user; None for the number that fits in memory
     path: Path | None
-    description: Mapping[str, Any]  # what it computes, as plain data
-    before: Mapping[str, Any]  # the content of `sweep.json` if it goes on
-    shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])  # of its programs; Optuna adds to them
+    description: Mapping[str, Any]  # a description of the sweep as plain data
+    before: Mapping[str, Any]  # the content of `sweep.json` when resuming
+    shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])  # shapes of its programs; Optuna adds more
     trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
     runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
     programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])  # as in `sweep.json`
-    least: int = 1  # steps of one iteration, or up to the first update; the most of all programs
+    least: int = 1  # steps of one iteration, or until the first update; the maximum over programs
 
     def say(self, text: str) -> None:
         """Shows a line of progress."""
@@ -69,10 +69,10 @@ class Course:
             print(text, file=progress_stream(), flush=True)
 
     def make(self, chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
-        """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""
+        """Makes trials from their values, and checks the config of each; raises ValueError that names the trial."""
         made, tunable = [], tunable_fields(type(self.base.algorithm)) if self.shared else ()
         for number, values in enumerate(chosen, first):
-            # A tunable field that is None is a branch of the program, and a schedule is a part of it.
+            # A tunable field that is None changes a branch of the program, and a schedule is part of the program.
             data = tuple(name for name, value in values.items() if name in tunable and isinstance(value, numbers.Real))
             shape = Shape({name: value for name, value in values.items() if name not in data}, data)
             if shape not in self.shapes:
@@ -86,13 +86,13 @@ class Course:
         return made
 
     def experiment(self, batch: Sequence[Trial]) -> Experiment:
-        """Trials of one program as one run: the fields that are data have a value for each trial."""
+        """Makes one run from trials of one program; data fields have a value for each trial."""
         config = algorithms.make(self.base.algorithm, {**self.constants, **batch[0].values})
         settings = {name: tuple(float(t.values[name]) for t in batch) for name in self.shapes[batch[0].program].data}
         return dataclasses.replace(self.base, algorithm=config, settings=settings)
 
     def prepare(self, trials: Sequence[Trial]) -> None:
-        """Checks and plans the programs that are new; raises ValueError if a trial is invalid or does not fit."""
+        """Checks and plans new programs; raises ValueError if a trial is invalid or does not fit in memory."""
         self.trials |= {trial.number: trial for trial in trials}
         kept = self.before.get("programs", [])
         for number, shape in list(enumerate(self.shapes))[len(self.programs) :]:
@@ -108,7 +108,7 @@ class Course:
                 raise ValueError(f"{own[0]}: {error}") from None
             agent = experiment.behavior.agent
             self.least = max(self.least, agent.steps_per_iteration, agent.learning_starts)
-            # The members of a run that goes on are those that it began with.
+            # A resumed run keeps its original members.
             at_once = kept[number]["at_once"] if number < len(kept) else self.wanted or fits
             self.programs.append({**shape._asdict(), "at_once": at_once, "bytes_of_a_trial": nbytes})
             which = f" ({in_words(shape.fields)})" if shape.fields else ""
@@ -127,7 +127,7 @@ class Course:
             )
 
     def conduct(self, stages: Iterable[Stage], requests: StopRequests) -> str:
-        """Trains all stages; gives the reason if a request to stop interrupted the sweep, else an empty text."""
+        """Trains all stages; returns the reason if a stop request interrupted the sweep, else an empty string."""
         for number, stage in enumerate(stages):
             self.prepare(stage.trials)
             if self.path is not None:
@@ -137,7 +137,7 @@ class Course:
         return ""
 
     def _write(self, file: Path) -> None:
-        """Writes `sweep.json` if there are more trials than it had; raises RunFolderError if it had others."""
+        """Writes `sweep.json` if there are new trials; raises RunFolderError if the file has different trials."""
         was = self.before.get("trials", [])
         trials = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in self.trials.values()])
         if differing := [new for new, old in zip(trials, was, strict=False) if new != old]:
@@ -150,7 +150,7 @@ class Course:
             folder.write_json(file, about)
 
     def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
-        """Trains a stage; gives the reason if it was interrupted."""
+        """Trains a stage; returns the reason if it was interrupted."""
         todo = [
             (which, i, batch) for which, program in enumerate(self.programs)
             for i, batch in enumerate(batches([t for t in stage.trials if t.program == which], program["at_once"]))
@@ -170,7 +170,7 @@ class Course:
         return ""
 
     def _run(self, batch: Sequence[Trial], until: int, path: Path | None, time_limit: float | None) -> Result:
-        """Trains trials up to some steps from their start, from the runs that trained them before, or in their folder."""
+        """Trains trials until `until` steps: from the start, from the runs that trained them before, or from their folder."""
         experiment = self.experiment(batch)
         if path is not None and (done := self._done(path, until)) is not None:
             return done
@@ -192,7 +192,7 @@ class Course:
         return Result.load(path, **self.base.objects)
 
     def _done(self, path: Path, until: int) -> Result | None:
-        """The result of a run that did all these steps before."""
+        """Returns the result of a run that has already done all `until` steps."""
         if not store.holds_run(path) or not checkpoint.complete(path):
             return None
         result = self._load(path)
@@ -215,7 +215,7 @@ def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
 
 
 def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
-    """The trials of a run with their steps, returns and metrics, which are nan for a member whose parameters are not finite."""
+    """Returns the trials of a run with steps, returns and metrics, which are nan for members with non-finite parameters."""
     start = "episode" if result.evaluation is None else "eval"
     columns = {name: f"{start}_{name}" for name in ("return", *metrics_of(result.behavior.env))}
     of_episodes = {name: final(result.history, name) for name in columns.values()}
@@ -237,7 +237,7 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
-    """The run of trials out of `parts`, the runs that trained them and their first members there; it has a row of history."""
+    """Combines members of `parts`, runs with the index of a trial's first member, into one run with one row of history."""
     first = parts[0][0]
     if not first.has_members:
         return first
@@ -249,7 +249,7 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
 
 
 def _on_host(result: Result) -> Result:
-    """A result whose state leaves the devices to the next run."""
+    """Moves the state of a result to the host, which frees the devices for the next run."""
     if all(device.platform == "cpu" for leaf in jax.tree.leaves(result.run_state) for device in leaf.devices()):
         return result
     return dataclasses.replace(result, run_state=jax.device_put(result.run_state, jax.local_devices(backend="cpu")[0]))

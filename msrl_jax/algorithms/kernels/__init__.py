@@ -1,5 +1,5 @@
-"""What is computed one way on CPUs and another way on accelerators, behind plain functions.
+"""Functions with one implementation for CPUs and another for accelerators.
 
-XLA's CPU compiler and its compilers for accelerators are fast for other programs: a CPU wants products of certain shapes and
-loops over steps, an accelerator wants few launches. Each function computes the same mathematics on all platforms.
+Different programs are fast on different platforms: a CPU needs matrix products of certain shapes and loops over steps, an
+accelerator needs few kernel launches. Each function computes the same result on all platforms.
 """

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-_LARGE = 2**20  # with more numbers than these a copy takes longer than the launches that it saves
+_LARGE = 2**20  # above this number of elements, a copy takes longer than the kernel launches that it saves
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
-    """The sum of `x.T @ g` over rows, `[..., M]` and `[..., N]` to `[M, N]`; rows keep their dimensions and their devices."""
+    """Sums `x.T @ g` over rows, `[..., M]` and `[..., N]` to `[M, N]`; rows keep their dimensions and their devices."""
     rows = tuple(range(x.ndim - 1))
     return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
 
 
 def _weight_gradient_on_cpu(x: jax.Array, g: jax.Array) -> jax.Array:
     rows = tuple(range(x.ndim - 1))
-    if g.shape[-1] == 1:  # values; a product this narrow is slower than a sum
+    if g.shape[-1] == 1:  # a value head; a matrix product this narrow is slower than a sum
         return (x * g).sum(rows)[:, None]
     # XLA's fast CPU kernels contract the last dimension of the left operand. Without the barrier, XLA folds the
     # transpose into a product that contracts the first dimension, and a PPO update on two cores takes 20 % longer.
@@ -30,7 +30,7 @@ def _weight_gradient_on_cpu(x: jax.Array, g: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w` for `x` `[..., M]` and `w` `[M, N]`."""
+    """Returns `x @ w` for `x` `[..., M]` and `w` `[M, N]`."""
     return x @ w
 
 
@@ -48,7 +48,7 @@ def _convolve(x, w, stride):
 
 
 def _patches(x, window, stride):
-    """What each filter sees, `[B, H, W, C]` to `[B, H', W', h * w * C]`."""
+    """Extracts the input patch of each filter position, `[B, H, W, C]` to `[B, H', W', h * w * C]`."""
     height, width = (size - side + 1 for size, side in zip(x.shape[1:3], window, strict=True))
     return jnp.concatenate([x[:, i : i + height : stride, j : j + width : stride] for i, j in np.ndindex(*window)], axis=-1)
 
@@ -61,8 +61,8 @@ def _product(x, w):
 def _forward(stride: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     usual = partial(_convolve, stride=stride)
 
-    # XLA's CPU convolutions are slow if the members of a population have filters of their own: PPO on MinAtar took twice
-    # as long with five seeds.
+    # XLA's CPU convolutions are slow if each population member has its own filters: PPO on MinAtar took twice as long with
+    # five seeds.
     def batched(size, in_batched, x, w):
         axes = [0 if each else None for each in in_batched]
         one = jax.vmap(usual, axes)
@@ -85,8 +85,9 @@ def _convolve_backward(stride, residuals, g):
     def usual(x, w, g):
         return jax.vjp(partial(_convolve, stride=stride), x, w)[1](g)
 
-    # Inside a loop, XLA's CPU convolution is slow for filters as large as in the gradient of the filters: a PPO update on
-    # MinAtar took ten times as long. That of the input is slow without a stride, up to 27 times; with one, the product is.
+    # Inside a loop, XLA's CPU convolution is slow for the large filters in the gradient of the filters: a PPO update on
+    # MinAtar took ten times as long. For the gradient of the input, the convolution is slow without a stride (up to 27 times);
+    # with a stride, the product is slow.
     def product(x, w, g):
         patches, to_input = jax.vjp(lambda x: _patches(x, w.shape[:2], stride), x)
         dw = _weight_gradient_on_cpu(patches, g).reshape(w.shape)
@@ -99,7 +100,7 @@ convolve.defvjp(lambda x, w, stride: (convolve(x, w, stride), (x, w)), _convolve
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The norm of all numbers of a pytree together. On devices that would launch a kernel for each leaf, of one vector."""
+    """Returns the norm of all leaves together. Accelerators first concatenate the leaves of small trees, to save launches."""
     leaves = jax.tree.leaves(tree)
     if len({jnp.result_type(x) for x in leaves}) != 1 or sum(jnp.size(x) for x in leaves) > _LARGE:
         return jnp.asarray(optax.tree.norm(tree))

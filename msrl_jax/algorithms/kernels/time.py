@@ -1,4 +1,4 @@
-"""Computations along time: sums backwards, and values of the last observations of episodes."""
+"""Computations along time: backward sums, and values of the last observations of episodes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 
 def backward_sums(delta: jax.Array, decay: jax.Array) -> jax.Array:
-    """Sums backwards in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`.
+    """Sums backward in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`.
 
-    A CPU goes from step to step. Other devices, which would launch kernels for each, double the reach of all sums at once:
-    `log2(T)` kernels (Kogge & Stone, 1973).
+    On a CPU, this is a loop over steps. On other devices, such a loop would launch kernels for every step; instead, `log2(T)`
+    rounds each double the span of all sums at once (Kogge & Stone, 1973).
     """
     return jax.lax.platform_dependent(delta, decay, cpu=_step_by_step, default=_doubling)
 
@@ -37,15 +37,16 @@ def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
 def truncated_values(
     value: Callable[[Any, Any], jax.Array], params: Any, final: Any, truncated: jax.Array, *, and_last: bool = False
 ) -> jax.Array:
-    """The values `[T, E, ...]` of the last observations of episodes: right where `truncated`, and at the end if `and_last`.
+    """Computes the values `[T, E, ...]` of the last observations of episodes.
 
-    `value` is `(params, last observations [N, ...]) -> values [N, ...]` for any `N`; `final` has the observations before a
-    reset, with whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
+    The results are valid where `truncated`, and at the last step if `and_last`. `value` is
+    `(params, last observations [N, ...]) -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
+    other inputs that `value` needs: a pytree of `[T, E, ...]`. `truncated` is `[T, E]`.
 
-    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on; devices that
-    share the environments tell one another how often, which is one integer. Other devices compute the values of all steps at
-    once, since a loop that depends on data would wait for the host. So do the members of several runs in one, which would wait
-    for one another on several devices.
+    A CPU computes only these values: those of the first truncation of every environment, then of the second, and so on; devices
+    that share the environments exchange one integer, the number of rounds. Other devices compute the values of all steps at
+    once, because a data-dependent loop would wait for the host. Vmapped runs also compute all values, because the members would
+    otherwise wait for each other across devices.
     """
 
     def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def truncated_values(
 
         def fill(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             left, found = carry
-            step = jnp.argmax(left, axis=0)  # of every environment, the first that is needed
+            step = jnp.argmax(left, axis=0)  # the first remaining step of every environment
             new = value(params, pick(step))
             here = left & (jnp.arange(len(left))[:, None] == step)
             return left & ~here, jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)

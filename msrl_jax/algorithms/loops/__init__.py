@@ -1,1 +1,1 @@
-"""Training loops for replayed and recorded experience, and parts that all loops share."""
+"""Training loops for off-policy and offline RL, and helpers that all loops share."""

@@ -28,17 +28,17 @@ class Experience(NamedTuple):
     state: jax.Array  # the global states, [T, E, S]
     is_first: jax.Array  # whether an observation is the first of an episode, [T, E]
     action: jax.Array  # before `action_transform`, [T, E, A, ...]
-    extras: Any  # what else `Team.act` returned
+    extras: Any  # other outputs of `Team.act`
     reward: jax.Array  # [T, E, A]
     terminated: jax.Array  # whether the agent has terminated, [T, E, A]
     truncated: jax.Array  # whether the episode was cut short, [T, E]
-    present: jax.Array  # whether the agent was in the episode when it acted; other steps count for nothing, [T, E, A]
+    present: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
     final_obs: Any  # the true next observations, before any reset, [T, E, A, ...]
     final_state: jax.Array  # their global states, [T, E, S]
 
 
 class Now(NamedTuple):
-    """What a team sees before it acts."""
+    """The inputs of a team before it acts."""
 
     obs: Any  # [E, A, ...]
     state: jax.Array  # the global states, [E, S]
@@ -47,23 +47,23 @@ class Now(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """An algorithm for a team of agents, as functions that call fragments; a config with a method `build_team` makes it."""
+    """An algorithm for a team of agents, as functions that call fragments; the method `build_team` of a config makes it."""
 
-    # (params_key, actor_key, learner_key) -> (params, rest); the rest is what else it keeps, such as optimizer states and keys
+    # (params_key, actor_key, learner_key) -> (params, rest); the rest is its other state, such as optimizer states and keys
     init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
     axes: tuple[Any, Any]  # logical axes of params and rest
-    # (params, rest, progress) -> (acting, rest, keys [T, ...]): what acts in an unroll, such as the parameters, and its keys
+    # (params, rest, progress) -> (acting, rest, keys [T, ...]): inputs of `act` in an unroll, such as parameters, and keys
     begin: Callable[[Any, Any, Progress], tuple[Any, Any, Any]]
     # (acting, now, carry, keys) -> (action [E, A, ...], extras, carry)
     act: Callable[..., tuple[jax.Array, Any, Any]]
-    # (params, rest, experience, now, carry, progress) -> (params, rest, metrics); `now` is after, `carry` before the experience
+    # (params, rest, experience, now, carry, progress) -> (params, rest, metrics); `now` is after it, `carry` before
     learn: Callable[..., tuple[Any, Any, Metrics]]
     # (params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)
     choose_action: Callable[..., tuple[jax.Array, Any]]
     initial_carry: Callable[[int], Any]  # num_envs -> carry [E, A, ...], an empty pytree for networks without a core
     updates_per_iteration: int  # the largest number of gradient steps
     agent_axes: P  # of its arrays [E, A, ...]: P("env", "agent") if every agent has its own network
-    # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or remembers
+    # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or is recurrent
     probabilities: Callable[[Any, Any, Any], jax.Array] | None = None
     env_group: int = 1  # size of a group of adjacent environments that must be on one device
     learning_starts: int = 0  # environment steps that a replay buffer must hold before the first update
@@ -73,20 +73,20 @@ class TeamsState(NamedTuple):
     """The state of a run; mappings have one entry for each team."""
 
     params: dict[str, Any]
-    teams: dict[str, Any]  # what else the teams keep
-    carry: dict[str, Any]  # what the teams remember within an episode, [E, A, ...]
+    teams: dict[str, Any]  # the other state of the teams
+    carry: dict[str, Any]  # the carries of the teams, [E, A, ...]
     env_state: Any
     now: dict[str, Now]
 
 
 def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_length: int) -> Agent:
-    """Builds the agent of a run with several agents; metrics of several teams have the names `METRIC/TEAM`."""
+    """Builds the agent of a run with several agents; with several teams, metrics are named `METRIC/TEAM`."""
     everyone = tuple(range(venv.num_agents))
     members = {name: venv.teams.get(name, everyone) for name in teams}
     to_env_action = action_transform(venv.action_space)
 
     def together(parts: Mapping[str, jax.Array]) -> jax.Array:
-        """An array of all agents `[E, A, ...]`, from those of the teams."""
+        """Combines the arrays of the teams into an array of all agents `[E, A, ...]`."""
         if len(parts) == 1:
             return next(iter(parts.values()))
         order = [i for name in parts for i in members[name]]
@@ -96,7 +96,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return together({name: to_env_action(action) for name, action in actions.items()})
 
     def of_team(name: str, x: Any) -> Any:
-        """The part of a team of `[E, A, ...]`."""
+        """Selects the agents of a team from `[E, A, ...]`."""
         return x if members[name] == everyone else jax.tree.map(lambda x: x[:, np.array(members[name])], x)
 
     def scope(name: str):
@@ -106,7 +106,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return {name: Now(of_team(name, obs), state, is_first) for name in teams}
 
     def init(key: jax.Array) -> TeamsState:
-        # The keys of a single team are those of an algorithm for one agent, so that a team of one agent trains like it.
+        # A single team gets the same keys as a single-agent algorithm, so that a team of one agent trains identically.
         keys = jax.random.split(key, (len(teams), 4))
         env_state, obs = venv.reset(keys[0][1])
         begun = {name: team.init(k[0], k[2], k[3]) for (name, team), k in zip(teams.items(), keys, strict=True)}
@@ -198,13 +198,13 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
 
 
 def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
-    """The agent of a config whose method `build_team` makes one team of all agents of an environment."""
+    """Builds the agent of a config whose method `build_team` makes one team of all agents of an environment."""
     venv = vectorize_agents(env, config.num_envs)
     return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)
 
 
 def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
-    """Appends the one-hot number of the agent to vectors, or flattened observations in `space`: `[..., A, D + A]` float32."""
+    """Appends the one-hot agent index to vectors, or to observations in `space` after flattening: `[..., A, D + A]` float32."""
     plain = unmasked(obs)
     vectors = plain if space is None else spaces.flatten(space, plain)
     ids = jnp.broadcast_to(jnp.eye(num_agents, dtype=jnp.float32), (*vectors.shape[:-1], num_agents))
@@ -212,7 +212,7 @@ def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
 
 
 def with_ids_space(space: Space, num_agents: int) -> Box:
-    """The space of the results of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
+    """Returns the space of the outputs of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
     if isinstance(space, Box) and len(space.shape) > 1:
         raise TypeError(
             f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "

@@ -1,4 +1,4 @@
-"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set."""
+"""Makes the replay buffer of a config, which may mix the run's own experience with a data set."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from msrl_jax.replay.mixed import mix
 
 
 def check_data(config: Any) -> None:
-    """Raises ValueError unless `data` are a path or a data set, and `data_fraction` of no data has its default."""
+    """Raises ValueError unless `data` is a path or a data set; without data, `data_fraction` must have its default."""
     name, source = type(config).__name__, config.data
     if not isinstance(source, str | os.PathLike | Dataset | None):
         raise ValueError(f"{name}.data={shown(source)}: use the path of a data set, or a msrl_jax.data.Dataset")
@@ -33,9 +33,9 @@ def check_data(config: Any) -> None:
 
 
 def n_step_buffer(env: Environment, config: Any) -> Replay:
-    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if there is one.
+    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config, if it has one.
 
-    Goals of the run's own transitions are relabelled if the config has it so; raises TypeError if there are no goals.
+    With HER, goals of the run's own transitions are relabelled; raises TypeError if the environment has no goals.
     """
     windows: dict[str, Any] = {"length": config.replay.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     if hindsight := getattr(config, "hindsight", None):
@@ -53,14 +53,14 @@ def n_step_buffer(env: Environment, config: Any) -> Replay:
 
 
 def replay_buffer(env: Environment, config: Any, carry: Any) -> Replay:
-    """Makes an `n_step_buffer`, or with a core a `sequence_buffer`, which holds the carry of one environment too."""
+    """Makes an `n_step_buffer`, or with a core a `sequence_buffer`, which also stores `carry`, given for one environment."""
     if config.core == "none":
         return n_step_buffer(env, config)
     return sequence_buffer(observation_type(env), action_type(env.action_space), config, carry, may_be_absent=is_on_host(env))
 
 
 def agents_buffer(view: TeamView, config: Any) -> Replay:
-    """Makes an `n_step_buffer` of several agents, each with its own rewards and ends of episodes."""
+    """Makes an `n_step_buffer` of several agents, each with its own rewards and episode ends."""
     one, agents = action_type(view.action_space), (view.num_agents,)
     action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
     windows = {"length": config.replay.n_step, "discount": config.discount}
@@ -100,7 +100,7 @@ def window_buffer(
     length_is: str = "n_step is",
     **windows: Any,
 ) -> Replay:
-    """Makes the buffer of windows of steps of a config; `length_is` says in messages which fields make the length."""
+    """Makes the buffer of windows of steps of a config; `length_is` names the fields that set the length in messages."""
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
     example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_absent else None)
     options: dict[str, Any] = {
@@ -119,12 +119,12 @@ def window_buffer(
     try:
         return make(example, **options)
     except ValueError as error:
-        text = str(error).replace("min_size", "replay.learning_starts")  # the name of the config field and of the flag
+        text = str(error).replace("min_size", "replay.learning_starts")  # the name of the config field and the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
 
 
 def split_batch(config: Any) -> tuple[int, int, int]:
-    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind."""
+    """Returns the numbers of rows from the run, rows from the data, and shards; raises ValueError if a shard lacks either."""
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.replay.shards is None else config.replay.shards
     rows = config.batch_size // shards
     given = round(config.data_fraction * rows)

@@ -1,7 +1,8 @@
-"""How far updates move a policy from the one that acted (KL divergence): a limit to it, and learning rates that follow it.
+"""The KL divergence of an updated policy from the one that acted: a limit to it, and learning rates that adapt to it.
 
-PPO makes several updates from one batch. With `target_kl` those after the one that went too far change nothing. A learning rate
-that adapts (`kl:TARGET`) becomes smaller after an update that went far, and larger after one that did not.
+PPO makes several updates from one batch. With `target_kl`, the updates after the first one beyond the limit change nothing. An
+adaptive learning rate (`kl:TARGET`) decreases after an update with a large divergence and increases after one with a small
+divergence.
 """
 
 from typing import Any, NamedTuple
@@ -14,15 +15,15 @@ from msrl_jax.algorithms.optimizers import KL, AdaptiveRate, is_own, is_rate_sta
 
 
 class Divergence(NamedTuple):
-    """What an update has to know of those before it in an iteration; None where the config asks for nothing."""
+    """State that is passed between the updates of an iteration; fields are None where the config does not need them."""
 
-    exceeded: jax.Array | None  # whether one went beyond `target_kl`, bool []
-    kl: jax.Array | None  # what the learning rate adapts to, in nats; nan leaves it as it is. float32 []
+    exceeded: jax.Array | None  # whether an update exceeded `target_kl`, bool []
+    kl: jax.Array | None  # the divergence that the learning rate adapts to, in nats; nan keeps the rate. float32 []
     is_first: jax.Array | None  # whether no update has been made yet, bool []
 
 
 def no_divergence(config: Any) -> Divergence:
-    """That before the first update of an iteration."""
+    """Returns the state before the first update of an iteration."""
     exceeded = None if config.target_kl is None else jnp.bool(False)
     if isinstance(config.learning_rate, KL) and not is_own(config.optimizer):
         return Divergence(exceeded, jnp.float32(jnp.nan), jnp.bool(True))
@@ -30,10 +31,10 @@ def no_divergence(config: Any) -> Divergence:
 
 
 def update_divergence(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
-    """That for an update whose gradients come with a divergence of `kl` nats, `[]`."""
+    """Returns the state for an update whose gradients were computed at a divergence of `kl` nats, `[]`."""
     exceeded, followed, is_first = before
     if is_first is not None:
-        # The policy of the first update is the one that acted, so the sign of its divergence is that of a rounding.
+        # The first update starts from the policy that acted, so the sign of its divergence is only rounding error.
         followed = jnp.where(is_first if exceeded is None else is_first | exceeded, jnp.nan, kl)
         is_first = jnp.bool(False)
     return Divergence(None if exceeded is None else exceeded | (kl > config.target_kl), followed, is_first)
@@ -48,16 +49,16 @@ def apply_gradients(
     learning_rate: jax.Array | None,
     divergence: Divergence,
 ) -> tuple[Any, Any]:
-    """The parameters and the optimizer's state after an update; if the limit is exceeded, only an adaptive rate changes.
+    """Returns the parameters and the optimizer state after an update; past the limit, only an adaptive rate changes.
 
     Args:
-      config: of the algorithm.
-      optimizer: that of `make_optimizer`.
+      config: the config of the algorithm.
+      optimizer: the result of `make_optimizer`.
       params: the parameters.
       opt_state: the state of the optimizer.
       grads: the gradients of the parameters.
-      learning_rate: `learning_rate_at(config, progress)`, `[]`; None if the optimizer has its own, or if it adapts.
-      divergence: that of `update_divergence`.
+      learning_rate: `learning_rate_at(config, progress)`, `[]`; None if the optimizer has its own rate, or if the rate adapts.
+      divergence: the result of `update_divergence`.
     """
     if divergence.kl is not None:
         opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
@@ -68,10 +69,10 @@ def apply_gradients(
 
 
 def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
-    """The state of an optimizer whose learning rate has adapted to the divergence of an update (nats, `[]`).
+    """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
 
-    The rate is divided by 1.5 if the divergence is above twice the target, and multiplied by it if below half of the target. As
-    in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing; neither does nan.
+    Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
+    half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing, nor does nan.
     """
 
     def new(state: Any) -> Any:

@@ -1,9 +1,9 @@
 """The shuffled minibatches of PPO.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `M` the number of minibatches of
-an epoch and `U` the number of updates. A minibatch holds `T / M` time steps of all environments; with a recurrent core, the
-sequences of one environment from every group of `M` adjacent ones. So a shuffle moves nothing between devices that hold whole
-groups.
+an epoch and `U` the number of updates. A minibatch holds `T / M` time steps of all environments; with a recurrent core, it
+holds the sequences of one environment from every group of `M` adjacent ones. A shuffle therefore moves no data between devices
+that hold whole groups.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from msrl_jax.algorithms.networks.layers import Carry
 
 
 def check_minibatches(config: Any) -> None:
-    """Raises ValueError unless `num_minibatches` divides the time steps, or the environments of networks with a core."""
+    """Raises ValueError unless `num_minibatches` divides the number of time steps, or of environments with a core."""
     name, groups = ("num_envs", "whole sequences") if has_core(config) else ("unroll_length", "time steps")
     size = getattr(config, name)
     if size % config.num_minibatches:
@@ -31,7 +31,7 @@ def has_core(config: Any) -> bool:
 
 
 def shuffle(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Shuffles every epoch: the next key, and the indices of each minibatch: `[U, T / M]`, or `[U, E / M]` with a core."""
+    """Shuffles every epoch; returns the next key and the indices of minibatches: `[U, T / M]`, or `[U, E / M]` with a core."""
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
     size = config.num_minibatches
     if has_core(config):
@@ -42,9 +42,9 @@ def shuffle(key: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_minibatch(config: Any, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
-    """One minibatch `[T', B, ...]` of a pytree `[T, E, ...]`: whole sequences with a core, without one sequences of one step.
+    """Gathers a minibatch `[T', B, ...]` from a pytree `[T, E, ...]`: whole sequences with a core, else single steps.
 
-    The first `dims` dimensions become two: agents `[T, E, A, ...]` are sequences of their own if it is 3.
+    Merges the first `dims` dimensions into two: with 3, each agent of `[T, E, A, ...]` becomes a separate sequence.
     """
 
     def steps(x: jax.Array) -> jax.Array:
@@ -61,5 +61,5 @@ def gather_minibatch(config: Any, batch: Any, chosen: jax.Array, dims: int = 2) 
 
 
 def gather_carry(config: Any, carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
-    """The carries `[B, ...]` before the sequences of a minibatch, of those before an unroll `[E, ...]`."""
+    """Gathers the carries `[B, ...]` before the sequences of a minibatch from those before an unroll `[E, ...]`."""
     return jax.tree.map(lambda x: gather_minibatch(config, x[None], chosen, dims)[0], carry)

@@ -1,7 +1,7 @@
-"""Observations standardized where they are used, for algorithms with a replay buffer.
+"""Standardizes observations where networks use them, for algorithms with a replay buffer.
 
-The buffer holds observations as they are. Networks see them standardized by running statistics of all batches so far, old ones
-and new ones by the same.
+The buffer stores raw observations. Networks see old and new observations standardized by the same running statistics, those of
+all batches so far.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from msrl_jax.envs.vector_wrappers import normalized_space
 
 
 def seen_space(config: Any, space: Space) -> Space:
-    """The space of the observations that networks see; raises ValueError if these cannot be standardized."""
+    """Returns the space of the observations that networks see; raises ValueError if these cannot be standardized."""
     return normalized_space(space) if config.normalize_observations else space
 
 
 def no_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
-    """The statistics before a run, from the shapes of observations `[E, ...]`; `()` if networks see these as they are."""
+    """Returns the initial statistics for observations `[E, ...]`; `()` if observations are not standardized."""
     return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
 
 
 def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
-    """What networks see of observations `[..., *observation_shape]`; with their masks, as they are."""
+    """Standardizes observations `[..., *observation_shape]` for networks; masks do not change."""
     if isinstance(statistics, tuple):
         return obs
     plain = unmasked(obs)
@@ -36,8 +36,8 @@ def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
 
 
 def observed(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
-    """The statistics with those of a batch of steps, or of windows; and these as networks see them."""
+    """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
     e = batch.experience
-    seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # of windows, all steps
+    seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
     statistics = select(batch.ready, running.update(statistics, seen), statistics)
     return statistics, e._replace(obs=see(statistics, e.obs), next_obs=see(statistics, e.next_obs))

@@ -1,9 +1,9 @@
-"""The loop of the offline algorithms, as functions: draw batches from a data set, update, measure on held-out episodes.
+"""The loop of the offline RL algorithms, as functions: draw batches from a data set, update, validate on held-out episodes.
 
 In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
 An iteration draws `K` batches at once and learns from them one after another, then measures on one held-out batch. Training
-steps no environment: the environment only gives the spaces for the networks, and evaluations play in it. The fragments that do
-this are in the files of the algorithms.
+takes no environment steps: the environment only provides the spaces for the networks, and evaluations run in it. The fragments
+are in the files of the algorithms.
 """
 
 import dataclasses
@@ -48,19 +48,19 @@ class OfflineState(NamedTuple):
     params: Any
     target_params: Any
     opt_state: Any
-    key: jax.Array  # the learner's
+    key: jax.Array  # of the learner
     data_key: jax.Array  # for draws
     env_state: tuple[()] = ()
     data: Data | tuple[()] = ()  # () in a state for acting only
 
 
 def playing_env(env: Environment, config: Any) -> VectorEnvironment:
-    """The environments that a run keeps although it steps none, for their spaces: one for each shard of the data."""
+    """Makes the environments of a run, one per shard of the data; they provide spaces, and training never steps them."""
     return envs.vectorize(env, _shards(config))
 
 
 def state_axes(source: Source | None) -> OfflineState:
-    """The logical axes of a state."""
+    """Returns the logical axes of a state."""
     whole = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
     if source is None:
         return logical_axes(OfflineState, **whole, data=P())
@@ -76,7 +76,7 @@ def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[
 
 
 def check_given(config: Any, state: OfflineState) -> None:
-    """Raises ValueError if a state has no data to learn from."""
+    """Raises ValueError if a state has no data for training."""
     if not state.data:
         raise ValueError(f"{config.name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
 
@@ -89,19 +89,19 @@ def learn_from(
     key: jax.Array,
     progress: Progress,
 ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
-    """Learns from batches one after another, and measures the result on held-out episodes.
+    """Learns from batches one after another, and validates the result on held-out episodes.
 
     Args:
       batches: the batches. `[K, B, ...]`
       held_out: a batch of held-out episodes; None if there are none. `[B, ...]`
-      update: `(learned, batch, key, progress) -> (learned, statistics)`; the progress is that in updates.
-      learned: what updates change.
-      key: for the randomness of updates.
-      progress: of the run, in iterations.
+      update: `(learned, batch, key, progress) -> (learned, statistics)`; the progress counts updates.
+      learned: the state that updates change.
+      key: the key for the randomness of updates.
+      progress: the progress of the run, in iterations.
 
     Returns:
-      What updates made of `learned`, the next key, and the means of the statistics over the updates; the names of those of the
-      held-out batch begin with `validation_`.
+      The new `learned`, the next key, and the statistics averaged over the updates; the statistics of the held-out batch have
+      the prefix `validation_`.
     """
     num_updates = len(batches.reward)
     key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
@@ -117,14 +117,14 @@ def learn_from(
     learned, stats = jax.lax.scan(step, learned, (batches, jnp.stack(keys), jnp.arange(num_updates)))
     metrics = jax.tree.map(lambda x: x.mean(), stats)
     if held_out is not None:
-        # An update for its statistics only: XLA removes the rest, because nothing uses what it learned.
+        # Run an update only for its statistics; XLA removes the rest, because the new parameters are unused.
         _, measured = update(learned, held_out, held_out_key, numbered(num_updates))
         metrics |= {f"validation_{name}": x for name, x in measured.items()}
     return learned, key, metrics
 
 
 def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
-    """Reads the data set of a config, and splits off the held-out episodes; None without one, ValueError if it does not fit."""
+    """Reads the data set of a config, and splits off held-out episodes; None without data; raises ValueError if invalid."""
     if config.data is None:
         return None
     dataset = load_for(env, config.data)
@@ -150,7 +150,7 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
 
 
 def reward_scale(dataset: Dataset) -> float:
-    """The range of the episodes' returns over the length of the longest; 1 if all returns are equal (arXiv 2110.06169, 5.2)."""
+    """Returns the range of episode returns divided by the longest length; 1 if all returns are equal (2110.06169, 5.2)."""
     episodes = dataset.episodes
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 

@@ -1,9 +1,9 @@
-"""Networks with a recurrent core, learned from replayed windows of steps with the carries of the acting networks.
+"""Trains networks with a recurrent core on replayed windows of steps, with the carries of the acting networks.
 
-A network goes along a window from the carry that is stored with its first step. Action values (R2D2, QMIX) are outputs of
-`replay_values` and `successors`. In actor-critics (Ni et al., 2022, arXiv 2110.05038) the actor has one core, and all critics
-together have another. Their losses are those of algorithms without a core: a batch has as many steps as its windows have after
-the burn-in, and in place of their observations the windows that lead to them.
+A network unrolls over a window from the carry that is stored with the first step. `replay_values` and `successors` compute
+action values (R2D2, QMIX). In actor-critics (Ni et al., 2022, arXiv 2110.05038) the actor has one core, and all critics share
+another one. Their losses are those of algorithms without a core: the steps of a batch are the steps of its windows after the
+burn-in, and the windows that lead to these steps replace their observations.
 
 In the shape descriptions, `S` denotes the length of a window, `T` its length without the burn-in, `L` is `trace_length`, `B`
 the number of windows in a batch, `N = B L` the number of steps to learn from, and `H` the size of a carry. Teams of agents have
@@ -29,7 +29,7 @@ from msrl_jax.replay.buffers import fold
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Outputs `[T, B, ...]` and carries `[T, B, H]` along windows `[S, B, ...]`, after `burn_in` steps to refresh the carry."""
+    """Returns outputs `[T, B, ...]` and carries `[T, B, H]` of windows `[S, B, ...]`, after `burn_in` steps for the carry."""
     is_first = first_steps(window.terminated | window.truncated)
     carry = tuple(x[0] for x in window.carry)
     if burn_in:
@@ -41,7 +41,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
 
 
 def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
-    """Outputs `[T, B, ...]` for the true successors of steps; where an episode is truncated, that is not the next step."""
+    """Returns outputs `[T, B, ...]` for the true successors of steps, which differ from the next steps at truncations."""
     value = lambda params, final: network.step(params, *final)[0]  # noqa: E731
     last = truncated_values(value, params, (window.next_obs, carries), window.truncated, and_last=True)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
@@ -49,15 +49,15 @@ def successors(network: RecurrentNetwork, params: Any, window: Transition, value
 
 
 class History(NamedTuple):
-    """What a network with a core sees in place of observations `[N, ...]`."""
+    """The input of a network with a core, instead of observations `[N, ...]`."""
 
-    obs: Any  # the observations, for the critics that see more than a core does, [N, ...]
-    window: Transition  # the steps around them, [S, B, ...]; carries are by the names of networks
-    last: jax.Array | None  # if they are successors, those of these steps after the burn-in, [L, B]
+    obs: Any  # the observations, for critics with privileged state, [N, ...]
+    window: Transition  # the windows around them, [S, B, ...]; carries are keyed by network name
+    last: jax.Array | None  # for successors: the steps after the burn-in that precede them, [L, B]
 
 
 def check_core(config: Any) -> None:
-    """Raises ValueError if an algorithm with a core is to learn from a data set too, or in hindsight."""
+    """Raises ValueError if a config combines a core with a data set or with HER."""
     name = type(config).__name__
     if config.core == "none":
         check_unused(config, ("burn_in", "trace_length"), "with core='none'")
@@ -74,10 +74,10 @@ def check_core(config: Any) -> None:
 
 
 def with_core(name: str, observation_space: Space, config: Any, make: Callable[[Any], Network]) -> Network:
-    """The network that `make` makes of a space of observations, or of torsos that follow a core if the config has one.
+    """Makes a network with `make`, from a space of observations, or from torsos after a core if the config has one.
 
-    With a core, it takes `History`s, or the features that the core makes of observations. After the core comes a dense layer as
-    wide as the last one before it; a critic's privileged state joins the features there.
+    With a core, the network takes `History`s, or the features that the core computes. A dense layer with the width of the last
+    one before the core follows the core; a critic's privileged state joins the features there.
     """
     if config.core == "none":
         return make(observation_space)
@@ -112,18 +112,18 @@ def with_core(name: str, observation_space: Space, config: Any, make: Callable[[
 
 
 def first_critic(critics: Network, params: Any) -> Any:
-    """The parameters of the first of several critics, with the core of all."""
+    """Returns the parameters of the first critic, with the core that all critics share."""
     first = jax.tree.map(lambda x: x[:1], params["heads"] if critics.core else params)
     return params | {"heads": first} if critics.core else first
 
 
 def initial_carry(networks: Mapping[str, Network], batch_shape: tuple[int, ...]) -> Any:
-    """The carries of networks `with_core` by name, zeros `[..., H]`; `()` if they have no core."""
+    """Returns the initial carries of networks by name, zeros `[..., H]`; `()` if they have no core."""
     return {name: network.core.initial_carry(batch_shape) for name, network in networks.items() if network.core} or ()
 
 
 def step_cores(networks: Mapping[str, Network], params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
-    """What networks see of observations: what the actor's core makes of them; and the carries after it, of these networks."""
+    """Steps the cores of networks; returns the features of the actor's core, and the new carries of these networks."""
     if not carry:
         return obs, carry
     stepped = {name: network.core.step(params[name], obs, carry[name]) for name, network in networks.items()}
@@ -131,7 +131,7 @@ def step_cores(networks: Mapping[str, Network], params: Any, obs: Any, carry: An
 
 
 def single_steps(config: Any, batch: Batch) -> Batch:
-    """A batch of single steps `[N, ...]`, from one of windows if the config has a core."""
+    """Returns a batch of single steps `[N, ...]`, made from windows if the config has a core."""
     if config.core == "none":
         return batch
     window: Transition = batch.experience
@@ -152,10 +152,10 @@ def single_steps(config: Any, batch: Batch) -> Batch:
 
 
 def window_error(config: Any, td_error: jax.Array) -> jax.Array:
-    """The errors of what was drawn from the buffer `[B]`: with a core, the mean size of those of each window's steps `[N]`."""
+    """Returns the TD errors of buffer items `[B]`: with a core, the mean absolute error of each window's steps `[N]`."""
     return td_error if config.core == "none" else unflatten(jnp.abs(td_error), config.trace_length).mean(0)
 
 
 def _at(x: jax.Array, step: jax.Array) -> jax.Array:
-    """The values `[L, B, ...]` of `[T, B, ...]` at steps `[L, B]`."""
+    """Gathers values `[L, B, ...]` from `[T, B, ...]` at steps `[L, B]`."""
     return jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)(x, step)

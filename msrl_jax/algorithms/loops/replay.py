@@ -4,12 +4,12 @@ In the shape descriptions, `T` denotes the length of an unroll, `E` the number o
 number of updates per iteration. An iteration
 
 1. takes `T` steps of every environment with the acting parameters,
-2. updates the priorities in the buffer with the TD errors of the iteration before, then inserts the steps,
+2. updates the priorities in the buffer with the TD errors of the previous iteration, then inserts the steps,
 3. draws `K` batches at once,
 4. learns from the batches one after another,
 5. refreshes the acting parameters every `actor_period` iterations.
 
-The fragments that do this are in the files of the algorithms. The buffer handles data sets, priorities and importance weights.
+The fragments are in the files of the algorithms. The buffer handles data sets, priorities and importance weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Sample
 
 
 class Learner(NamedTuple):
-    """The part of the state that an update changes; every algorithm decides the structure of the trees."""
+    """The part of the state that an update changes; each algorithm chooses the structure of the trees."""
 
     params: Any  # of all trained networks
     target_params: Any
@@ -43,15 +43,15 @@ class Batch(NamedTuple):
     experience: Any  # items of the buffer, such as an `NStep`, [B, ...]
     weight: jax.Array  # importance weights, 1 without priorities, [B]
     key: jax.Array  # for the randomness of the update
-    update: Counter  # the number of the update from 0 on; those before the buffer was ready count too
-    ready: jax.Array  # whether the buffer holds enough steps; if not, the batch has no meaning; bool []
+    update: Counter  # the index of the update, from 0; updates before the buffer was ready count too
+    ready: jax.Array  # whether the buffer holds enough steps; else the batch is meaningless; bool []
 
 
 class Pending(NamedTuple):
     """TD errors for the next update of the buffer's priorities."""
 
     indices: Indices  # the windows in the buffer, [K, B]
-    td_error: jax.Array  # their errors; nan where there are none, [K, B]
+    td_error: jax.Array  # their errors; nan where unknown, [K, B]
 
 
 class OffPolicyState(NamedTuple):
@@ -60,10 +60,10 @@ class OffPolicyState(NamedTuple):
     params: Any
     target_params: Any  # () if nothing has a target network
     opt_state: Any
-    observations: Any  # statistics of observations; () if networks see them as they are
-    key: jax.Array  # the learner's
-    acting_params: tuple[Any, Counter] | tuple[()]  # with the iterations done at their last refresh; () if the newest act
-    actor_keys: jax.Array  # they sample actions, [E]
+    observations: Any  # statistics of observations; () if observations are not standardized
+    key: jax.Array  # of the learner
+    acting_params: tuple[Any, Counter] | tuple[()]  # and the iteration of their last refresh; () if actors use the newest
+    actor_keys: jax.Array  # for sampling actions, [E]
     replay: ReplayState
     replay_key: jax.Array  # for draws
     pending: Pending
@@ -74,15 +74,15 @@ class OffPolicyState(NamedTuple):
 
     @property
     def learner(self) -> Learner:
-        """What updates change."""
+        """The part that updates change."""
         return Learner(self.params, self.target_params, self.opt_state, self.observations)
 
 
 def initial_state(
     config: Any, buffer: Replay, learner: Learner, actor_key: jax.Array, learner_key: jax.Array, replay_key: jax.Array
 ) -> OffPolicyState:
-    """The state before a run, without environments and carries; acting parameters are copies if there is an `actor_period`."""
-    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731  # a state in which two leaves are one array cannot be donated
+    """Makes the initial state, without environments and carries; with an `actor_period`, acting parameters are copies."""
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731  # a state whose leaves share an array cannot be donated
     nowhere = Indices(*jnp.zeros((2, config.num_updates, buffer.batch_size), jnp.int32))
     return OffPolicyState(
         **learner._replace(target_params=copy(learner.target_params))._asdict(),
@@ -96,7 +96,7 @@ def initial_state(
 
 
 def state_axes(buffer: Replay, **others: Any) -> OffPolicyState:
-    """The logical axes of a state; `others` are those of the environments, and of carries."""
+    """Returns the logical axes of a state; `others` are the axes of environments and carries."""
     whole = dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P())
     stored = {"replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes}
     return OffPolicyState(**{**whole, **stored, "actor_keys": P("env"), **others})
@@ -124,16 +124,16 @@ def learn_from(
     """Learns from batches one after another.
 
     Args:
-      sample: the batches. `[K, B, ...]`
+      sample: the sampled batches. `[K, B, ...]`
       ready: whether the buffer holds enough steps. `[]` bool
       update: `(learner, batch) -> (learner, TD errors [B], statistics)`; it changes nothing if the batch is not `ready`.
-      learner: what updates change.
-      key: for the randomness of updates.
-      progress: of the run.
-      may_be_absent: whether batches may have windows with absent steps, whose weight is 0.
+      learner: the state that updates change.
+      key: the key for the randomness of updates.
+      progress: the progress of the run.
+      may_be_absent: whether batches may contain windows with absent steps, whose weight is 0.
 
     Returns:
-      The learner, the next key, the errors for the buffer, and the means of the statistics over the updates.
+      The learner, the next key, the TD errors for the buffer, and the statistics averaged over the updates.
     """
     num_updates = len(sample.weight)
     key, *keys = jax.random.split(key, num_updates + 1)
@@ -141,7 +141,7 @@ def learn_from(
     def step(learner: Learner, inputs: tuple[Any, ...]) -> tuple[Learner, tuple[jax.Array, Mapping[str, jax.Array]]]:
         batch = Batch(*inputs, ready=ready)
         learner, td_error, stats = update(learner, batch)
-        if may_be_absent:  # nothing is to be learned from these windows
+        if may_be_absent:  # windows with weight 0 do not contribute
             td_error = jnp.where(batch.weight > 0, td_error, 0.0)
         return learner, (jnp.where(ready, td_error, jnp.nan), stats)
 
@@ -149,7 +149,7 @@ def learn_from(
     learner, (td_error, stats) = jax.lax.scan(step, learner, (sample.experience, sample.weight, jnp.stack(keys), numbers))
     done = jnp.where(ready, jnp.float32(num_updates), 0.0)
     means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
-    # With the indices: a policy with staleness delays a learner's outputs, so they stay with their errors.
+    # Return the indices too: a policy with staleness delays the learner's outputs, so indices and errors stay together.
     return learner, key, Pending(sample.indices, td_error), dict(means)
 
 
@@ -161,30 +161,30 @@ def apply_if(
     grads: Any,
     learning_rate: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """The parameters and the optimizer's state after an update; those before it if a buffer is not `ready`."""
+    """Returns the parameters and the optimizer state after an update; the old ones if the buffer is not `ready`."""
     updates, new_opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
     return select(ready, (optax.apply_updates(params, updates), new_opt_state), (params, opt_state))
 
 
 def is_due(ready: jax.Array, count: Counter, period: int) -> jax.Array:
-    """Whether a buffer is ready, and a period of updates is full after `count` of them. `[]` bool"""
+    """Whether the buffer is ready and `count` updates complete a period. `[]` bool"""
     return ready if period == 1 else ready & (remainder(count, period) == 0)
 
 
 def move_target(target_params: Any, params: Any, share: float, due: jax.Array) -> Any:
-    """Moves target parameters towards parameters by a share in [0, 1] if `due`: Polyak averaging, or a copy if it is 1."""
+    """Moves target parameters towards parameters by a share in [0, 1] if `due`: Polyak averaging; a share of 1 copies."""
     return optax.incremental_update(params, target_params, jnp.where(due, share, 0.0))
 
 
 def select(condition: jax.Array, new: Any, old: Any) -> Any:
-    """The leaves of `new` if the scalar `condition` holds, else those of `old`."""
+    """Returns the leaves of `new` if the scalar `condition` holds, else those of `old`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def refreshed(
     acting_params: tuple[Any, Counter], params: Any, progress: Progress, version: jax.Array, period: int
 ) -> tuple[tuple[Any, Counter], dict[str, Any]]:
-    """The acting parameters after an iteration, new ones every `period` iterations; and the metric `parameter_age`."""
+    """Refreshes the acting parameters every `period` iterations; returns them and the metric `parameter_age`."""
     count = advance(progress.iteration)
     age = parameter_age(progress.iteration, version)
     return select(remainder(count, period) == 0, (params, count), acting_params), {"parameter_age": age}

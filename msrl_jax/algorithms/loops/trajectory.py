@@ -30,16 +30,16 @@ class Trajectory(NamedTuple):
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
     present: jax.Array | None = None  # which steps count; all if None
-    bonus: jax.Array | None = None  # added to the advantages, such as for what is new; nothing if None
+    bonus: jax.Array | None = None  # added to the advantages, such as for intrinsic rewards; nothing if None
 
     @property
     def is_first(self) -> jax.Array:
-        """Where a carry is cleared within the unroll: at the first step of an episode; before the unroll it was. bool"""
+        """Where to clear the carry: at first steps of episodes, except at the start of the unroll (already cleared). bool"""
         return first_steps(self.terminated | self.truncated)
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
-    """The values `[T, E]` of the true successors: one step later, or the bootstrap value where an episode was truncated."""
+    """Returns the values `[T, E]` of the true successors: the next value, or the bootstrap value at a truncation."""
     chex.assert_equal_shape([value, bootstrap_value, truncated])
     chex.assert_equal_shape([value[0], last_value])
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
@@ -52,17 +52,17 @@ def estimate(
     bootstrap_value: jax.Array,
     size: TargetScale | tuple[()] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array, TargetScale | tuple[()]]:
-    """Advantages, standardized unless that is for minibatches or not wanted; and what the critic learns.
+    """Estimates advantages, standardized if the config standardizes whole batches, and the targets of the critic.
 
     Args:
-      config: of the algorithm.
-      t: the experience.
+      config: the config of the algorithm.
+      t: the trajectory.
       value: the critic's outputs. `[T, E]`
-      bootstrap_value: those for the last observations of episodes, see `next_values`, and of the unroll. `[T, E]`
-      size: a `TargetScale`, by which values are divided for the critic; `()` if they are not.
+      bootstrap_value: values of the last observations of episodes (see `next_values`) and of the unroll. `[T, E]`
+      size: a `TargetScale`, which divides values for the critic; `()` if values are not scaled.
 
     Returns:
-      Advantages; values and their targets, as the critic's outputs should be; `[T, E]` each; and the size with these targets.
+      The advantages, the values and their targets in the scale of the critic's outputs, `[T, E]` each; and the updated size.
     """
     if size:
         value, bootstrap_value = value * size.size, bootstrap_value * size.size
@@ -78,6 +78,6 @@ def estimate(
         advantage = standardize(advantage, t.present)
     if size:
         size = size.updated(target, t.present)
-        # Not centered: while the mean of the targets moves, the critic would have to move every value with it.
+        # Do not center: while the mean of the targets moves, the critic would have to shift every value with it.
         value, target = value / size.size, target / size.size
     return advantage, value, target, size

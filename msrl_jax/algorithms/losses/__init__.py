@@ -1,4 +1,4 @@
-"""Losses per example, for algorithms of your own: pure elementwise functions; the caller takes the mean."""
+"""Losses per example, for custom algorithms: pure elementwise functions; the caller takes the mean."""
 
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl as approximate_kl
 from msrl_jax.algorithms.losses.policy_gradient import clipped_surrogate_loss as clipped_surrogate_loss

@@ -1,4 +1,4 @@
-"""What several critics predict: expected returns, quantiles of returns, or probabilities of atoms.
+"""Predictions of several critics: expected returns, quantiles of returns, or probabilities of atoms.
 
 In the shape descriptions, `C` denotes the number of critics, `B` the batch size and `N` the number of atoms or quantiles.
 """
@@ -23,18 +23,18 @@ Backup = Callable[[jax.Array], jax.Array]
 
 
 class Prediction(NamedTuple):
-    """What critics predict, as functions of their outputs: `[C, B]` of expected returns, `[C, B, N]` of distributions."""
+    """Functions of the outputs of critics: `[C, B]` for expected returns, `[C, B, N]` for distributions."""
 
-    num_outputs: int  # of a critic
+    num_outputs: int  # per critic
     expected: Callable[[jax.Array], jax.Array]  # outputs -> expected returns [C, B]
-    value: Callable[[jax.Array], jax.Array]  # outputs -> what the critics together say, [B]
+    value: Callable[[jax.Array], jax.Array]  # outputs -> combined value of the critics [B]
     target: Callable[[jax.Array, Backup], jax.Array]  # (outputs of the target critics, backup) -> [B, ...]
     loss: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> losses [C, B]
-    error: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> TD errors [B]; losses of distributions
+    error: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> TD errors [B], or losses for distributions
 
 
 def expectations(huber_delta: float | None = None) -> Prediction:
-    """Expected returns; the lowest counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10)."""
+    """Predicts expected returns; uses the lowest, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10)."""
     return Prediction(
         num_outputs=1,
         expected=lambda q: q,
@@ -46,7 +46,7 @@ def expectations(huber_delta: float | None = None) -> Prediction:
 
 
 def truncated_quantiles(num_quantiles: int, num_dropped: int) -> Prediction:
-    """Quantiles; of those of all critics, `num_dropped` per critic, the largest, are no targets (TQC, arXiv 2005.04269)."""
+    """Predicts quantiles; targets drop the largest ones of all critics, `num_dropped` per critic (TQC, arXiv 2005.04269)."""
 
     def target(quantiles: jax.Array, backup: Backup) -> jax.Array:
         kept = len(quantiles) * (num_quantiles - num_dropped)
@@ -67,7 +67,7 @@ def truncated_quantiles(num_quantiles: int, num_dropped: int) -> Prediction:
 
 
 def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
-    """Logits of atoms (arXiv 1707.06887); of each example, the critic with the lowest mean counts (FastTD3, 2505.22642)."""
+    """Predicts logits of atoms (1707.06887); uses the critic with the lowest mean, per example (FastTD3, 2505.22642)."""
 
     def expected(logits: jax.Array) -> jax.Array:
         return jax.nn.softmax(logits) @ jnp.linspace(v_min, v_max, num_atoms, dtype=jnp.float32)
@@ -94,7 +94,7 @@ def categorical(num_atoms: int, v_min: float, v_max: float) -> Prediction:
 
 
 def prediction_of(config: Any, action_space: Space) -> Prediction:
-    """What the critics of a config predict; raises ValueError if it is a distribution of discrete actions."""
+    """Returns the prediction of a config's critics; raises ValueError for distributions with discrete actions."""
     returns: Expected | C51 | TQC = config.returns
     if isinstance(returns, Expected):
         return expectations(returns.huber_delta)

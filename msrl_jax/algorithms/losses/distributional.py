@@ -1,4 +1,4 @@
-"""Losses of distributions of returns, per example: probabilities of atoms (C51), and quantiles.
+"""Losses of return distributions, per example: probabilities of atoms (C51), and quantiles.
 
 In the shape descriptions, `N` is the number of atoms or quantiles of a prediction.
 """
@@ -14,7 +14,7 @@ from msrl_jax.algorithms.options import C51
 
 
 def check_support(config: Any) -> None:
-    """Raises ValueError unless the atoms of a config that predicts them are in between finite limits."""
+    """Raises ValueError unless the atoms of a config (C51) have finite limits in the right order."""
     atoms, name = config.returns, type(config).__name__
     if not isinstance(atoms, C51):
         return
@@ -26,12 +26,12 @@ def check_support(config: Any) -> None:
 
 
 def value_error(value: jax.Array, target: jax.Array, huber_delta: float | None) -> jax.Array:
-    """Half the squared error, which is linear above `huber_delta`, if there is one."""
+    """Returns half the squared error; linear above `huber_delta`, unless it is None."""
     return optax.l2_loss(value, target) if huber_delta is None else optax.huber_loss(value, target, delta=huber_delta)
 
 
 def categorical_projection(probability: jax.Array, returns: jax.Array, v_min: float, v_max: float) -> jax.Array:
-    """Projects masses `[N]` at `returns` `[N]` onto as many atoms from `v_min` to `v_max` (arXiv 1707.06887)."""
+    """Projects masses `[N]` at `returns` `[N]` onto `N` atoms from `v_min` to `v_max` (arXiv 1707.06887)."""
     chex.assert_rank(probability, 1)
     chex.assert_equal_shape((probability, returns))
     num_atoms = probability.shape[-1]
@@ -42,7 +42,7 @@ def categorical_projection(probability: jax.Array, returns: jax.Array, v_min: fl
 
 
 def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The KL divergence of the masses of logits `[N]` from the target's; it has the gradient of the cross-entropy."""
+    """Returns the KL divergence of the masses of logits `[N]` from the target; its gradient is that of the cross-entropy."""
     chex.assert_rank(logits, 1)
     chex.assert_equal_shape((logits, target))
     known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
@@ -52,9 +52,9 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
 def quantile_huber_loss(
     quantile: jax.Array, target: jax.Array, delta: float = 1.0, fraction: jax.Array | None = None
 ) -> jax.Array:
-    """The quantile Huber loss of quantiles `[N]` for samples `[M]` (arXiv 1710.10044, eq. 10; 1806.06923, eq. 3).
+    """Returns the quantile Huber loss of quantiles `[N]` for samples `[M]` (arXiv 1710.10044, eq. 10; 1806.06923, eq. 3).
 
-    The quantiles are at `fraction` `[N]`; at the midpoints `(i + 1/2) / N` if it is None.
+    The quantiles are at `fraction` `[N]`; if it is None, at the midpoints `(i + 1/2) / N`.
     """
     chex.assert_rank((quantile, target), 1)
     if fraction is None:

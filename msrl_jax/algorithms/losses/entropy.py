@@ -1,4 +1,4 @@
-"""Soft values, and the loss of the weight of the entropy in them, as in soft actor-critic."""
+"""Soft values, and the loss of the entropy temperature, as in soft actor-critic."""
 
 import chex
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The soft value of actions drawn from a policy (arXiv 1812.05905, eq. 3); its negative is the actor's loss (eq. 7)."""
+    """Returns the soft value of sampled actions (arXiv 1812.05905, eq. 3); its negative is the actor's loss (eq. 7)."""
     chex.assert_equal_shape((q, log_prob))
     chex.assert_rank(temperature, 0)
     return q - temperature * log_prob
@@ -15,7 +15,7 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
 def expected_soft_value(
     q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
+    """Returns the soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
     chex.assert_equal_shape((q, log_probs))
     chex.assert_rank(temperature, 0)
     probs = jnp.exp(log_probs)
@@ -25,6 +25,6 @@ def expected_soft_value(
 
 
 def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
-    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18)."""
+    """Returns the loss that raises the temperature while the entropy is below its target, in nats (1812.05905, eq. 18)."""
     chex.assert_rank(log_temperature, 0)
     return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)

@@ -1,4 +1,4 @@
-"""Losses per example: elementwise functions of arrays of any one shape `[...]`; the caller takes the mean."""
+"""Losses per example: elementwise functions of arrays of equal shapes `[...]`; the caller takes the mean."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from msrl_jax.algorithms.returns.advantages import mean
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
-    """The policy gradient loss; its gradient is the negative policy gradient (Williams, 1992; arXiv 1602.01783).
+    """Returns the policy gradient loss; its gradient is the negative policy gradient (Williams, 1992; arXiv 1602.01783).
 
     Args:
       log_prob: log-probability of the action taken. `[...]`
@@ -25,7 +25,7 @@ def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array
 
 
 def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_ratio: float) -> jax.Array:
-    """The clipped surrogate objective of PPO, negated (Schulman et al., 2017, arXiv 1707.06347, eq. 7).
+    """Returns the negative clipped surrogate objective of PPO (Schulman et al., 2017, arXiv 1707.06347, eq. 7).
 
     Args:
       log_ratio: log-probability of the action now, minus its log-probability when it was taken. `[...]`
@@ -42,7 +42,7 @@ def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_rati
 
 
 def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
-    """Half the squared error.
+    """Returns half the squared error.
 
     Args:
       value: predictions. `[...]`
@@ -56,10 +56,9 @@ def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array, clip_value: float) -> jax.Array:
-    """Half the squared error; changes beyond `clip_value` from the old prediction do not lower it.
+    """Returns half the squared error; a change of more than `clip_value` from the old prediction does not lower it.
 
-    The value loss of OpenAI Baselines' PPO2; "Implementation Matters" (Engstrom et al., 2020, arXiv 2005.12729) studies
-    it.
+    This is the value loss of PPO2 in OpenAI Baselines, which Engstrom et al. (2020, arXiv 2005.12729) study.
 
     Args:
       value: predictions. `[...]`
@@ -76,7 +75,7 @@ def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array
 
 
 def approximate_kl(log_ratio: jax.Array) -> jax.Array:
-    """An unbiased, non-negative estimate of the divergence of the old policy from the new (J. Schulman's k3).
+    """Estimates the divergence of the old policy from the new one, unbiased and non-negative (J. Schulman's k3).
 
     http://joschu.net/blog/kl-approx.html
 
@@ -93,7 +92,7 @@ def ppo_loss(
     config: Any, policy: Distribution, value: jax.Array, taken: Any,
     advantage: jax.Array, old_value: jax.Array, target: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """The loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` has `action`, `log_prob` and `present`."""
+    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
     log_ratio = policy.log_prob(taken.action) - taken.log_prob
     value_losses = value_loss(value, target)
     if config.clip_value is not None:

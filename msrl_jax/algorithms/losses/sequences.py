@@ -15,7 +15,7 @@ from msrl_jax.replay import Transition
 def sequence_target(
     next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
 ) -> jax.Array:
-    """Targets of all but the last `num_steps - 1` steps, squeezed by `rescale` if there is an `epsilon`."""
+    """Returns the targets of all but the last `num_steps - 1` steps, rescaled by `rescale` unless `epsilon` is None."""
     if epsilon is not None:
         next_value = unrescale(next_value, epsilon)
     target = n_step_return(
@@ -25,13 +25,13 @@ def sequence_target(
 
 
 def rescale(value: jax.Array, epsilon: float) -> jax.Array:
-    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593)."""
-    # Equal to the root minus 1, without the cancellation.
+    """Compresses large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593)."""
+    # Equals the formula above, without cancellation.
     return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
 
 
 def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
-    """The inverse of `rescale`."""
+    """Inverts `rescale`."""
     size = jnp.abs(value)
     # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
     root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
@@ -40,7 +40,7 @@ def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
-    """The priority of a sequence of errors `[L, ...]`: `eta max |error| + (1 - eta) mean |error|` (R2D2)."""
+    """Returns the priority of a sequence of errors `[L, ...]`: `eta max |error| + (1 - eta) mean |error|` (R2D2)."""
     chex.assert_type(td_error, float)
     size = jnp.abs(td_error)
     return eta * size.max(0) + (1 - eta) * size.mean(0)
@@ -49,7 +49,7 @@ def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
 def sequence_loss(
     weight: jax.Array, taken: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-    """The mean loss of values `[L, B]` of actions taken, with weights `[B]`; and the priorities `[B]`, and statistics."""
+    """Returns the mean loss of values `[L, B]` of actions taken, with weights `[B]`; priorities `[B]`; and statistics."""
     losses = value_error(taken, target, huber_delta)
     stats = {"loss": losses.mean(), "value": taken.mean()}
     return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, eta), stats)

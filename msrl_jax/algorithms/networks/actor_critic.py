@@ -1,4 +1,4 @@
-"""Actor-critics with a recurrent core or without one, by the same calls.
+"""Actor-critics with or without a recurrent core, behind one interface.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `N` any number of them.
 """
@@ -23,26 +23,26 @@ from msrl_jax.envs.spaces import zeros
 class ActorCritic(NamedTuple):
     """A policy and a value function as pure functions of their parameters.
 
-    With a recurrent core, values depend on carries, which stay with the actors. So actors note what a learner needs for values:
-    the values themselves, or the features before them if critics see more than actors. Without a core, carries and these notes
-    are `()`, and a learner computes values from observations.
+    With a recurrent core, values depend on carries, which stay with the actors. Actors therefore record a note for the learner:
+    the values, or the features before them if critics have privileged inputs. Without a core, carries and notes are `()`, and
+    the learner computes values from observations.
     """
 
     init: Callable[[jax.Array], Any]  # (key) -> params
     initial_carry: Callable[[tuple[int, ...]], Any]  # (batch_shape) -> zeros
-    # (params, obs [N, ...], carry) -> (policy, note, carry); obs may be without what only critics see
+    # (params, obs [N, ...], carry) -> (policy, note, carry); obs may omit the privileged state
     act: Callable[[Any, Any, Carry], tuple[Distribution, Any, Carry]]
-    # (params, obs [N, ...], carry) -> a note, also without a core: the value; None if it depends on what only critics see
+    # (params, obs [N, ...], carry) -> note, the value even without a core; None if values depend on a privileged state
     note: Callable[[Any, Any, Carry], Any] | None
     # (params, obs [N, ...], note) -> value [N]; computed from the observations if the note is `()`
     value: Callable[[Any, Any, Any], jax.Array]
-    # (params, obs [T, E, ...], is_first [T, E] bool, carry [E, ...]) -> (policy, value [T, E], carries after every step); the
-    # carry is cleared before the first step of every episode
+    # (params, obs [T, E, ...], is_first [T, E] bool, carry [E, ...]) -> (policy, value [T, E], carries after every step);
+    # clears the carry before the first step of every episode
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Distribution, jax.Array, Carry]]
 
 
 def actor_critic(config: Any, observation_space: Space, action_space: Space) -> ActorCritic:
-    """Makes the actor-critic of a config. With a core, policy and value share all but their heads, unless critics see more."""
+    """Makes the actor-critic of a config. With a core, policy and value share all but the heads, unless critics see more."""
     if config.core == "none":
         return _feed_forward(config, observation_space, action_space)
     shared = config.shared_torso or not are_privileged(observation_space)
@@ -85,22 +85,22 @@ def _feed_forward(config: Any, observation_space: Space, action_space: Space) ->
 
 
 def values(network: ActorCritic, params: Any, obs: Any, notes: Any) -> jax.Array:
-    """The values `[T, E]` of observations `[T, E, ...]`, from the notes of actors."""
+    """Returns the values `[T, E]` of observations `[T, E, ...]`, from the notes of the actors."""
     return unflatten(network.value(params, flatten(obs), flatten(notes)), len(jax.tree.leaves(obs)[0]))
 
 
 def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array) -> Any:
-    """The notes of actors of the last observations of episodes: right where one was truncated, and at the end of an unroll.
+    """Returns the notes for the last observations of episodes: valid where truncated, and at the end of an unroll.
 
     Args:
       network: the actor-critic.
       params: its parameters.
-      final_obs: the observations before a reset, without what only critics see. `[T, E, ...]`
-      carries: the carries after the steps to them. `[T, E, ...]`
+      final_obs: the observations before a reset, without the privileged state. `[T, E, ...]`
+      carries: the carries after the steps that lead to them. `[T, E, ...]`
       truncated: whether an episode was truncated. `[T, E]` bool
 
     Returns:
-      The notes `[T, E, ...]`; `()` if there are none.
+      The notes `[T, E, ...]`; `()` without notes.
     """
     if network.note is None:
         return ()
@@ -109,7 +109,7 @@ def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carr
 
 
 def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:
-    """`act`, `initial_carry` and `probabilities` of an `Agent` whose state has the parameters."""
+    """Returns `act`, `initial_carry` and `probabilities` for an `Agent` whose state has the field `params`."""
     to_env_action = action_transform(space)
 
     def act(state: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:

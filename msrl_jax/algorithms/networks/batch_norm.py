@@ -1,9 +1,9 @@
 """Batch normalization of critics instead of target networks, as in CrossQ (Bhatt et al., 2024, OpenReview PczQtTsTIX).
 
-What the dense layers of a critic see is normalized, and what comes out of each. The values of a batch and of the steps after it
-come from one pass, normalized by the statistics of both together (Ioffe & Szegedy, 2015, arXiv 1502.03167), so the critics
-themselves give the targets. The actor's loss takes running means of these statistics. They are what a learner has in place of
-target parameters, and they move by `tau`.
+Normalizes the input of the first dense layer of a critic and the output of every dense layer. One pass computes the values of a
+batch and of its next steps, normalized by their joint statistics (Ioffe & Szegedy, 2015, arXiv 1502.03167), so the critics
+themselves provide the targets. The actor's loss uses running averages of these statistics, which the learner keeps instead of
+target parameters and updates at the rate `tau`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from msrl_jax.envs import Discrete, Space
 
 
 def check_batch_norm(config: Any, action_space: Space | None = None) -> None:
-    """Raises ValueError if the critics of a config are to be normalized, but have no place for it."""
+    """Raises ValueError if a config sets `batch_norm` but its critics do not support it."""
     whole = isinstance(config.network, CustomNetworks)
     network = "CustomNetworks(...)" if whole else "'simba'"
     obstacles = {
@@ -33,7 +33,7 @@ def check_batch_norm(config: Any, action_space: Space | None = None) -> None:
 
 
 def initial_statistics(params: Any) -> Any:
-    """Means of 0 and variances of 1, for all layers of critics that normalize."""
+    """Returns means of 0 and variances of 1 for all normalization layers of critics."""
     layers = {name: p for name, p in params["params"]["torso"].items() if name.startswith("BatchNorm")}
     return {"torso": {n: {"mean": jnp.zeros_like(p["bias"]), "var": jnp.ones_like(p["scale"])} for n, p in layers.items()}}
 
@@ -41,20 +41,20 @@ def initial_statistics(params: Any) -> Any:
 def critics_of_batch(
     config: Any, critics: Network, params: Any, target: Any, inputs: tuple, next_inputs: tuple, backup: Callable[[Any], Any]
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """What an update needs of critics, with or without batch normalization.
+    """Prepares the critics for an update, with or without batch normalization.
 
     Args:
-      config: has `batch_norm`.
+      config: a config with the field `batch_norm`.
       critics: the critics.
       params: their parameters.
-      target: those of the target critics; or running statistics, with batch normalization.
+      target: the parameters of the target critics; with batch normalization, the running statistics.
       inputs: observations and actions.
-      next_inputs: the next observations, and actions of a policy there; or observations alone if actions are discrete.
-      backup: from the outputs of critics for `next_inputs` to targets.
+      next_inputs: the next observations and the policy's actions there; only observations if actions are discrete.
+      backup: maps the outputs of critics for `next_inputs` to targets.
 
     Returns:
-      The parameters of critics in the actor's loss; and a function from parameters to outputs for `inputs`, targets and, with
-      batch normalization, what running statistics move towards. Gradients do not flow through targets.
+      The parameters of the critics for the actor's loss; and a function from parameters to outputs for `inputs`, targets and,
+      with batch normalization, the new statistics. Gradients do not flow through targets.
     """
     if not config.batch_norm:
         targets = backup(critics.apply(target, *next_inputs))

@@ -1,7 +1,7 @@
-"""The recurrent layers GRU and LSTM, whose steps wait for each other.
+"""The recurrent layers GRU and LSTM, whose steps are sequential.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
-the size of the recurrent state. A carry is a tuple of arrays `[..., H]`, of which the first is the output.
+the size of the recurrent state. A carry is a tuple of arrays `[..., H]`; the first is the output.
 """
 
 import functools
@@ -21,18 +21,18 @@ Gates = tuple[jax.Array, ...]
 
 def per_gate(x: jax.Array, num_gates: int) -> Gates:
     """Splits `[..., G * H]` into gates."""
-    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
-    # times as long.
+    # Use one array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took
+    # four times as long.
     return tuple(jnp.split(x, num_gates, axis=-1))
 
 
 class Cell(NamedTuple):
-    """One step of a recurrent network, without its matrices."""
+    """One step of a recurrent network, without its matrix products."""
 
     biases: tuple[float, ...]  # initial bias of every gate
-    num_arrays: int  # in a carry
-    # (from_input, from_carry, carry) -> carry, elementwise; `from_input` is the product of the input and its matrix, plus the
-    # bias, `from_carry` the product of the last output and the recurrent matrix
+    num_arrays: int  # arrays in a carry
+    # (from_input, from_carry, carry) -> carry, elementwise; `from_input` is the product of the input and its matrix plus the
+    # bias, `from_carry` is the product of the last output and the recurrent matrix
     update: Callable[[Gates, Gates, Carry], Carry]
 
 
@@ -59,7 +59,7 @@ CELLS: dict[str, Cell] = {
 
 
 def stepwise(name: str, size: int) -> Core:
-    """The layer "gru" or "lstm": gates depend on its last output, and the products of its inputs are one for all steps."""
+    """Makes the layer "gru" or "lstm"; one matrix product handles the inputs of all steps; gates depend on the last output."""
     cell = CELLS[name]
     num_gates = len(cell.biases)
 
@@ -93,7 +93,7 @@ def stepwise(name: str, size: int) -> Core:
 def _scan(
     update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
 ) -> Carry:
-    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
+    """Returns the carries `[T, E, H]` after every step, from the gate inputs `[T, E, H]` and a recurrent matrix."""
     return _scan_forward(update, kernel, x, is_first, carry)[0]
 
 
@@ -101,7 +101,7 @@ def _scan_forward(update, kernel, x, is_first, carry):
     def step(carry, inputs):
         x, is_first = inputs
         carry = reset_carry(is_first, carry)
-        product = carry[0] @ kernel  # for all gates, one after another
+        product = carry[0] @ kernel  # all gates, concatenated
         carry = update(x, per_gate(product, len(x)), carry)
         return carry, (carry, product)
 
@@ -115,12 +115,12 @@ def _scan_backward(update, residuals, cotangents):
     before = reset_carry(is_first, before)
     # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
     # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
-    # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
+    # After the scan, compute the gradients of the gates and the matrix; in the scan, every step would sum them over devices.
     _, pullback = jax.vjp(update, x, per_gate(products, len(x)), before)
     ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
     slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
     by_x, by_u, by_carry = zip(*slopes, strict=True)
-    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, one multiplication per step
+    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, so one multiplication per step
 
     def through_gates(cotangent: Carry, by_u: Gates) -> jax.Array:
         terms = (c[..., None, :] * by for c, by in zip(cotangent, by_u, strict=True))
@@ -144,7 +144,7 @@ def _scan_backward(update, residuals, cotangents):
 
 
 def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
-    """The elementwise chain rule: combines the cotangents of the carries with their derivatives by each of several arrays."""
+    """Applies the elementwise chain rule: combines the cotangents of carries with their derivatives by several arrays."""
     return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
 
 

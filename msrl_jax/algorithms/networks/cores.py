@@ -1,13 +1,13 @@
-"""Layers with a memory, by name, or custom ones: objects with `init`, `initial`, `step` and perhaps `unroll`, or a Flax cell.
+"""Recurrent cores: named, or custom: an object with `init`, `initial`, `step` and optionally `unroll`, or a Flax cell.
 
     init(key, inputs [B, I]) -> params
     initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0
     step(params, inputs [B, I], carry) -> (outputs [B, F], carry)
     unroll(params, inputs [T, B, I], is_first [T, B] bool, carry) -> (outputs [T, B, F], carries after every step [T, B, ...])
 
-An `unroll` clears the carry before the first step of every episode; without one, it is a scan over `step`. A cell of
-`flax.linen`, such as `nn.GRUCell(64)`, is taken as it is. What a config takes as `core`, besides names, is one of these, or
-MODULE:NAME of one. All numbers are parameters, as those of modules are.
+`unroll` must clear the carry before the first step of every episode; without it, `step` is scanned. You can pass a cell of
+`flax.linen`, such as `nn.GRUCell(64)`, directly. The `core` of a config is a name, one of these objects, or the MODULE:NAME of
+one. All numbers are parameters, as in custom modules.
 """
 
 import functools
@@ -34,10 +34,10 @@ _FORMS = "give an object with init, initial and step (see networks.cores), or a 
 
 
 def named_core(name: str, size: int) -> Core:
-    """Makes a layer with a memory: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
+    """Makes a recurrent core: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
 
     Raises:
-      ValueError: if there is no such layer or parameter, or if heads of attention do not divide the size.
+      ValueError: if the layer or a parameter is unknown, or if the number of attention heads does not divide the size.
     """
     text, (name, params) = name, parse_spec(name)
     try:
@@ -47,7 +47,7 @@ def named_core(name: str, size: int) -> Core:
 
 
 def core_remedy(given: Any) -> str | None:
-    """What to use in place of a name with a size or parameters that it does not take; None if that is not what is given."""
+    """Says what to use instead of a name with an invalid size or invalid parameters; None if `given` is valid or not a name."""
     name, colon, text = given.partition(":") if isinstance(given, str) else ("", "", "")
     if not colon or name not in (*_NAMED, "none") or (name == "gtrxl" and is_name(given)):
         return None
@@ -58,14 +58,14 @@ def core_remedy(given: Any) -> str | None:
 
 
 def as_core(given: Any) -> Callable[[int], Core]:
-    """What `recurrent_network` takes as the core of a config: from the size of inputs to the layer.
+    """Converts a custom core to the form that `recurrent_network` needs: a function from the input size to the layer.
 
     Args:
       given: one of the forms above.
 
     Returns:
-      A function, which raises ValueError if the layer fails, if its carry does not start with floats that are 0, or changes its
-      structure, shapes or dtypes in a step, if its outputs are no floats `[B, F]`, and if a parameter has no gradient.
+      A function that raises ValueError if the layer fails; if its carry does not start as floats that are 0, or changes its
+      structure, shapes or dtypes in a step; if its outputs are not floats `[B, F]`; or if a parameter has no gradient.
 
     Raises:
       TypeError: if it is none of the forms.
@@ -103,7 +103,7 @@ def _of_cell(cell: nn.RNNCellBase) -> Any:
 
 
 def _checked(own: Any, input_size: int, name: str) -> Core:
-    """The layer in the form of the others, for inputs of a size; checked with a batch of 3, without computing anything."""
+    """Converts a custom layer to a `Core` for a given input size; checks it abstractly with a batch of 3."""
     inputs = jnp.zeros((3, input_size), jnp.float32)
     try:
         with jax.ensure_compile_time_eval():
@@ -132,7 +132,7 @@ def _checked(own: Any, input_size: int, name: str) -> Core:
 
 
 def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
-    """Batches have any dimensions, and a carry is a tuple."""
+    """Adapts a custom layer to batches with any number of dimensions, and to carries that are tuples."""
 
     def merged(x: jax.Array, dims: int) -> jax.Array:
         return x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:])

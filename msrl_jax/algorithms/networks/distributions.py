@@ -1,4 +1,4 @@
-"""Probability distributions over actions, as small pytrees, and the one that a policy has for a space of actions.
+"""Probability distributions over actions, as small pytrees, and the distribution of a policy for each action space.
 
 A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
 the whole batch. `sample` takes one typed key per element, so that a sample does not depend on the rest of the batch.
@@ -23,32 +23,32 @@ from msrl_jax.envs.spaces import is_integers, num_values
 class Categorical:
     """A distribution over `N` discrete actions, `[...]` int32; or over `K` independent integers, `[..., K]` int32."""
 
-    # Log-probabilities up to a constant; -inf forbids an action, or stands for a value that an integer does not have; at least
-    # one must be finite. `[..., N]` or `[..., K, N]`
+    # Log-probabilities up to a constant; -inf masks an illegal action, or pads the values of an integer; at least one must be
+    # finite. `[..., N]` or `[..., K, N]`
     logits: jax.Array
-    several: bool = dataclasses.field(default=False, metadata={"static": True})  # whether actions are several integers
+    several: bool = dataclasses.field(default=False, metadata={"static": True})  # whether an action is several integers
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one action per element from a uniform number for each integer, by inverting the cumulative distribution."""
+        """Draws one action per element by inverting the cumulative distribution, with one uniform number per integer."""
         shape = self.logits.shape[-2:-1] if self.several else ()
         weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
         return inverse_cdf_index(weights, _per_key(lambda k: jax.random.uniform(k, shape, jnp.float32), key))
 
     def mode(self) -> jax.Array:
-        """The most probable actions; the first ones if several are."""
+        """Returns the most probable actions; the first ones in case of ties."""
         return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
 
     def probabilities(self) -> jax.Array:
-        """The probabilities of the actions, or of the values of every integer. `[..., N]` or `[..., K, N]`."""
+        """Returns the probabilities of actions, or of the values of every integer. `[..., N]` or `[..., K, N]`."""
         return jax.nn.softmax(self.logits)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-probability of `action` `[...]` or `[..., K]` integer. `[...]`."""
+        """Returns the log-probability of `action` `[...]` or `[..., K]` integer. `[...]`."""
         chosen = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]
         return self._joint(chosen - jax.nn.logsumexp(self.logits, axis=-1))
 
     def entropy(self) -> jax.Array:
-        """Entropy in nats; a forbidden action adds nothing, also to gradients. `[...]`."""
+        """Returns the entropy in nats; a masked action adds nothing, nor does it affect gradients. `[...]`."""
         log_probs = jax.nn.log_softmax(self.logits)
         p = jnp.exp(log_probs)
         return self._joint(-jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_probs, 0.0), 0.0), axis=-1))
@@ -71,16 +71,16 @@ class Normal:
         return self.loc + jnp.exp(self.log_scale) * noise
 
     def mode(self) -> jax.Array:
-        """The means. `[..., N]`."""
+        """Returns the means. `[..., N]`."""
         return self.loc
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-density of `action` `[..., N]`. `[...]`."""
+        """Returns the log-density of `action` `[..., N]`. `[...]`."""
         z = (action - self.loc) * jnp.exp(-self.log_scale)
         return jnp.sum(-0.5 * jnp.square(z) - self.log_scale - 0.5 * math.log(2 * math.pi), axis=-1)
 
     def entropy(self) -> jax.Array:
-        """Differential entropy in nats. `[...]`."""
+        """Returns the differential entropy in nats. `[...]`."""
         return jnp.sum(self.log_scale + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
 
 
@@ -92,7 +92,7 @@ MAX_VALUES = 1024
 
 
 def check_policy_space(space: Space) -> Discrete | Box:
-    """The space, if a policy can act in it: raises TypeError or ValueError if it cannot."""
+    """Returns the space; raises TypeError or ValueError if policies do not support it."""
     if isinstance(space, Discrete):
         return space
     if not isinstance(space, Box) or not (is_integers(space) or jnp.issubdtype(space.dtype, jnp.floating)):
@@ -112,19 +112,19 @@ def check_policy_space(space: Space) -> Discrete | Box:
 
 
 def num_outputs(space: Discrete | Box) -> int:
-    """The number of outputs that `discrete_policy` or a mean takes."""
+    """Returns the number of network outputs for `discrete_policy` or for the mean."""
     if isinstance(space, Discrete):
         return space.n
     return sum(num_values(space)) if is_integers(space) else math.prod(space.shape)
 
 
 def has_scale(space: Discrete | Box) -> bool:
-    """Whether the distribution has a scale: whether actions are floats."""
+    """Whether the distribution has a scale, that is, whether actions are floats."""
     return isinstance(space, Box) and not is_integers(space)
 
 
 def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical:
-    """The distribution of logits `[..., D]` of all (legal) actions, or all values of the first integer, then the second."""
+    """Makes the distribution from logits `[..., D]` of all actions (illegal ones are masked), or of each integer in turn."""
     if isinstance(space, Discrete):
         return Categorical(only_legal(outputs, obs))
     sizes = num_values(space)
@@ -140,14 +140,14 @@ def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Cate
 
 
 def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
-    """As `discrete_policy`; or for a `Box` of floats a `Normal` around `outputs` with the `log_scale` `[D]`."""
+    """As `discrete_policy`; for a `Box` of floats, a `Normal` with the mean `outputs` and the `log_scale` `[D]`."""
     if log_scale is None:
         return discrete_policy(space, outputs, obs)
     return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
 
 
 def choose(policy: Distribution, key: jax.Array | None, batch_dims: int = 1) -> jax.Array:
-    """Actions of a batch `[E]`, or `[E, A]` of agents: drawn with one key for all, or the most probable ones if it is None."""
+    """Chooses actions for a batch `[E]`, or `[E, A]` for agents: sampled with one key; the most probable if it is None."""
     return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[:batch_dims]))
 
 

@@ -1,4 +1,4 @@
-"""Layers, the torso of all networks, and what a network is."""
+"""Layers, torsos, and the interfaces of networks and cores."""
 
 import math
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from msrl_jax.fragments.support.checks import shown
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
-    """A dense layer of width `size`; its kernel starts as `scale` times an orthogonal matrix."""
+    """Makes a dense layer of width `size`; its kernel is initialized to `scale` times an orthogonal matrix."""
     kernel_init = nn.initializers.orthogonal(scale)
     return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w), name=name)
 
 
 def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
-    """A convolution with `size` square filters, without padding; the kernel starts orthogonal, scaled for ReLUs."""
+    """Makes a convolution with `size` square filters, without padding; its kernel starts orthogonal, scaled for ReLUs."""
     kernel_init = nn.initializers.orthogonal(math.sqrt(2))
     general = lambda x, w, *_, **__: convolve(x, w, stride)  # noqa: E731
     return nn.Conv(
@@ -42,20 +42,20 @@ _FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
 
 
 def hidden(x: jax.Array, size: int, activation: Activate, layer_norm: bool, name: str | None = None) -> jax.Array:
-    """A dense layer of width `size`, normalized if wanted, and its activation."""
+    """Applies a dense layer of width `size`, optionally LayerNorm, and the activation."""
     x = dense(size, math.sqrt(2), name)(x)
     return activation(nn.LayerNorm(name=name and f"{name}_norm")(x) if layer_norm else x)
 
 
 def _cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
-    """Three convolutions (Mnih et al., 2015, doi:10.1038/nature14236); of small images, MinAtar's 16 filters (1903.03176)."""
+    """Three convolutions (Mnih et al., 2015, doi:10.1038/nature14236); for small images, MinAtar's 16 filters (1903.03176)."""
     for size, window, stride in _FILTERS[large]:
         x = activation(convolution(size, window, stride)(x))
     return x
 
 
 def _impala_cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
-    """The 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve an image three times."""
+    """The 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve the image size three times."""
     same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))  # noqa: E731
     for size in (16, 32, 32):
         x = nn.max_pool(same(x, size), (3, 3), (2, 2), "SAME")
@@ -68,7 +68,7 @@ _CONVOLUTIONS = {"cnn": _cnn, "impala_cnn": _impala_cnn}
 
 
 def _residual(x: jax.Array, activation: Activate, sizes: tuple[int, ...]) -> jax.Array:
-    """SimBa: a residual block for each size, all equal, and a last LayerNorm (Lee et al., 2024, arXiv 2410.09754)."""
+    """SimBa: a residual block for each of the equal sizes, and a final LayerNorm (Lee et al., 2024, arXiv 2410.09754)."""
     if sizes:
         x = dense(sizes[0], 1.0)(x)
     for size in sizes:
@@ -77,20 +77,20 @@ def _residual(x: jax.Array, activation: Activate, sizes: tuple[int, ...]) -> jax
 
 
 class Network(NamedTuple):
-    """A network as pure functions of its parameters, from any library of networks."""
+    """A network as pure functions of its parameters, from any network library."""
 
     init: Callable[..., Any]  # (key, *inputs) -> params
     apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
-    core: Any = None  # the `RecurrentNetwork` before it, if it has one
+    core: Any = None  # the `RecurrentNetwork` before it, if any
 
 
 class CustomNetworks(NamedTuple):
-    """Networks with their last layers, in place of a torso to which the algorithm adds them.
+    """Complete networks with their output layers, instead of a torso to which the algorithm adds heads.
 
     Attributes:
-      actor: from observations `[B, ...]` to what the policy is made of `[B, N]`: logits, means, or means and log scales.
-      critic: from observations, and actions `[B, D]` if it values continuous ones, to `[B, N]`: one value, or one per action.
-      value: from observations to values `[B, 1]`, for algorithms with critics and a value function.
+      actor: maps observations `[B, ...]` to the policy's parameters `[B, N]`: logits, means, or means and log scales.
+      critic: maps observations, and continuous actions `[B, D]` if any, to `[B, N]`: one value, or one per discrete action.
+      value: maps observations to values `[B, 1]`, for algorithms with critics and a value function.
     """
 
     actor: Any = None
@@ -99,22 +99,22 @@ class CustomNetworks(NamedTuple):
 
 
 class Torso(nn.Module):
-    """Features of an observation: convolutions of images, if wanted, then dense layers; or those of a custom network."""
+    """Computes features of observations: convolutions for images, then dense layers; or a custom network."""
 
-    observation_space: Space  # of one observation; of images [H, W, C] if there are convolutions
+    observation_space: Space  # of one observation; images [H, W, C] with convolutions
     hidden_sizes: tuple[int, ...]  # widths of the dense layers
     activation: str  # a key of `ACTIVATIONS`
     kind: Literal["mlp", "cnn", "impala_cnn", "simba"] = "mlp"
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
-    # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow where actions join them
+    # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow if actions are inputs
     network: Network | CustomNetworks | None = None
-    is_whole: bool = False  # whether the network is one of a `CustomNetworks`, so that no head follows
-    # what it sees of a `PrivilegedObservation`; "both": the privileged state, and the observation as an action
+    is_whole: bool = False  # whether the network is from a `CustomNetworks`, so that no head follows
+    # its inputs from a `PrivilegedObservation`; "both": the privileged state, with the observation passed as an action
     input_part: Literal["obs", "privileged_state", "both"] = "obs"
-    batch_norm: bool = False  # whether what the dense layers see is normalized, and what comes out of them
+    batch_norm: bool = False  # whether to normalize the dense layers' inputs and outputs
 
     def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
-        """The torso of a part, which is this one but for a `CustomNetworks`."""
+        """Returns the torso of a part: this one, except with `CustomNetworks`."""
         if not isinstance(self.network, CustomNetworks):
             return self
         if (network := getattr(self.network, part)) is None:
@@ -123,12 +123,12 @@ class Torso(nn.Module):
 
     @property
     def is_batched(self) -> bool:
-        """Whether it takes observations with one dimension before theirs."""
+        """Whether it takes observations with exactly one leading dimension."""
         return self.kind in _CONVOLUTIONS or self.network is not None
 
     @property
     def num_features(self) -> int:
-        """The number of features, `F`."""
+        """Returns the number of features, `F`."""
         if self.network is None:
             return self.hidden_sizes[-1]
         assert isinstance(self.network, Network)
@@ -154,9 +154,9 @@ class Torso(nn.Module):
         elif self.kind in _CONVOLUTIONS:
             large = min(obs.shape[-3:-1]) >= _LARGE
             x = obs.astype(jnp.float32)
-            if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
+            if large and obs.dtype == jnp.uint8:  # small images may hold tile indices
                 x /= 255
-            if is_unroll := obs.ndim == 5:  # [T, E, H, W, C]; a convolution takes one dimension of images
+            if is_unroll := obs.ndim == 5:  # [T, E, H, W, C]; a convolution takes one batch dimension
                 x = flatten(x)
             x = _CONVOLUTIONS[self.kind](x, activation, large)
             x = x.reshape(*x.shape[: x.ndim - len(self.observation_space.shape)], -1)
@@ -173,7 +173,7 @@ class Torso(nn.Module):
         return x
 
     def _normalized(self, x: jax.Array) -> jax.Array:
-        """Normalizes by the statistics of this batch where the caller asks for these, else by those that it gives."""
+        """Normalizes by the batch's statistics if the caller makes `batch_stats` mutable, else by the given statistics."""
         if not self.batch_norm:
             return x
         given = not self.is_mutable_collection("batch_stats")
@@ -190,13 +190,13 @@ class Torso(nn.Module):
 
 
 class AsymmetricTorso(NamedTuple):
-    """The torsos of an actor and of critics that see a privileged state in its observation's place."""
+    """The torsos of an actor, and of critics that see a privileged state instead of the observation."""
 
     actor: Torso
     critic: Torso
 
     def of(self, part: Literal["actor", "critic", "value"]) -> Torso:
-        """The torso of a part."""
+        """Returns the torso of a part."""
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
@@ -205,7 +205,7 @@ Seen = Space | Torso | AsymmetricTorso
 
 
 def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
-    """The last layer after a torso, a `dense` one; nothing after a network that has its own."""
+    """Makes the output layer after a torso, a `dense` layer; the identity after a network that has its own."""
     if not torso.is_whole:
         return dense(size, scale, name)
 
@@ -218,7 +218,7 @@ def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Call
 
 
 def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:
-    """Makes the torso of a config, or two if critics see a privileged state; raises as `make_torso` does. Keeps made ones."""
+    """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
     if isinstance(seen, Torso | AsymmetricTorso):
         return seen
     if not are_privileged(seen):
@@ -231,8 +231,8 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
     """Makes the torso of a config.
 
     Raises:
-      TypeError: if its network has neither a name nor the functions `init` and `apply`.
-      ValueError: if it convolves observations that are not images of at least 3x3, or if blocks of "simba" differ in width.
+      TypeError: if the network is neither a name nor an object with the functions `init` and `apply`.
+      ValueError: if a convolution gets observations that are not images of at least 3x3, or if "simba" blocks differ in width.
     """
     network, sizes, layer_norm = config.network, config.hidden_sizes, config.layer_norm
     if isinstance(network, CustomNetworks):
@@ -260,24 +260,24 @@ Carry = tuple[jax.Array, ...]
 
 
 def reset_carry(is_first: jax.Array, carry: ArraysT) -> ArraysT:
-    """Clears carries `[..., H]` where an observation is the first of an episode, `is_first` bool of their first dimensions."""
+    """Clears carries `[..., H]` where an episode starts: where `is_first`, bool of their first dimensions, is True."""
     return jax.tree.map(lambda x: jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x), carry)
 
 
 def first_steps(ended: jax.Array) -> jax.Array:
-    """The steps after those that ended an episode, `[T, ...]`, but the first step of all: a carry before it is cleared."""
+    """Marks the steps after episode ends, `[T, ...]`, but never step 0, whose carry is already cleared."""
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
 class Core(NamedTuple):
-    """A recurrent layer as pure functions of its parameters: `I` numbers come in, `F` go out."""
+    """A recurrent layer as pure functions of its parameters, with `I` inputs and `F` outputs."""
 
     init: Callable[[jax.Array, int], Any]  # (key, input_size) -> params
     initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros
     # (params, inputs [..., I], carry [..., H]) -> (outputs [..., F], carry)
     step: Callable[[Any, jax.Array, Carry], tuple[jax.Array, Carry]]
     # (params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, F], carries after every step
-    # [T, E, H]); the carry is cleared before the first step of every episode
+    # [T, E, H]); clears the carry before the first step of every episode
     unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
     num_outputs: int  # `F`
 

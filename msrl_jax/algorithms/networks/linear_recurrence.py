@@ -1,4 +1,4 @@
-"""Recurrences that are linear in their state, so that their steps need not wait for each other; layers with one.
+"""Recurrences that are linear in their state, so that their steps can run in parallel; and layers that use them.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
 the size of the recurrent state.
@@ -22,11 +22,11 @@ LONGEST_MEMORY = 128
 
 
 def min_gru(size: int) -> Core:
-    """A GRU whose gates see inputs alone: its carries are a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
+    """Makes a GRU whose gates depend only on inputs, a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        # Units start with evenly spaced lengths of memory (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
-        # open, PPO needed three to five times as many steps to learn a chain of 15.
+        # Initialize units with evenly spaced memory lengths (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
+        # open, PPO needed three to five times more steps to learn a chain of 15.
         keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size, dtype=jnp.float32))
         return {
             "input": nn.initializers.lecun_normal(dtype=jnp.float32)(key, (input_size, 2 * size)),
@@ -45,7 +45,7 @@ def min_gru(size: int) -> Core:
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         keep, write = gates(params, inputs)
-        (keep,) = reset_carry(is_first, (keep,))  # what an episode keeps of the one before
+        (keep,) = reset_carry(is_first, (keep,))  # keep nothing of the previous episode
         h = linear_recurrence(keep, write, carry[0])
         return h, (h,)
 
@@ -53,10 +53,10 @@ def min_gru(size: int) -> Core:
 
 
 def lru(size: int) -> Core:
-    """A linear recurrence of complex numbers that turn and fade, each at its own rate (LRU; arXiv 2303.06349).
+    """Makes a linear recurrence of complex numbers, each with its own rotation and decay (LRU; arXiv 2303.06349).
 
-    As in the paper, a gated unit with a skip connection computes the outputs. A new unit forgets 0.1% to 10% in a step, and
-    turns by at most 18 degrees.
+    As in the paper, a gated unit with a skip connection computes the outputs. Initially, a unit decays by 0.1% to 10% per step
+    and rotates by at most 18 degrees.
     """
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
@@ -66,7 +66,7 @@ def lru(size: int) -> Core:
         return {
             "log_rate": jnp.log(-0.5 * jnp.log(square)),
             "log_phase": jnp.log(jax.random.uniform(phase_key, (size,), minval=1e-3, maxval=math.pi / 10, dtype=jnp.float32)),
-            "log_gain": 0.5 * jnp.log(1 - square),  # states then have the variance of inputs that are noise
+            "log_gain": 0.5 * jnp.log(1 - square),  # for noise inputs, states have the variance of the inputs
             "input": lecun(keys[0], (input_size, 2 * size)),
             "output": lecun(keys[1], (2 * size, size)),
             "gate": lecun(keys[2], (size, size)),
@@ -102,7 +102,7 @@ Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def step_by_step(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence as a loop of `T` steps."""
+    """Computes the recurrence in a loop of `T` steps."""
 
     def step(h, now):
         decay, x = now
@@ -113,7 +113,7 @@ def step_by_step(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.A
 
 
 def associative(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence in about `2 * log2(T)` parallel steps (Blelloch, 1990)."""
+    """Computes the recurrence in about `2 * log2(T)` parallel steps (Blelloch, 1990)."""
 
     def join(early, late):
         return early[0] * late[0], late[0] * early[1] + late[1]
@@ -123,15 +123,15 @@ def associative(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Ar
 
 
 def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence as it is fast: step by step on a CPU, in parallel elsewhere."""
-    # A CPU core does more work in a parallel scan and has nothing to do it with: the loop took 0.6 times as long, and compiled
-    # in a third of the time.
+    """Computes the recurrence in the fastest way: step by step on a CPU, in parallel elsewhere."""
+    # On a CPU core, a parallel scan is more work without more parallelism: the loop took 0.6 times as long, and compiled in a
+    # third of the time.
     return jax.lax.platform_dependent(decay, inputs, start, cpu=step_by_step, default=associative)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
-    """The recurrence by a scan, with a gradient that is a recurrence with the same scan."""
+    """Computes the recurrence with a scan; its gradient is a recurrence with the same scan."""
     return scan(decay, inputs, start)
 
 
@@ -141,8 +141,8 @@ def _forward(scan, decay, inputs, start):
 
 
 def _backward(scan, residuals, cotangents):
-    # The cotangents of the inputs are a linear recurrence from the last step to the first, with the decay of the step after.
-    # Differentiated by JAX, a parallel scan would keep all its partial results.
+    # The cotangents of the inputs are a linear recurrence from the last step to the first, with the decay of the next step.
+    # If JAX differentiated a parallel scan, the scan would store all its partial results.
     decay, start, h = residuals
     decay_after = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])
     dinputs = scan(decay_after[::-1], cotangents[::-1], jnp.zeros_like(start))[::-1]

@@ -1,17 +1,17 @@
-"""Custom modules as networks: of flax.linen, flax.nnx, Equinox or Haiku, or a pair of functions.
+"""Custom modules as networks: from flax.linen, flax.nnx, Equinox or Haiku, or a pair of functions.
 
-A module maps a batch of observations `[B, ...]`, as the environment gives them but without masks, to features `[B, F]`; the
-algorithm adds its heads. What a config takes as `network`, besides names, is one of
+A module maps a batch of observations `[B, ...]`, in the format of the environment but without masks, to features `[B, F]`; the
+algorithm adds its heads. The `network` of a config is a name or one of
 
     a module of flax.linen       such as `MyTorso(width=64)`
     a pair                       `init(key, obs) -> params` and `apply(params, obs) -> features`, a tuple or two attributes
     a function of a key          that returns a module of flax.nnx; or one of Equinox, which is called on one observation.
-                                 If it takes two arguments, the second is a batch of one observation, which tells sizes.
-                                 The key may be a keyword, `key`, as of the layers of Equinox
+                                 If it takes two arguments, the second is a batch of one observation, from which to infer sizes.
+                                 The key may be a keyword argument, `key`, as in Equinox layers
     MODULE:NAME                  the name of one of these
-    CustomNetworks(actor=..., critic=...) of these, with their last layers; critics of continuous actions take them as well
+    CustomNetworks(actor=..., critic=...) of these, with output layers; critics of continuous actions also take the actions
 
-All numbers of a module are parameters: random numbers while it is applied (dropout) and state (batch statistics) are refused.
+All numbers of a module are parameters. Modules with randomness in `apply` (dropout) or state (batch statistics) are rejected.
 """
 
 import inspect
@@ -34,12 +34,12 @@ _NO_STATE = "a module has parameters only: no random numbers, as of dropout, and
 
 
 def is_name(network: Any) -> bool:
-    """Whether a network or a core is one of those that have a name, which parameters may follow."""
+    """Whether a network or a core is a built-in name, optionally followed by parameters."""
     return isinstance(network, str) and (":" not in network or "=" in network)
 
 
 def as_network(given: Any) -> Network | CustomNetworks:
-    """The pair of functions of a module, which says in words what does not fit when it is first traced.
+    """Converts a module to a pair of functions, which raise clear errors when they are first traced.
 
     Args:
       given: one of the forms above.
@@ -81,7 +81,7 @@ def as_network(given: Any) -> Network | CustomNetworks:
 
 
 def _is_network(value: Any) -> bool:
-    """Whether what a name stands for is one of the forms; of what is called with a key, this is all that can be said before."""
+    """Whether an object is one of the forms; a function of a key can only be checked further by a call."""
     if callable(value) and not callable(getattr(value, "apply", None)):
         return naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
     return True
@@ -130,14 +130,14 @@ def _pair(init: Callable[..., Any], apply: Callable[..., Any], name: str) -> Net
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """The names of the positional arguments that a function needs."""
+    """Returns the names of the required positional arguments of a function."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind in positional]
 
 
 def _made(make: Callable[..., Any], name: str) -> Network:
-    """Of a function of a key that returns a module; all of the module but its parameters is the same for every key."""
+    """Makes a network from a function of a key that returns a module; only the parameters may depend on the key."""
     by_name = "key" in [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
     num_inputs = len(_needed(make)) - (not by_name)
 
@@ -180,7 +180,7 @@ def _nnx(module: Any, name: str) -> tuple[Any, Callable[..., Any]]:
 
 
 def _callable_pytree(module: Any) -> tuple[Any, Callable[..., Any]]:
-    """Parameters are the arrays of a module of Equinox, by their path; the rest, such as activations, is kept."""
+    """Splits an Equinox module into parameters, its arrays by path, and the rest, such as activations, which is constant."""
     found, structure = jax.tree.flatten_with_path(module)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
     params = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
@@ -193,7 +193,7 @@ def _callable_pytree(module: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def check_gradients(name: str, network: Network, params: Any, *obs: Any) -> None:
-    """Raises ValueError if a parameter is no array of floats, or has no gradient."""
+    """Raises ValueError if a parameter is not an array of floats, or has no gradient."""
     remedy = "keep what is not trained out of the parameters"
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):

@@ -1,8 +1,8 @@
 """Policies and critics of off-policy and offline actor-critics.
 
 In the shape descriptions, `B` denotes the batch size, `C` the number of critics, `N` the number of discrete actions and `D`
-the length of a continuous action. Continuous actions are in [-1, 1]; only the environment has other units. Networks that
-convolve raise ValueError if observations are not images of at least 3x3.
+the length of a continuous action. Continuous actions are in [-1, 1]; only the environment uses other units. Convolutional
+networks raise ValueError if observations are not images of at least 3x3.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ class TanhNormal:
         return jnp.tanh(self.base.sample(key))
 
     def mode(self) -> jax.Array:
-        """The squashed means, which are the medians; the density may have its peaks at the bounds instead. `[..., N]`."""
+        """Returns the squashed means, which are the medians; the density may peak at the bounds instead. `[..., N]`."""
         return jnp.tanh(self.base.loc)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-density of `action` `[..., N]`; actions at a bound are moved to the nearest number inside. `[...]`."""
+        """Returns the log-density of `action` `[..., N]`; clips actions at a bound to the nearest number inside. `[...]`."""
         largest = 1 - jnp.finfo(action.dtype).epsneg
         unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
     def entropy(self) -> jax.Array:
-        """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
+        """Computes differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
         # The trapezoidal rule converges exponentially for smooth functions times a normal density.
         z = jnp.linspace(-8.0, 8.0, 161, dtype=jnp.float32)
         weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
@@ -54,7 +54,7 @@ class TanhNormal:
 
 
 def _log_tanh_slope(x: jax.Array) -> jax.Array:
-    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
+    """Returns the logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
@@ -75,18 +75,18 @@ class _Linear(nn.Module):
 
 
 def linear_network(part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float, batch_norm: bool = False) -> Network:
-    """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
+    """Makes a torso and a linear layer with weights of the given scale: `(params, obs [, action]) -> [..., num_outputs]`."""
     module = _Linear(make_torsos(seen, config).of(part).clone(batch_norm=batch_norm), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
 def make_actor(seen: Seen, num_outputs: int, config: Any) -> Network:
-    """The network of a policy: a `linear_network` with initial outputs near 0."""
+    """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network("actor", seen, config, num_outputs=num_outputs, scale=0.01)
 
 
 def make_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Network:
-    """A stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
+    """Makes a stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
     if not has_scale(action_space):
         logits = make_actor(seen, num_outputs(action_space), config)
         return Network(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
@@ -100,7 +100,7 @@ def make_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Networ
 
 
 def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
-    """Log-likelihoods `[B]` of a data set's actions; floats are clipped, since the squashed density has no use at a bound."""
+    """Returns log-likelihoods `[B]` of a data set's actions; clips floats, because the density is useless at bounds."""
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
@@ -131,7 +131,7 @@ def make_critics(seen: Seen, action_space: Discrete | Box, num_critics: int, con
 
 
 def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
-    """The critics' values `[C, B]` of actions `[B]` or `[B, D]`."""
+    """Returns the critics' values `[C, B]` of actions `[B]` or `[B, D]`."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         return jnp.take_along_axis(critics.apply(params, obs), action[None, :, None], axis=-1)[..., 0]
     return critics.apply(params, obs, action)

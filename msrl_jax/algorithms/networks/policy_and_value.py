@@ -1,4 +1,4 @@
-"""A policy and a value function for a space of actions: one module, without a recurrent core."""
+"""A policy and a value function for an action space: one module, without a recurrent core."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class _Module(nn.Module):
     """The network of `policy_and_value`."""
 
     actor_torso: Torso
-    critic_torso: Torso | None  # None if they share the actor's
+    critic_torso: Torso | None  # None if the critic shares the actor's
     action_space: Discrete | Box
 
     def setup(self):
@@ -37,7 +37,7 @@ class _Module(nn.Module):
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`.
 
-        Without the privileged state that the critic sees, the second is the features of the actor.
+        If observations lack the privileged state that the critic needs, returns the actor's features instead of values.
         """
         features = self.actor_torso(obs)
         policy = self._distribution(features, obs)
@@ -46,15 +46,15 @@ class _Module(nn.Module):
         return policy, self._value(features if self.critic_torso is None else self.critic_torso(obs))
 
     def policy(self, obs: jax.Array) -> Distribution:
-        """The distribution over actions alone."""
+        """Returns only the distribution over actions."""
         return self._distribution(self.actor_torso(obs), obs)
 
     def value(self, obs: jax.Array) -> jax.Array:
-        """The values alone. `[...]`."""
+        """Returns only the values. `[...]`."""
         return self._value((self.critic_torso or self.actor_torso)(obs))
 
     def _sees(self, obs: Any) -> bool:
-        """Whether the critic sees in observations what it needs for values."""
+        """Whether observations contain the inputs of the critic."""
         sees_all = self.critic_torso is None or self.critic_torso.input_part == "obs"
         return sees_all or isinstance(unmasked(obs), PrivilegedObservation)
 
@@ -75,7 +75,7 @@ class PolicyAndValue(NamedTuple):
 
 
 def policy_and_value(torso: Torso | AsymmetricTorso, action_space: Space, *, shared_torso: bool = False) -> PolicyAndValue:
-    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads."""
+    """Makes the network for an action space: one torso for policy and value or one each, and linear heads."""
     actor = torso.of("actor")
     if shared_torso and actor.is_whole:
         raise ValueError("network=CustomNetworks(...) shares no torso; use shared_torso=False, or give a module of features")

@@ -1,4 +1,4 @@
-"""Networks for action values, or for distributions of returns, and the choice of targets and actions."""
+"""Networks for action values or return distributions, and the choice of targets and actions."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ class _Values(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array, fraction: jax.Array | None = None) -> jax.Array:
-        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`, at fractions `[..., N]` if there are any."""
+        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`, at fractions `[..., N]` if given."""
         features = self.torso(obs)
         if fraction is None:
             return self._outputs(features)
@@ -44,7 +44,7 @@ class _Values(nn.Module):
         return value + advantage - advantage.mean(-2, keepdims=True)
 
     def _embedding(self, fraction: jax.Array, size: int) -> jax.Array:
-        """Features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
+        """Computes features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
         cosines = jnp.cos(jnp.pi * jnp.arange(64, dtype=jnp.float32) * fraction[..., None])
         return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
 
@@ -58,8 +58,8 @@ def q_network(
 ) -> Network:
     """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9).
 
-    An `implicit` one takes fractions `[..., N]` after the observations, whose features it multiplies by those of the
-    observation before the last hidden layer; its outputs are the quantiles there (arXiv 1806.06923).
+    An `implicit` network also takes fractions `[..., N]`. It multiplies their features by those of the observation before the
+    last hidden layer; its outputs are the quantiles at these fractions (arXiv 1806.06923).
     """
     torso = torso.of("critic")
     if (dueling or implicit) and torso.is_whole:
@@ -70,7 +70,7 @@ def q_network(
 
 
 def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: bool) -> Network:
-    """The action values `[..., A]` after a recurrent core: a linear head, or two streams, as wide as the last dense layer."""
+    """Makes the head for action values `[..., A]` after a recurrent core: linear, or two streams as wide as the last layer."""
     if dueling and not torso.hidden_sizes:
         torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
     heads = q_network(torso, action_space, dueling=dueling)
@@ -78,7 +78,7 @@ def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: b
 
 
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
-    """The target network's outputs for the action with the largest value, `next_value` `[A]` (arXiv 1509.06461)."""
+    """Returns the target network's outputs for the action with the largest `next_value` `[A]` (arXiv 1509.06461)."""
     chex.assert_rank(next_value, 1)
     chex.assert_equal_shape_prefix((next_value, next_target), 1)
     return next_target[jnp.argmax(next_value)]
@@ -93,7 +93,7 @@ def epsilon_greedy(
     num_actions: int,
     learning_starts: int = 0,
 ) -> jax.Array:
-    """The greedy actions `[E]`, or random ones with probability epsilon; all are random before `learning_starts` steps."""
+    """Returns greedy actions `[E]`, random ones with probability epsilon; all are random before `learning_starts` steps."""
     whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
     probability = jnp.where(at_least(steps, learning_starts), exploration.epsilon(steps, len(greedy)), 1.0)
     at_random = jax.vmap(jax.random.uniform)(whether) < probability

@@ -1,4 +1,4 @@
-"""Networks with a recurrent core, or with none, as pure functions.
+"""Networks with or without a recurrent core, as pure functions.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `H` the size of the recurrent
 state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; without a core it is `()`. An episode starts with zeros.
@@ -25,17 +25,17 @@ class RecurrentNetwork(NamedTuple):
     # (params, obs [..., *observation_shape], carry [..., H]) -> (outputs [..., ...], carry)
     step: Callable[[Any, Any, Carry], tuple[Any, Carry]]
     # (params, obs [T, E, *observation_shape], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, ...], carries after every
-    # step [T, E, H]); the carry is cleared before the first step of every episode
+    # step [T, E, H]); clears the carry before the first step of every episode
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
-    # (params, values) -> values; where `step` saw no privileged state, it gave features, which come with these states
+    # (params, outputs) -> values; if `step` saw no privileged state, its outputs are features, passed with that state
     value: Callable[[Any, Any], Any] = lambda params, value: value
 
 
 def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer and heads; with the core "none" carries are empty.
+    """Makes a network of a torso, a recurrent layer and heads; with `core="none"`, carries are empty.
 
-    A critic that sees a privileged state sees the outputs of the recurrent layer too: without what the actor remembers, no
-    value is right (Baisero & Amato, 2022, arXiv 2105.11674).
+    A critic with a privileged state also sees the outputs of the recurrent layer: without the actor's recurrent state, its
+    values would be wrong (Baisero & Amato, 2022, arXiv 2105.11674).
     """
     torsos = make_torsos(observation_space, config)
     torso = torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos
@@ -69,7 +69,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
         return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
+        # A convolution takes one batch dimension; in the order [E * T] it stays split over devices like the environments.
         inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
         outputs, carries = core.unroll(params["core"], inputs, is_first, carry)
         return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carries
@@ -81,7 +81,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
 
 
 def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
-    """A network without a core in the form of a recurrent one."""
+    """Wraps a network without a core in the interface of a recurrent one."""
 
     def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         outputs = network.apply(params, flatten(obs))

@@ -1,8 +1,8 @@
-"""Attention to the last steps of an episode: the gated transformer of Parisotto et al., 2019 (GTrXL, arXiv 1910.06764).
+"""Attention over the last steps of an episode: the gated transformer of Parisotto et al., 2019 (GTrXL, arXiv 1910.06764).
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `L` the number of layers, `N`
-the number of heads, `M` the number of steps before the present one that a layer sees and `D` the size of the network. A carry
-is the inputs of all layers in the last `M` steps `[..., L, M, D]`, and which of them are of this episode `[..., M]`: 1 or 0.
+the number of heads, `M` the number of previous steps that a layer sees and `D` the size of the network. A carry holds the
+inputs of all layers in the last `M` steps `[..., L, M, D]`, and a mask of the steps in the current episode `[..., M]`: 1 or 0.
 """
 
 import math
@@ -17,10 +17,10 @@ from msrl_jax.algorithms.networks.layers import Carry, Core
 
 
 def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> Core:
-    """Makes the layers, whose gates start almost closed; each sees the `context` steps before, of the same episode.
+    """Makes the layers, whose gates start almost closed; each sees the previous `context` steps of the same episode.
 
     Raises:
-      ValueError: if a number is no positive integer, or if `heads` does not divide `size`.
+      ValueError: if a number is not a positive integer, or if `heads` does not divide `size`.
     """
     for name, number in {"layers": layers, "heads": heads, "context": context}.items():
         if type(number) is not int or number < 1:
@@ -52,7 +52,7 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         memory, known = carry
         x = jnp.swapaxes(matmul(inputs, params["input"]), 0, 1)  # [E, T, D]
-        episode = jnp.cumsum(is_first.T, axis=1)  # [E, T]; that of the carry is 0
+        episode = jnp.cumsum(is_first.T, axis=1)  # [E, T]; the episode of the carry is 0
         episodes = jnp.concatenate([jnp.where(known > 0, 0, -1), episode], 1)  # [E, M + T]
         time, times = jnp.arange(len(inputs))[:, None], jnp.arange(-context, len(inputs))
         near = (times <= time) & (times >= time - context)  # [T, M + T]
@@ -60,7 +60,7 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
         for i, layer in enumerate(params["layers"]):
             seen.append(jnp.concatenate([memory[:, i], x], 1))
             x = _layer(layer, heads, x, seen[-1], near & (episode[:, :, None] == episodes[:, None, :]))
-        # The last `M` of all steps until each one, without those of other episodes.
+        # The last `M` steps up to each step, without those of other episodes.
         last = time + 1 + jnp.arange(context)  # [T, M]
         same = (jnp.swapaxes(episodes[:, last], 0, 1) == episode.T[:, :, None]).astype(x.dtype)  # [T, E, M]
         windows = jnp.stack([jnp.swapaxes(s[:, last], 0, 1) for s in seen], 2)  # [T, E, L, M, D]
@@ -88,7 +88,7 @@ def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
 
 
 def _layer(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: jax.Array) -> jax.Array:
-    """One layer for steps `x` `[..., Q, D]`, the last of those that it sees `[..., K, D]`, `visible` `[..., Q, K]` bool."""
+    """Applies a layer to steps `x` `[..., Q, D]`, the last of `seen` `[..., K, D]`; `visible` is a mask `[..., Q, K]`."""
     normalized = lambda x, i: _standardized(x) * params["scales"][i] + params["shifts"][i]  # noqa: E731
     x = _gate(params["gates"][0], x, nn.relu(_attention(params, heads, normalized(x, 0), normalized(seen, 0), visible)))
     y = matmul(nn.relu(matmul(normalized(x, 1), params["wide"])), params["narrow"])
@@ -101,7 +101,7 @@ def _standardized(x: jax.Array) -> jax.Array:
 
 
 def _gate(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The gate of a GRU, which starts by keeping most of `x` (arXiv 1910.06764, eq. 9)."""
+    """Applies a GRU gate, which initially keeps most of `x` (arXiv 1910.06764, eq. 9)."""
     new, old = jnp.split(matmul(y, params["new"]), 3, -1), jnp.split(params["old"], 3, -1)
     reset = jax.nn.sigmoid(new[0] + matmul(x, old[0]))
     change = jax.nn.sigmoid(new[1] + matmul(x, old[1]) - 2)
@@ -109,14 +109,14 @@ def _gate(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _attention(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attention with positions relative to the present one (Transformer-XL; Dai et al., 2019, arXiv 1901.02860, 3.3)."""
+    """Attention with relative positions (Transformer-XL; Dai et al., 2019, arXiv 1901.02860, 3.3)."""
     queries, size = x.shape[-2:]
     keys = seen.shape[-2]
     split = lambda x: x.reshape(*x.shape[:-1], heads, size // heads)  # noqa: E731
     by_use = jnp.split(params["qkv"], 3, -1)
     q, k, v = split(matmul(x, by_use[0])), split(matmul(seen, by_use[1])), split(matmul(seen, by_use[2]))
     where = split(matmul(_sinusoids(keys, size), params["position"]))  # by distance, [K, N, D / N]
-    distance = jnp.arange(queries)[:, None] + keys - queries - jnp.arange(keys)  # [Q, K]; negative ones are not visible
+    distance = jnp.arange(queries)[:, None] + keys - queries - jnp.arange(keys)  # [Q, K]; negative distances are masked
     by_distance = jnp.einsum("...qnd,mnd->...nqm", q + split(params["position_bias"]), where)
     index = jnp.broadcast_to(jnp.maximum(distance, 0), by_distance.shape)
     score = jnp.einsum("...qnd,...knd->...nqk", q + split(params["content_bias"]), k)
@@ -127,6 +127,6 @@ def _attention(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: 
 
 
 def _sinusoids(length: int, size: int) -> jax.Array:
-    """Sines and cosines of distances (Vaswani et al., 2017, arXiv 1706.03762, 3.5). `[length, size]`"""
+    """Computes sines and cosines of distances (Vaswani et al., 2017, arXiv 1706.03762, 3.5). `[length, size]`"""
     angle = jnp.arange(length)[:, None] * jnp.exp(-math.log(1e4) * jnp.arange(0, size, 2) / size)
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)

@@ -1,4 +1,4 @@
-"""Returns and advantages over time-major arrays `[T, ...]`, for algorithms of your own."""
+"""Returns and advantages over time-major arrays `[T, ...]`, for custom algorithms."""
 
 from msrl_jax.algorithms.returns.advantages import gae as gae
 from msrl_jax.algorithms.returns.advantages import standardize as standardize

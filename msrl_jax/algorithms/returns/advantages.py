@@ -1,4 +1,4 @@
-"""Generalized advantage estimation, and means over the steps that count."""
+"""Generalized advantage estimation, and means over valid steps."""
 
 import chex
 import jax
@@ -18,7 +18,7 @@ def gae(
     discount: float,
     gae_lambda: float,
 ) -> jax.Array:
-    """Generalized advantage estimation (Schulman et al., 2016, arXiv 1506.02438, eq. 16).
+    """Estimates generalized advantages (Schulman et al., 2016, arXiv 1506.02438, eq. 16).
 
     The successor of a terminated step has the value 0; the successor of a truncated step has the value `next_value`. The
     advantages of an episode do not depend on the next episode.
@@ -30,7 +30,7 @@ def gae(
         first one of the next episode; any finite number where `terminated`. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short, as by a time limit. `[T, ...]` bool
-      present: which steps count; all if None. The advantage of another step is 0, and the step before it bootstraps from
+      present: mask of valid steps; all if None. The advantage of an invalid step is 0, and the step before it bootstraps from
         `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       gae_lambda: 0 gives one-step advantages, 1 gives discounted returns minus values.
@@ -50,10 +50,10 @@ def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Ar
 
     Args:
       advantage: advantages. `[...]`
-      counts: which of them count for mean and deviation; all if None. `[...]` bool
+      counts: mask of the values that determine mean and deviation; all if None. `[...]` bool
 
     Returns:
-      The standardized advantages; zeros if all are equal; a single one that counts as it is, without a deviation. `[...]`
+      The standardized advantages; zeros if all are equal. A single valid advantage has no deviation and is unchanged. `[...]`
     """
     if advantage.size == 1:
         return advantage
@@ -63,12 +63,12 @@ def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Ar
 
 
 def mean(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-    """The mean of the values that count; of all if `counts` `[...]` is None, and 0 if none do. `[]`."""
+    """Returns the mean of the values in the mask `counts` `[...]`, of all if it is None, and 0 if the mask is empty. `[]`."""
     if counts is None:
         return x.mean()
     return jnp.where(counts, x, 0.0).sum() / jnp.maximum(counts.sum(dtype=x.dtype), 1)
 
 
 def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:
-    """The temporal-difference errors; a terminal state has the value 0."""
+    """Returns the temporal-difference errors; a terminal state has the value 0."""
     return reward + discount * jnp.where(terminated, 0.0, next_value) - value

@@ -19,9 +19,9 @@ def n_step_return(
     discount: float,
     num_steps: int | None = None,
 ) -> jax.Array:
-    """n-step returns (Sutton & Barto, 2018, eq. 7.1; Mnih et al., 2016, arXiv 1602.01783).
+    """Computes n-step returns (Sutton & Barto, 2018, eq. 7.1; Mnih et al., 2016, arXiv 1602.01783).
 
-    A sum of rewards ends early at the end of the unroll or of the episode. There it bootstraps, unless the episode
+    The sum of rewards stops early at the end of the unroll or of the episode, and bootstraps there unless the episode
     terminated.
 
     Args:
@@ -30,7 +30,7 @@ def n_step_return(
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
       discount: discount factor per step.
-      num_steps: largest number of rewards to sum up, `n`; None sums up to the end of the unroll, as in A3C.
+      num_steps: maximum number of rewards to sum, `n`; None sums to the end of the unroll, as in A3C.
 
     Returns:
       The returns. `[T, ...]`
@@ -56,7 +56,7 @@ def n_step_return(
 def lambda_return(
     reward: jax.Array, next_value: jax.Array, terminated: jax.Array, truncated: jax.Array, *, discount: float, lambda_: float
 ) -> jax.Array:
-    """The mean of all n-step returns with weights that decay by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
+    """Computes the mean of all n-step returns with weights that decay by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
 
     It equals `gae` plus `value`.
 
@@ -112,8 +112,8 @@ def vtrace(
       next_value: values of the true successors, as in `gae`; within an episode, `value` one step later. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      present: which steps count; all if None. The target of another step is its value, and the step before it bootstraps from
-        `next_value`. `[T, ...]` bool
+      present: mask of valid steps; all if None. The target of an invalid step is its value, and the step before it bootstraps
+        from `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       lambda_: decay per step of a trace, in addition to the discount.
       clip_rho: largest importance weight of an error; the fixed point depends on it.

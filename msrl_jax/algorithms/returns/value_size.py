@@ -1,7 +1,7 @@
-"""The running size of value targets, by which values are divided for the critic.
+"""The running size of value targets, which divides values for the critic.
 
-Then the errors of large values do not outweigh the policy's, and the critic's first weights are about right. The mean is not
-subtracted: while it moves, the critic would have to move every value with it.
+As a result, the value loss of large values does not dominate the policy loss, and the initial scale of the critic is about
+right. The mean is not subtracted: while it moves, the critic would have to shift every value with it.
 """
 
 from typing import Any, NamedTuple
@@ -19,22 +19,22 @@ _SMALL = 2.0**-80
 
 
 class TargetScale(NamedTuple):
-    """The root of the decaying mean square of value targets, one for each network, `[]` or `[A]`; squares would overflow.
+    """The root of the decaying mean square of value targets, one per network, `[]` or `[A]`; squares would overflow.
 
-    An update moves it by less than the precision of float32, so the rest keeps what was rounded off; see `RunningStatistics`.
+    An update may be smaller than the precision of float32, so `rest` keeps the rounding error; see `RunningStatistics`.
     """
 
     root: jax.Array  # 0 before the first target
-    weight: jax.Array  # sum of the weights, which corrects the bias of the start
+    weight: jax.Array  # sum of the weights, for the correction of the initial bias
     rest: jax.Array  # the part of the root that `root` does not hold
 
     @property
     def size(self) -> jax.Array:
-        """The root of the mean square, at least 1: smaller values stay as they are."""
+        """The root of the mean square, at least 1, so that smaller values are not scaled."""
         return jnp.maximum(self.root, 1.0)
 
     def updated(self, target: jax.Array, counts: jax.Array | None) -> "TargetScale":
-        """Adds the targets `[T, E]` or `[T, E, A]` that count, all if None; if none do, nothing changes."""
+        """Adds the targets `[T, E]` or `[T, E, A]` in the mask `counts`, all if None; an empty mask changes nothing."""
         axes = tuple(range(target.ndim - self.root.ndim))
         number = target.size // self.root.size if counts is None else counts.sum(axes)
         old, added = self.root, _root_mean_square(target, counts, number, axes)
@@ -49,7 +49,7 @@ class TargetScale(NamedTuple):
 
 
 def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
-    """The root of the mean square over `axes` of the values that count, also where squares overflow. `[]` or `[A]`"""
+    """Computes the root mean square over `axes` of the values in the mask, without overflow of squares. `[]` or `[A]`"""
     square = jnp.square(jnp.stack([x, x * _SMALL]).astype(jnp.float32))  # one sum, so one round of communication
     if counts is not None:
         square = jnp.where(counts, square, 0.0)
@@ -58,5 +58,5 @@ def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes:
 
 
 def value_size(*shape: int) -> TargetScale:
-    """The size before any target: 1."""
+    """Returns the size before any target: 1."""
     return TargetScale(*[jnp.zeros(shape, jnp.float32)] * 3)
