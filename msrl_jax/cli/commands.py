@@ -5,7 +5,6 @@ Slow imports are inside the functions, so that devices can be configured before 
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import re
@@ -30,7 +29,11 @@ DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
 
 TRAIN = "msrl_jax.run.training:train"
-_note = functools.partial(print, file=sys.stderr, flush=True)
+
+
+def _note(text: object) -> None:
+    """Prints a line on what is now standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest", trust: bool = False) -> Any:

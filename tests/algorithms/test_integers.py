@@ -204,7 +204,7 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     np.testing.assert_array_equal(cloned.act(SHOWN), OPEN)
     wrong = data.Dataset(*(getattr(played, name) for name in data.dataset.FIELDS))
     object.__setattr__(wrong, "action", wrong.action + np.int32([0, 0, 2]))
-    with pytest.raises(ValueError, match="action of the data set leaves the action_space of Lock"):
+    with pytest.raises(ValueError, match="action of the data set is outside the action_space of Lock"):
         data.check_spaces(wrong, Lock())
     cloned.save(tmp_path / "run")
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run", env=LOCK).act(SHOWN), OPEN)

@@ -240,7 +240,7 @@ def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
         (["--out", str(tmp_path)], "name a file that ends in"),
         (["--out", str(tmp_path / "folder.gif")], "is a folder; name a file"),
         (["--episodes", "0"], "episodes=0: use an integer of at least 1"),
-        (["--fps", "-1"], "fps=-1.0: use a number of pictures per second above 0"),
+        (["--fps", "-1"], "fps=-1: use a number of pictures per second above 0"),
         (["--member", "2"], "member=2: this run has members 0 to 1"),
     ):
         assert main(["video", str(out), *arguments]) == 2
