@@ -164,7 +164,7 @@ def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str
         print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
         return 0
     if given.get("resume") and "out" not in given:
-        raise UsageError("--resume needs --out, the folder of what goes on")
+        raise UsageError("--resume needs --out, the folder to resume")
     processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
     if (code := launch.start(argv, **processes)) is not None:
         return code

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,6 +16,7 @@ from msrl_jax._compat import ShapedArray, jaxpr_as_fun, jaxprs_in
 from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
 from msrl_jax.fragments.placement import Device, Layout, Placement
 from msrl_jax.fragments.runtime.lower import prepare_for_placement
+from msrl_jax.fragments.support.random_keys import is_key
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def split(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
     published = tuple(k for k, copies in pairs if k not in private and not read.isdisjoint(copies))
     kinds = [(schedule.inputs[k][0].label, schedule.inputs[k][0].aval) for k in published]
     for label, aval in [*kinds, *((v.label, v.aval) for v in crossing)]:
-        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if is_key(aval):
             raise refused(f"random keys ({label}) cross between its actors and its learner")
     return Halves(schedule, acting, learning, private, published, tuple(crossing))
 

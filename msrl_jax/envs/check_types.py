@@ -16,6 +16,7 @@ from msrl_jax.envs.base import PyTree, drop_weak_types, env_name, output_shapes
 from msrl_jax.envs.episode_metrics import check_declared
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.random_keys import is_key
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
 _NEEDS_VALUES = (
@@ -116,11 +117,6 @@ def check_names(name: str, agents: Any) -> None:
 def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:
     if getattr(x, "shape", None) != shape or x.dtype != bool:
         raise TypeError(f"{what} is {show(x)}; return {remedy}")
-
-
-def is_key(x: Any) -> bool:
-    """Whether something is an array of typed PRNG keys."""
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_key(key: jax.Array) -> None:

@@ -37,6 +37,7 @@ from msrl_jax.fragments.runtime.timing import (
 )
 from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
@@ -504,5 +505,5 @@ def _joined(chunks: Sequence[list[Any]]) -> list[Any]:
 
 def _together(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy does not support them."""
-    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in rows[0]]
+    keys = [is_key(x) for x in rows[0]]
     return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

@@ -15,6 +15,7 @@ from msrl_jax.envs.base import Stepped, env_name, is_on_host, output_shapes
 from msrl_jax.envs.check_types import check_types, show
 from msrl_jax.envs.masks import fault
 from msrl_jax.envs.wrappers import EnvironmentWrapper
+from msrl_jax.fragments.support.random_keys import is_key
 
 _DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 """The primitives that draw random numbers from keys, typed or not."""
@@ -103,7 +104,7 @@ def check_turns(name: str, env: Any) -> None:
     player = jax.eval_shape(lambda state: env.to_move(state), state)
     if not isinstance(player, jax.ShapeDtypeStruct) or player.shape or player.weak_type or player.dtype.kind not in "iu":
         raise ValueError(f"{game}.to_move returned {show(player)}; return an array int32[], 0 or 1")
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
+    if any(is_key(x) for x in jax.tree.leaves(state)):
         raise ValueError(
             f"{name} needs a deterministic game, but the state of environment {game!r} contains a key; use self_play, "
             "or remove the key from the state"

@@ -22,6 +22,7 @@ from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.graph.trace import trace
 from msrl_jax.fragments.support.checks import parse_json, replacing
+from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.nonfinite.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.run.experiment.plain_data import to_json
@@ -113,7 +114,7 @@ def save(path: Path, failure: Failure, description: Mapping[str, Any], record: i
 
 
 def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return {"key": str(jax.random.key_impl(x))}, np.asarray(jax.random.key_data(x))
     array = np.asarray(x)
     # NumPy files do not support machine learning dtypes, such as bfloat16.

@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.checks import replacing
-from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.report.provenance import origin_of, write_origin
 from msrl_jax.run.evaluation.evaluate import make_evaluator
 from msrl_jax.run.experiment.spec import Experiment
@@ -114,12 +114,11 @@ def _data(leaf: jax.Array) -> np.ndarray:
 
 
 def _data_of(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _leaf(data: np.ndarray, like: Any) -> jax.Array:
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(like)) if is_key else jnp.asarray(data)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(like)) if is_key(like) else jnp.asarray(data)
 
 
 def _along(which: np.ndarray, like: np.ndarray) -> np.ndarray:

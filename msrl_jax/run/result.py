@@ -15,10 +15,9 @@ from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.replacing import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators
-from msrl_jax.envs.check_types import is_key
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.support.checks import as_path, check_seed, shown
-from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator

@@ -59,3 +59,13 @@ def test_a_copy_does_not_hide_a_module(tmp_path):
 def test_training_is_not_traced(of):
     with pytest.raises(TypeError, match=r"train runs on the host, and cannot be traced by jax\.jit, vmap or grad"):
         of(lambda rate: msrl.train("ppo", learning_rate=rate).history["loss"][-1])(jnp.ones((2,) * (of is jax.vmap)))
+
+
+def test_a_checkpoint_of_other_random_keys_says_so(tmp_path):
+    run = tmp_path / "run"
+    small = {"num_envs": 4, "unroll_length": 4, "hidden_sizes": (4,), "eval_episodes": 0, "progress": False}
+    with jax.default_prng_impl("rbg"):
+        msrl.train("a2c", total_steps=32, out=run, **small)
+        assert msrl.Result.load(run).description["devices"]["prng_impl"] == "rbg"
+    with pytest.raises(ValueError, match=r"random keys of another implementation .*jax_default_prng_impl.*config\.json"):
+        msrl.Result.load(run)

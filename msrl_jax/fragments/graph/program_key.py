@@ -32,6 +32,7 @@ from msrl_jax._compat import (
     is_dropped,
 )
 from msrl_jax.fragments.graph.marker import is_fragment
+from msrl_jax.fragments.support.random_keys import is_key
 
 # Contents longer than this many bytes are represented by their digest.
 _LONG = 64
@@ -187,7 +188,7 @@ def _array_key(x: Any) -> Hashable:
     if isinstance(x, jax.Array):
         if isinstance(x, Tracer) or not x.is_fully_addressable:
             return _Same(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return "key", x.dtype, _array_key(jax.random.key_data(x))
         return "array", x.dtype, x.shape, x.weak_type, _content(np.asarray(x))
     if x.dtype.hasobject:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE
+from msrl_jax.fragments.support.random_keys import is_key
 
 Block = tuple[tuple[int, int], ...]
 """A part of an array: the first index and the end along each dimension."""
@@ -303,7 +304,7 @@ class MeshCrossing:
 
 def _to_wire(x: Any) -> Any:
     """An array as it is sent: with a dimension to concatenate along, and elements of whole bytes."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     elif x.dtype.name in SMALLER_THAN_A_BYTE:
         x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float16)
@@ -316,7 +317,7 @@ def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None)
 
 def key_impl(aval: jax.ShapeDtypeStruct) -> Any:
     """The generator of typed keys; None for other arrays."""
-    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if not is_key(aval):
         return None
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), aval)

@@ -19,6 +19,7 @@ from msrl_jax.fragments.graph.host_calls import calls_host, evaluate_with_host
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.crossing import Block, MeshCrossing, blocks
 from msrl_jax.fragments.runtime.memory import array_bytes
+from msrl_jax.fragments.support.random_keys import is_key
 
 Leaves = list[tuple[jax.Array, ...]]
 """The leaves of a state, each with its copies on the placements that keep one."""
@@ -82,7 +83,7 @@ def crossing(
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
     """Makes a local array global: every process places the parts of its own devices."""
-    x = x if _is_key(x) else np.asarray(x)
+    x = x if is_key(x) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
 
 
@@ -93,7 +94,7 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     Typed keys stay JAX arrays.
     """
     # JAX cannot assemble split arrays without elements, so make them on the host.
-    full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
+    full: list[Any] = [x if x.size or is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
         return jax.device_get(full)
     everyone = {*range(jax.process_count())}
@@ -111,7 +112,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
     made: list[np.ndarray] = []
     mine: list[np.ndarray] = []
     for number, x in enumerate(arrays):
-        data = jax.random.key_data(x) if _is_key(x) else x
+        data = jax.random.key_data(x) if is_key(x) else x
         made.append(np.empty(data.shape, data.dtype))
         held = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
         here = {shard.device: shard.data for shard in data.addressable_shards}
@@ -129,7 +130,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
             part = gathered[p, start:stop].view(out.dtype).reshape([high - low for low, high in block])
             out[tuple(slice(*bounds) for bounds in block)] = part
             start = stop
-    impls = [jax.random.key_impl(x) if _is_key(x) else None for x in arrays]
+    impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
     return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(made, impls, strict=True)]
 
 
@@ -153,10 +154,6 @@ def _allgather_bytes(data: np.ndarray, length: int) -> np.ndarray:
         size = 1 << (min(length - start, _AT_ONCE) - 1).bit_length()
         parts.append(multihost_utils.process_allgather(np.pad(part, (0, size - len(part)))))
     return np.ascontiguousarray(np.concatenate(parts, axis=1)[:, :length])
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:

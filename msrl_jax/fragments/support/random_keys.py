@@ -1,6 +1,14 @@
-"""Random keys for purposes other than training."""
+"""Random keys: what is one, and keys for purposes other than training."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+
+def is_key(x: Any) -> bool:
+    """Returns whether something is an array of typed keys, or the type of such an array."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def key_for(purpose: str, key: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.checks import parse_json
+from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run.disk.folder import CHECKPOINTS, SUMMARY, write_json
 from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
 
@@ -52,10 +53,6 @@ class Checkpoint:
     progress: Mapping[str, Any]  # the host's part of the state, as plain data; empty if the seal is invalid
     score: float | None  # the run's score at that time, if it has one; higher is better
     is_readable: bool = True  # whether the seal is valid
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _by_itself() -> Any:
@@ -107,7 +104,7 @@ class CheckpointWriter:
         if (path / SEAL).exists():
             return
         self._remove_incomplete()
-        named = [(name, jax.random.key_data(x) if _is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
+        named = [(name, jax.random.key_data(x) if is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
         # If there are several processes, only this one writes: its arrays are on the host.
         entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
         try:
@@ -289,9 +286,9 @@ def load(
     places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(named) if shardings is None else shardings
     wanted = {}
     for (name, leaf), place in zip(named, places, strict=True):
-        data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         if np.size(data):
-            if _is_key(leaf) and isinstance(place, NamedSharding):  # key data have one more dimension than keys
+            if is_key(leaf) and isinstance(place, NamedSharding):  # key data have one more dimension than keys
                 place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
             wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
     try:
@@ -308,7 +305,7 @@ def load(
         data = entries.get(name)
         if data is None:
             return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
-        return jax.random.wrap_key_data(data, impl=key_impl(leaf)) if _is_key(leaf) else data
+        return jax.random.wrap_key_data(data, impl=key_impl(leaf)) if is_key(leaf) else data
 
     leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
     tree = jax.tree.structure(like)
@@ -324,7 +321,8 @@ def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, An
                 "environment or config?"
             )
         have, want = saved[name], wanted[name]
-        if {have.shape[-1:], want.shape[-1:]} == {(2,), (4,)} and have.dtype == want.dtype == np.uint32:
+        words = {tuple(have.shape[-1:]), want.shape[-1:]}  # of a key, by its implementation
+        if words == {(2,), (4,)} and tuple(have.shape[:-1]) == want.shape[:-1] and have.dtype == want.dtype == np.uint32:
             raise CheckpointError(
                 f"the checkpoint {path} has random keys of another implementation ({name}); call "
                 'jax.config.update("jax_default_prng_impl", ...) with the prng_impl under "devices" in its config.json'

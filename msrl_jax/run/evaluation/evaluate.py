@@ -20,6 +20,7 @@ from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.history import decimals
 
@@ -150,8 +151,7 @@ class Behavior:
         """Rebuilds a state from the leaves that `take` returned; the other leaves are zeros. Call it under `jit`."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
         kept, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
         pairs = zip(types, self._needed, strict=True)

@@ -20,7 +20,7 @@ from msrl_jax.algorithms.replacing import with_traced
 from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, whole
-from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.replay import SHARD_AXIS
 from msrl_jax.run.evaluation.history import SKIPPED
 
@@ -200,7 +200,7 @@ def fold_keys(state: Any, number: int) -> Any:
     """Folds a number into every typed key of a state, which changes all randomness."""
 
     def fold(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not is_key(x):
             return x
         return jax.vmap(lambda key: jax.random.fold_in(key_for("again", key), number))(x.reshape(-1)).reshape(x.shape)
 

@@ -15,6 +15,7 @@ import numpy as np
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.experiment.plain_data import to_json
@@ -43,7 +44,7 @@ class Policy:
 
 def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
     """Makes the policy from one member's state."""
-    leaves = [np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in behavior.take(state)]
+    leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("the memory of this agent does not begin with zeros, so a caller could not start an episode")

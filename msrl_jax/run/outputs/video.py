@@ -21,7 +21,7 @@ from msrl_jax.envs.params import with_source
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.support.checks import replacing, whole
-from msrl_jax.fragments.support.random_keys import key_for
+from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
@@ -216,7 +216,6 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], 
 
 def _rows(stacked: Any) -> Iterator[Any]:
     """Yields the states of one environment from those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves, tree = jax.tree.flatten(stacked)
     leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
     for t in range(len(leaves[0]) if leaves else 0):
